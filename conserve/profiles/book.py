@@ -1,6 +1,7 @@
 """The folder of measured profiles, found by their keys. Profiles derived from the papers come with the package."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -74,10 +75,8 @@ class Book:
 
     def _readable(self) -> Iterator[Profile]:
         for path in self.folder.glob("*.json"):
-            try:
+            with suppress(ProfileError):
                 yield profiles.read(path)
-            except ProfileError:
-                continue
 
 
 def derived_names() -> list[str]:

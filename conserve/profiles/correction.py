@@ -209,8 +209,7 @@ class CorrectedModel:
         self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))
         self._scale = exp(self._log_scale)
         self._residuals.append(Residual(predicted, residual))
-        if self._longest_ms < predicted:
-            self._longest_ms = predicted
+        self._longest_ms = max(self._longest_ms, predicted)
         if self._seen % REFRESH == 0:
             self._margins.clear()
 

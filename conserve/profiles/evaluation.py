@@ -3,9 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
-from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
 from conserve.profiles.fit import Samples, cross_predictions, errors, fit
+from conserve.profiles.model import TIMELESS
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS, FittedModel, Noise
 from conserve.profiles.record import Record
@@ -58,7 +58,7 @@ def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residua
     over = []
     for known, new in ((one, other), (other, one)):
         residuals = [residual for batch in known for residual in batch]
-        corrected = CorrectedModel(ConServeModel.of(*[0.0] * len(ConServeModel.terms)), residuals)
+        corrected = CorrectedModel(TIMELESS, residuals)
         over += [r.ratio > corrected.margin(r.predicted_ms) for batch in new for r in batch]
     return sum(over) / len(over) if over else 0.0
 

@@ -136,6 +136,9 @@ class TestBounds:
         for slos in ([CHAT, two], [two, CHAT]):
             assert tightest(slos) == expected
         assert tightest([CHAT, Slo()]).harm == 0.2, "no promise is looser than any"
+        assert tightest([]) == Slo(largest_ttft_ms=inf, largest_tbt_ms=inf), (
+            "among no requests nothing is promised"
+        )
 
     def test_a_request_has_the_bounds_of_its_class(self) -> None:
         chat, agent, other = prompt("chat"), prompt("agent"), prompt("other")

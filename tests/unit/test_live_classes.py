@@ -170,13 +170,14 @@ def test_the_class_follows_from_the_key_then_the_project_then_the_model(
 
 
 def test_a_class_without_a_promise_has_the_usual_harm() -> None:
-    assert BOTH.promises_of("night") == Promises(harm=HARM)
+    assert LiveClass.of({"keys": ["n"]}).promises == Promises(harm=HARM)
     off = LiveClass.of({"harm": None})
     assert not off.promises.any
     assert LiveClass.of(off.document()) == off
 
 
 def test_without_promises_the_default_class_has_none() -> None:
+    assert classes(chat=CHAT).promises_of(DEFAULT_CLASS) == Promises.of({"ttft_ms": 1000})
     assert LiveClasses.of({"chat": CHAT}).promises_of(DEFAULT_CLASS) == Promises()
     assert not LiveClasses()
     assert LiveClasses() == LiveClasses.of({})

@@ -41,6 +41,7 @@ class TestMargin:
                 2.5,
             ),  # two halvings are missing: twice a quarter of the way from the median
             ([1.0, 5.0, 1.0, 1.0, 1.0], 1 / 12, 6.0),  # one
+            ([1.0, 2.0, 3.0, 4.0, 5.0], 1 / 12, 5.5),
         ],
     )
     def test_is_a_residual_or_a_bit_more_than_the_largest(
@@ -53,6 +54,18 @@ class TestMargin:
         far = [Residual(50.0, 9.0)] * 300 + [Residual(200.0, 9.0)] * 300
         assert margin_near([*far, *near], 100.0, 0.01) == 1.5
         assert margin_near([*far, *near], 50.0, 0.01) == 9.0
+
+    def test_comes_from_no_more_than_the_nearest_quarter(self) -> None:
+        further = [Residual(100.0 + n, 1 + n / 1000) for n in range(1, 801)]
+        assert margin_near(further, 100.0, 0.01) == 1.199  # the 199th of 200
+
+    def test_stays_where_longer_iterations_were_measured_than_the_last(self) -> None:
+        corrected = CorrectedModel(MS_PER_TOKEN, iter([Residual(64.0, 1.0 + n % 2) for n in range(198)]))
+        assert corrected.margin(128.0) == 3.0, "twice as long as any"
+        long, short = Batch.of([Slice(190, 0)]), Batch.of([Slice(10, 0)])
+        for batch in (long, *[short] * 31):
+            corrected.observe(batch, corrected.predict(batch))
+        assert corrected.margin(128.0) == 2.0
 
     def test_comes_from_99_iterations_at_least(self) -> None:
         short, long = [Residual(50.0, 9.0)] * 99, [Residual(200.0, 1.5)] * 99
@@ -123,6 +136,16 @@ class TestDrift:
         assert corrected.correction.seen == 1000
         assert len(corrected.correction.residuals) == 1000
         assert max(residual.ratio for residual in corrected.correction.residuals) == pytest.approx(1.0)
+        corrected.observe(BATCH, 2 * corrected.predict(BATCH))
+        assert corrected.off == [*[pytest.approx(0.0)] * 999, 0.5]
+        corrected.off.clear()
+        assert len(corrected.off) == 1000, "a copy was cleared"
+
+    def test_iterations_of_a_part_of_a_millisecond_are_planned_and_learned_from(self) -> None:
+        corrected = CorrectedModel(ConServeModel.of(0.01, 0, 0, 0, 0, 0, 0, 0))
+        assert corrected.can_schedule(Batch(), Slice(500, 0), 1.0) == 50
+        corrected.observe(Batch.of([Slice(100, 0)]), 1.1)
+        assert corrected.scale > 1
 
     def test_what_is_planned_leaves_the_margin(self) -> None:
         for scale, tbt_ms, tokens in ((1.0, 100.0, 40), (2.0, 100.0, 15), (1.0, 0.0, 0), (1.0, -5.0, 0)):
@@ -179,6 +202,9 @@ def test_noise_is_that_of_equal_batches() -> None:
     assert record.seconds == 3.0
     assert noise_of(record).back_to_back == pytest.approx(sqrt(2) / 2)
     assert noise_of(record).over_time == pytest.approx(sqrt(32) / 8)
+    once = Record(None, Header("key", "plan"))
+    once.add(Visit("noise p16@0", [4.0], 0.5))
+    assert noise_of(once).over_time == 0, "one iteration scatters round nothing"
     empty = noise_of(Record(None, Header("key", "plan")))
     assert (empty.back_to_back, empty.over_time) == (0, 0)
 

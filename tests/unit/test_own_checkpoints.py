@@ -78,7 +78,14 @@ def test_a_choice_that_cannot_be_is_refused_and_the_built_in_policy_chooses(answ
 
 
 @pytest.mark.parametrize(
-    "broken", [{"wants": failing}, {"takes": failing}, {"takes": leaving}, {"takes": list.clear}]
+    "broken",
+    [
+        {"wants": failing},
+        {"wants": failing, "takes": failing},
+        {"takes": failing},
+        {"takes": leaving},
+        {"takes": list.clear},
+    ],
 )
 def test_whichever_method_fails_the_built_in_policy_chooses_beside_that_iteration(
     broken: dict[str, Any],
@@ -99,11 +106,11 @@ def test_what_a_policy_wants_is_true_or_false_as_python_sees_it() -> None:
 
 
 def test_a_choice_is_followed_as_it_was_when_it_was_made() -> None:
-    kept = Counter({"second": 2, "first": 1})
+    kept = Counter({"second": 2, "first": 0})
     policy = own(Choosing(kept))
     found = chosen_by(policy)
     kept["second"] = -5
-    assert found == {"second": 2, "first": 1}
+    assert found == {"second": 2, "first": 0}
     assert list(found) == ["second", "first"]
 
 
@@ -117,6 +124,24 @@ def test_a_policy_of_ones_own_is_followed_and_adaptive_takes_its_place() -> None
     policy = policy_named(f"{__name__}.{Taking.__name__}")
     assert chosen_by(policy) == {"live": 7}
     assert not policy.refused.count
+
+
+class WithoutMethods:
+    checkpoint = 3
+
+
+def test_a_policy_that_cannot_be_made_is_refused_in_words() -> None:
+    for path, why in (
+        ("nowhere.Mine", r"the checkpoint policy nowhere\.Mine cannot be made \(ModuleNotFoundError"),
+        (
+            f"{__name__}.WithoutMethods",
+            r"the checkpoint policy \S+ has no method wants_marks\(pressure\) and no method "
+            r"checkpoint\(rows\) and no method blocks_to_checkpoint\(pressure\); define it",
+        ),
+        ("often", r"there is no checkpoint policy 'often'; there are "),
+    ):
+        with pytest.raises(ValueError, match=f"^{why}"):
+            policy_named(path)
 
 
 class Taking:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from conserve.engine.policy.policies import (
     named,
 )
 from conserve.engine.policy.refusals import KINDS, refusals_of
-from conserve.engine.policy.view import Candidate, ReadOnly, Slo, View
+from conserve.engine.policy.view import Candidate, Lazy, ReadOnly, Slo, View
 from conserve.engine.policy.waits import MOST_PLANS
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -244,19 +245,21 @@ def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> 
     assert "later" in getattr(view, field), "nothing is copied"
 
 
-def followed(theirs: Callable[[View], Any], view: View, plans: int = 12) -> tuple[list[bool], Own]:
+def followed(
+    theirs: Callable[[View], Any], view: View, plans: int = 12, instead: Any = None
+) -> tuple[list[bool], Own]:
     """Plan so often; True where the user's plan was followed."""
-    policy = Own("mine.Policy", Planning(theirs), Conserve(), unsaid)
+    policy = Own("mine.Policy", Planning(theirs), instead or Conserve(), unsaid)
     known = []
     for _ in range(plans):
         before = policy.refused.count
-        assert policy.plan(view) is not None
+        policy.plan(view)
         known.append(policy.refused.count == before)
     return known, policy
 
 
 ROWS_ALONE = plan_of((ROW, 1))
-NEXT = PROMPT._replace(name="next")
+NEXT, LAST = PROMPT._replace(name="next"), PROMPT._replace(name="last")
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,12 @@ NEXT = PROMPT._replace(name="next")
         (plan_of((LIVE, 1)), view_of(online=[LIVE, LIVE._replace(name="other")])),
         (plan_of((LIVE, 1)), view_of(online=[LIVE], waiting_online=[PROMPT])),
         (plan_of((NEXT, 9), (ROW, 1), admitted=["next"]), view_of(waiting_online=[PROMPT, NEXT], offline=[ROW])),
+        (
+            plan_of((NEXT, 9), (GONE, 1), admitted=["next", "gone"]),
+            view_of(waiting_online=[PROMPT, NEXT], waiting_offline=[GONE]),
+        ),
+        (plan_of((NEXT, 9), admitted=["next"]), view_of(online=[LIVE], waiting_online=[NEXT])),
+        (plan_of((LIVE, 1)), view_of(online=[LIVE, PROMPT])),
     ],
 )  # fmt: skip
 def test_no_live_request_is_left_out_of_more_plans_than_a_few(plan: Plan, view: View) -> None:
@@ -281,8 +290,11 @@ def test_no_live_request_is_left_out_of_more_plans_than_a_few(plan: Plan, view: 
 def test_no_live_request_is_left_out_for_longer_than_its_promise() -> None:
     view = view_of(online=[LIVE], offline=[ROW], slo=Slo(tbt_ms=25.0))  # one of 11 ms after the other
     assert followed(lambda view: ROWS_ALONE, view)[0] == [True, True, False] * 4
+    assert (
+        followed(lambda view: ROWS_ALONE, replace(view, slo=Slo(tbt_ms=22.0)))[0] == [True, True, False] * 4
+    )
     late = PROMPT._replace(age_ms=101.0)
-    for slo, known in ((Slo(ttft_ms=100.0), [False] * 4), (Slo(ttft_ms=102.0), [True] * 4)):
+    for slo, known in ((Slo(ttft_ms=100.0), [False] * 4), (Slo(ttft_ms=101.0), [True] * 4)):
         view = view_of(waiting_online=[late], offline=[ROW], slo=slo)
         assert followed(lambda view: ROWS_ALONE, view, 4)[0] == known
 
@@ -291,13 +303,54 @@ def test_no_live_request_is_left_out_for_longer_than_its_promise() -> None:
     ("plan", "view"),
     [
         (plan_of((NEXT, 100), admitted=["next"]), view_of(waiting_online=[PROMPT, NEXT], offline=[ROW])),
+        (plan_of((NEXT, 9), (LAST, 9), admitted=["next", "last"]), view_of(waiting_online=[PROMPT, NEXT, LAST])),
         (plan_of((NEXT, 9)), view_of(online=[PROMPT, NEXT], waiting_online=[BACK])),
         (ROWS_ALONE, view_of(waiting_online=[PROMPT], offline=[ROW], free_blocks=0)),  # nor would Conserve's
     ],
-)
+)  # fmt: skip
 def test_the_order_among_live_prompts_is_the_policys_own(plan: Plan, view: View) -> None:
     known, policy = followed(lambda view: plan, view)
     assert all(known), policy.refused.reasons
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of((ROW, 1), (PROMPT, 9), admitted=["prompt"]),
+        plan_of((ROW, 1), restored=["prompt"]),
+    ],
+)
+def test_requests_behind_one_that_begins_are_not_left_out(plan: Plan) -> None:
+    waiting = [PROMPT._replace(restorable=9), NEXT]
+    view = view_of(waiting_online=waiting, offline=[ROW])
+    known, policy = followed(lambda view: plan, view, instead=Planning(lambda view: None))
+    assert all(known), policy.refused.reasons
+
+
+def read_up_to(*waiting: Candidate) -> Lazy[Candidate]:
+    """A queue of which no more may be read."""
+    return Lazy(chain(waiting, unread()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "view"),
+    [
+        (ROWS_ALONE, view_of(online=[PROMPT], offline=[ROW], waiting_online=read_up_to(NEXT))),
+        (plan_of((NEXT, 9)), view_of(online=[PROMPT, NEXT], waiting_online=read_up_to(LAST))),
+        (plan_of((NEXT, 9), admitted=["next"]), view_of(waiting_online=read_up_to(PROMPT, NEXT))),
+    ],
+)
+def test_the_look_for_requests_that_are_left_out_reads_the_queue_as_far_as_needed(
+    plan: Plan, view: View
+) -> None:
+    assert Own("mine.Policy", Planning(lambda view: plan), Conserve(), pytest.fail).plan(view) is plan
+
+
+def test_vllm_plans_where_the_other_policy_leaves_that_to_it() -> None:
+    view = view_of(online=[LIVE], offline=[ROW])
+    known, policy = followed(lambda view: ROWS_ALONE, view, 6, instead=Planning(lambda view: None))
+    assert known == [*[True] * MOST_PLANS, False, True]
+    assert policy.refused.reasons == ["it leaves the live request live out for too long"]
 
 
 def test_turns_of_rows_are_no_fault() -> None:
@@ -357,6 +410,16 @@ def test_an_interrupt_ends_a_command_but_no_engine_whose_signals_are_its_own() -
     assert policy.refused.count == 2
 
 
+def test_an_interrupt_while_a_policy_is_made_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planning, "__init__", raising(KeyboardInterrupt()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            own_policy(f"{__name__}.Planning")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_reason_is_told_once_whatever_the_request() -> None:
     said: list[str] = []
     names = iter("abc")
@@ -401,7 +464,7 @@ def test_a_policy_is_named_by_the_path_of_its_class() -> None:
         (f"{__name__}.Leaving", "SystemExit: it leaves"),
         (f"{__name__}.WithoutPlan", r"has no method plan\(view\)"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=rf"^the policy {path} .*{why}"):
             own_policy(path)
         with pytest.raises(SettingsError, match=why):
             require_policy(path)

@@ -21,7 +21,7 @@ from conserve.errors import (
 )
 from conserve.profiles import derive
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.book import Book, derived_names
+from conserve.profiles.book import DERIVED, Book, derived_names
 from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.parallelism import separate, siblings
 from conserve.profiles.points import IterationLimits, plan
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_no_profile(tmp_path: Path, profile: Profile) -> None:
 
 
 def test_derived_profiles_say_where_they_come_from_and_do_not_serve() -> None:
-    assert set(derived_names()) == {"llama-2-7b-a100", "llama-3.1-70b-4xh100", "llama-3.1-8b-h100"}
+    assert derived_names() == ["llama-2-7b-a100", "llama-3.1-70b-4xh100", "llama-3.1-8b-h100"]
     book = Book(Path("nowhere"))
     for name in derived_names():
         profile = book.named(name)
@@ -186,6 +186,16 @@ def test_derived_profiles_give_the_published_figures_back() -> None:
         assert model.predict(Batch.of([Slice(2048, 40_960)])) == pytest.approx(124)
     for made in (derive.llama_8b_h100(), derive.llama_70b_h100(), derive.llama_7b_a100()):
         assert Book(Path("nowhere")).named(made.name) == made
+
+
+def test_derived_profiles_are_written_as_they_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derive, "DERIVED", tmp_path)
+    derive.main()
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in derived_names()}
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (DERIVED / path.name).read_bytes()
 
 
 def test_computation_and_communication_are_split_only_with_several_degrees(

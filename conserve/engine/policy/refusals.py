@@ -1,6 +1,6 @@
 """Refusals of what a class of the user's says: counted, and each kind told once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from conserve.engine.policy.own_class import pass_interrupt, told
@@ -16,7 +16,7 @@ class Refusals:
         """`sentence` tells a refusal, with `{fault}` in it."""
         self.count = 0
         self._sentence, self._say = sentence, say
-        self._told: dict[str, str] = {}
+        self._told: dict[Hashable, str] = {}
 
     @property
     def reasons(self) -> list[str]:
@@ -25,14 +25,14 @@ class Refusals:
 
     def fault(self, fault: str) -> None:
         """Count a refusal for a fault."""
-        self._tell(" ".join(fault.split()[KIND]), fault)
+        self._tell(tuple(fault.split()[KIND]), fault)
 
     def failure(self, error: BaseException) -> None:
         """Count a refusal for an exception; Ctrl-C is raised again."""
         pass_interrupt(error)
         self._tell(type(error).__name__, f"it failed with {told(error)}")
 
-    def _tell(self, kind: str, fault: str) -> None:
+    def _tell(self, kind: Hashable, fault: str) -> None:
         self.count += 1
         if kind not in self._told and len(self._told) < KINDS:
             self._told[kind] = fault

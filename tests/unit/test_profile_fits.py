@@ -1,0 +1,108 @@
+"""Fits of latency models: what is fitted and what judges it, with few batches and with many."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import Residual
+from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
+from conserve.profiles.fit import Samples, cross_predictions, fit
+from conserve.profiles.points import Point
+from conserve.profiles.profile import MODELS
+from tests.fake_rig import TRUTH
+
+GRID = [
+    Point("mixed", (*[Slice(tokens, context)] * (tokens > 0), *[Slice(1, context + tokens, True)] * rows))
+    for tokens, context, rows in product((16, 128, 700, 0), (0, 900, 3000), (1, 3, 9, 40))
+]
+HELD_OUT = [
+    Point("held-out", (Slice(32 + 40 * n, 100 * n), *[Slice(1, 70 * n, True)] * n))
+    for n in range(LEAST_HELD_OUT)
+]
+
+
+def times_of(points: Sequence[Point], *ratios: float) -> dict[Point, list[float]]:
+    """Times of the points, as multiples of what the true model says."""
+    return {point: [TRUTH.predict(point.batch) * ratio for ratio in ratios] for point in points}
+
+
+@pytest.mark.parametrize("kind", MODELS.values())
+def test_the_most_tokens_within_a_budget_are_found_with_a_few_predictions(kind: type) -> None:
+    class Counting(kind):  # type: ignore[misc]
+        predictions = 0
+
+        def predict(self, batch: Batch) -> float:
+            self.predictions += 1
+            return float(super().predict(batch))
+
+    model = Counting.of(*[0.3, 1e-4, 2e-4, 0.05, 4.0, 9.0, 0.02, 15.0][: len(kind.terms)])
+    batch = Batch.of([Slice(300, 500), *[Slice(1, 700, True)] * 5])
+    empty_ms = model.predict(batch)
+    for context, more_ms in product((0, 700, 20_000), (30.0, 500.0, 9_000.0)):
+        model.predictions = 0
+        model.can_schedule(batch, Slice(1_000_000, context), 1.5 * empty_ms + more_ms)
+        assert model.predictions <= 6
+
+
+def test_models_are_judged_by_batches_that_they_were_not_fitted_to() -> None:
+    found = fit_models(times_of(GRID, 1.0), times_of(HELD_OUT, 2.0))["conserve"]
+    assert found.coefficients == pytest.approx(TRUTH.coefficients, rel=0.01)
+    assert found.errors is not None
+    assert found.errors.batches == LEAST_HELD_OUT
+    assert found.errors.mape == pytest.approx(0.5, rel=0.01)
+    assert found.errors.margin == pytest.approx(2.0, rel=0.01)
+
+
+def test_with_one_held_out_batch_less_all_are_fitted_and_judge() -> None:
+    found = fit_models(times_of(GRID[:9], 1.0), times_of(HELD_OUT[1:], 2.0))["conserve"]
+    assert found.errors is not None
+    assert found.errors.batches == 9 + LEAST_HELD_OUT - 1
+    assert found.coefficients != pytest.approx(TRUTH.coefficients, rel=0.3)
+
+
+def test_a_handful_of_batches_that_a_model_suits_does_not_speak_for_it() -> None:
+    eight = GRID[3::5]
+    assert len(eight) < LEAST_HELD_OUT
+    errors = fit_models(times_of(eight, 1.0), {})["conserve-paper"].errors
+    assert errors is not None
+    model = fit(
+        MODELS["conserve-paper"],
+        Samples.of([p.batch for p in eight], [TRUTH.predict(p.batch) for p in eight]),
+    )
+    within = [abs(model.predict(p.batch) / TRUTH.predict(p.batch) - 1) for p in eight]
+    assert errors.mape > 1.2 * np.mean(within)
+
+
+def test_each_run_of_a_batch_that_judges_leaves_a_residual() -> None:
+    found = fit_models(times_of(GRID, 1.0), times_of(HELD_OUT, 1.0, 1.25, 1.0))["conserve"]
+    assert len(found.residuals) == 3 * LEAST_HELD_OUT
+    for point, first in zip(HELD_OUT, range(0, 3 * LEAST_HELD_OUT, 3), strict=True):
+        ms, ratio = found.residuals[first]
+        assert ms == pytest.approx(TRUTH.predict(point.batch), rel=0.01)
+        assert found.residuals[first + 1].ratio == pytest.approx(1.25 * ratio, abs=1e-3)
+    for ms, ratio in found.residuals:
+        assert Residual(ms, ratio) == (round(ms, 3), round(ratio, 4)), "a file needs no more digits"
+
+
+def test_every_second_batch_judges_the_margin_of_the_others() -> None:
+    held_out = times_of(HELD_OUT[::2], *[1.0] * 10) | times_of(HELD_OUT[1::2], *[2.0] * 10)
+    in_turn = {point: held_out[point] for point in HELD_OUT}
+    errors = fit_models(times_of(GRID, 1.0), in_turn)["conserve"].errors
+    assert errors is not None
+    assert errors.overrun_share == 0.5
+
+
+def test_an_eighth_of_the_samples_is_predicted_from_the_others() -> None:
+    points = GRID[:16]
+    late = [8.0 if n % 8 == 3 else 1.0 for n in range(16)]  # those of one part
+    samples = Samples.of(
+        [point.batch for point in points],
+        [ratio * TRUTH.predict(point.batch) for ratio, point in zip(late, points, strict=True)],
+    )
+    predicted = cross_predictions(ConServeModel, samples)
+    for n in (3, 11):
+        assert predicted[n] == pytest.approx(TRUTH.predict(points[n].batch), rel=0.1)
