@@ -4,10 +4,13 @@
     LIVE_URL=http://127.0.0.1:8000 LIVE_MODEL=any python -m tests.benchmarks polling
 
 With `LIVE_URL`, a co-serving server on a quiet machine, the clients use that server's own files and batches, and
-live requests run in turns with and without them: P99 of their time to the first token is compared.
+live requests run in turns with and without them: P99 of their time to the first token is compared. Rows of one
+large batch run in both kinds of turns. The clients stand for other machines, so they are a process of the least
+priority.
 """
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +31,8 @@ from tests.benchmarks.report import REPOSITORY, Figure
 CLIENTS = 64
 POLLS = 50  # of each client, in each round
 ROUNDS = 5
-LIVE_REQUESTS = 200  # of each turn
+LIVE_REQUESTS = 100  # of each turn
+QUEUED = 20_000  # rows, which run in all turns
 COMMAND = "python -m tests.benchmarks polling"
 PORT = 8791
 
@@ -101,10 +105,10 @@ def await_answer(url: str, running: "subprocess.Popen[bytes]") -> None:
     raise SystemExit("the server has ended")
 
 
-def uploaded(base: str) -> str:
-    """Upload a file of ten rows, and make a batch of it; returns its id."""
+def uploaded(base: str, rows: int = 10) -> str:
+    """Upload a file of rows, and make a batch of it; returns its id."""
     with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
-        content = lines([f"q{n}" for n in range(10)])
+        content = lines([f"q{n}" for n in range(rows)])
         file = client.post(
             "/v1/files", files={"file": ("rows.jsonl", content)}, data={"purpose": "batch"}
         ).json()
@@ -152,6 +156,8 @@ def harm(base: str) -> Figure:
     """P99 of the time to the first token of live requests, with polling clients over without, in turns."""
     alone: list[float] = []
     beside: list[float] = []
+    uploaded(base, QUEUED)
+    first_tokens_s(base)  # the rows have begun
     for _ in range(ROUNDS):
         alone.append(p99(first_tokens_s(base)))
         with polling(base):
@@ -167,27 +173,32 @@ def harm(base: str) -> Figure:
     )
 
 
-class polling:  # noqa: N801  read as a verb: `with polling(base)`
-    """Clients that upload and then poll once a second, until the end of the block."""
+@contextmanager
+def polling(base: str) -> Iterator[None]:
+    """Clients in a process of their own that upload and then poll once a second, until the end of the block."""
+    words = [sys.executable, "-m", "tests.benchmarks.polling", base]
+    with ended_with_block(subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE)) as clients:
+        assert clients.stdout is not None
+        clients.stdout.readline()  # all have uploaded
+        yield
 
-    def __init__(self, base: str) -> None:
-        self._base, self._over = base, threading.Event()
-        self._threads = [threading.Thread(target=self._poll, daemon=True) for _ in range(CLIENTS)]
 
-    def __enter__(self) -> None:
-        for thread in self._threads:
-            thread.start()
+def poll_for_ever(base: str) -> None:
+    """Upload, say so, and poll in as many threads as clients; SIGTERM ends this process."""
+    os.nice(19)
+    uploads = threading.Barrier(CLIENTS, action=lambda: print("uploaded", flush=True))
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _poll(self) -> None:
-        name = uploaded(self._base)
-        with httpx.Client(base_url=self._base, timeout=120.0, trust_env=False) as client:
-            while not self._over.wait(1.0):
+    def poll() -> None:
+        name = uploaded(base)
+        uploads.wait()
+        with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
+            while True:
                 client.get(f"/v1/batches/{name}").raise_for_status()
+                time.sleep(1.0)
+
+    for _ in range(CLIENTS):
+        threading.Thread(target=poll, daemon=True).start()
+    signal.pause()
 
 
 def first_tokens_s(base: str, clock: Callable[[], float] = time.perf_counter) -> list[float]:
@@ -195,7 +206,7 @@ def first_tokens_s(base: str, clock: Callable[[], float] = time.perf_counter) ->
     body = {
         "model": os.environ["LIVE_MODEL"],
         "messages": [{"role": "user", "content": "Count to ten."}],
-        "max_tokens": 16,
+        "max_tokens": 4,
         "stream": True,
     }
     found = []
@@ -213,3 +224,7 @@ def first_tokens_s(base: str, clock: Callable[[], float] = time.perf_counter) ->
 def p99(values: Sequence[float]) -> float:
     """The 99th percentile."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
+if __name__ == "__main__":
+    poll_for_ever(sys.argv[1])
