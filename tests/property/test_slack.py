@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -15,10 +14,8 @@ from conserve.jobs.deadlines.slack import (
     SlackOrder,
     claim_order,
     is_others_turn,
-    late_jobs,
     slack_order,
 )
-from conserve.jobs.harvest.turns import RunnableJob
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, chained
@@ -203,26 +200,3 @@ def test_rows_without_a_deadline_stay_in_their_group_while_others_go_between_the
     taken = [window.pop() for _ in range(16)]
     assert [row.job for row in taken] == [1, 2] * 8
     assert [row.position % 2 for row in taken if row.job == 2] == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("left_s", "rate", "late"),
-    [
-        ((185.0,), 1.0, []),
-        ((184.9,), 1.0, [0]),
-        ((310.0, 310.0), 1.0, []),
-        ((184.9, 309.9), 1.0, [0, 1]),
-        ((122.5, 122.4), 4.0, [1]),
-        ((None, 184.9), 1.0, [1]),
-        ((0.0,), None, []),
-    ],
-)
-def test_a_job_is_late_where_a_quarter_more_than_its_time_and_a_minute_are_not_left(
-    left_s: tuple[float | None, ...], rate: float | None, late: list[int]
-) -> None:
-    """Each job is of 100 tokens, and goes before the next."""
-    jobs = [
-        RunnableJob(str(n), n, 0, 0, 1, None if left is None else 1e6 + left, 100.0)
-        for n, left in enumerate(left_s)
-    ]
-    assert [int(name) for name in late_jobs(jobs, now=1e6, tokens_per_s=rate)] == late

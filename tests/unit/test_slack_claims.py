@@ -208,8 +208,8 @@ def runnable(seq: int, **named: Any) -> SimpleNamespace:
 
 def test_failed_rows_are_no_work_that_is_left() -> None:
     job = runnable(1, succeeded=2, failed=3, completion_tokens=60)
-    assert candidate(job, usual_tokens=7.0, now=0.0).tokens_left == 5 * 30.0
-    assert candidate(runnable(2, failed=4), usual_tokens=7.0, now=0.0).tokens_left == 6 * 7.0
+    assert candidate(job, usual_tokens=7.0, now=0.0).work.tokens == 5 * 30.0
+    assert candidate(runnable(2, failed=4), usual_tokens=7.0, now=0.0).work.tokens == 6 * 7.0
 
 
 def test_rows_that_came_back_go_by_the_same_turns_as_others(store: Store) -> None:
@@ -224,7 +224,7 @@ def test_rows_that_came_back_go_by_the_same_turns_as_others(store: Store) -> Non
     assert turns.of_this_claim(alone) == alone
 
 
-def test_a_claim_of_one_group_says_nothing_of_the_pushing_jobs_of_others(store: Store) -> None:
+def test_the_pushing_jobs_are_those_of_the_group_that_claims(store: Store) -> None:
     with store.write() as tx:
         harvested.note(tx, 1000, since=0.0, now=100.0)
     turns = Turns(store, lambda: 100.0)
@@ -232,9 +232,9 @@ def test_a_claim_of_one_group_says_nothing_of_the_pushing_jobs_of_others(store: 
     turns.ordered([late], now=100.0, group=1)
     assert turns.pushing == {"job-1"}
     turns.ordered([runnable(2)], now=100.0, group=2)
-    assert turns.pushing == {"job-1"}
-    turns.ordered([runnable(2)], now=100.0)
     assert turns.pushing == frozenset()
+    turns.ordered([late], now=100.0, group=1)
+    assert turns.pushing == {"job-1"}
 
 
 def test_the_rate_is_read_once_a_minute_and_again_under_a_clock_that_was_set_back(
