@@ -10,6 +10,7 @@ priority.
 """
 
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -191,6 +192,7 @@ def poll_for_ever(base: str) -> None:
     def poll() -> None:
         name = uploaded(base)
         uploads.wait()
+        time.sleep(random.random())  # clients of different machines do not poll in step
         with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
             while True:
                 client.get(f"/v1/batches/{name}").raise_for_status()
