@@ -66,7 +66,7 @@ class Engine:
     def resumed(
         self, body: Mapping[str, Any], beginnings: Sequence[Sequence[int]], **call: Any
     ) -> list[tuple[Completion, list[int]]]:
-        """The same from each of these saved beginnings, all at once."""
+        """Completions from each of these saved beginnings, all at once, with the ids of their tokens."""
 
         async def together() -> list[tuple[Completion, list[int]]]:
             calls = [self.call(body, resume_from=saved, **call) for saved in beginnings]
