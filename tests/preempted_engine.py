@@ -38,6 +38,7 @@ CHUNK = 256  # tokens of an iteration
 FIRST, LAST = 100, 40_000  # of the tokens that prompts are made of
 NOISE = 5.0  # in KV blocks of tokens that were not computed
 ALL = -1  # offline rows
+MOST_STEPS = 4000  # far more than requests take
 Decide = Callable[
     [Stamp, int], int
 ]  # of an iteration's stamp and a layer: how many rows are to leave by then
@@ -278,6 +279,24 @@ class PreemptedEngine:
         while self.busy and time.monotonic() < end:
             self.step()
         assert not self.busy
+        answers, self.answers = self.answers, {}
+        return answers
+
+    def drain_losing(
+        self, dice: random.Random, often: float, arriving: Mapping[int, Sequence[Ask]] | None = None
+    ) -> dict[str, Answer]:
+        """Step until all requests are done, and now and then take the memory of a row; returns their answers.
+
+        `arriving` are requests by the step before which they come.
+        """
+        for step in range(MOST_STEPS):
+            if not self.busy:
+                break
+            self.add(*(arriving or {}).get(step, ()))
+            self.step()
+            if dice.random() < often:
+                self.lose_memory(dice)
+                self.overwrite_free()
         answers, self.answers = self.answers, {}
         return answers
 

@@ -23,7 +23,6 @@ pytestmark = [
 
 ABANDONED_WHOLE = {"Phi"}  # vLLM runs it as transformers builds it, whose layers get positions as a pair
 NOT_SAVED = {"Gemma2"}  # every other layer keeps a window of KV
-STEPS = 4000  # far more than it takes
 
 
 IN_MINUTES = {"Gemma2", "Phi"}  # of two kinds of KV, and built by transformers; the others before a release
@@ -67,15 +66,7 @@ def test_rows_leave_and_lose_their_memory(engine: Any, kind: str) -> None:
     engine.add(*(ask for ask in asked if not ask.offline))
     engine.step()
     engine.add(*(ask for ask in asked if ask.offline))
-    dice = random.Random(2)
-    for _ in range(STEPS):
-        if not engine.busy:
-            break
-        engine.step()
-        if dice.random() < 0.25:
-            engine.lose_memory(dice)
-            engine.overwrite_free()
-    answers, engine.answers = engine.answers, {}
+    answers = engine.drain_losing(random.Random(2), 0.25)
     assert answers == wanted
     engine.orders.follow(None)
     engine.assert_nothing_is_left()

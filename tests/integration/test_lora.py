@@ -21,7 +21,6 @@ pytestmark = [
 ]
 ADAPTERS = ("poet", "clerk", "guide")
 SLOTS = 2  # adapters that an iteration may use
-STEPS = 4000  # far more than it takes
 
 
 @pytest.fixture
@@ -69,17 +68,7 @@ def test_rows_of_three_adapters_are_abandoned_and_lose_their_memory(
 
     engine.orders.follow(Dice(1, LAYERS))
     engine.add(*rows)
-    dice = random.Random(2)
-    for step in range(STEPS):
-        if not engine.busy:
-            break
-        if step == 10:
-            engine.add(*live)
-        engine.step()
-        if dice.random() < 0.1:
-            engine.lose_memory(dice)
-            engine.overwrite_free()
-    answers, engine.answers = engine.answers, {}
+    answers = engine.drain_losing(random.Random(2), 0.1, {10: live})
     assert answers == wanted
     engine.orders.follow(None)
     engine.assert_nothing_is_left()

@@ -64,9 +64,9 @@ def in_children(tasks: Iterator[Task], jobs: int) -> Iterator[Outcome]:
         sys.stdout.flush()
         pid = os.fork()
         if not pid:
-            os.close(ours)
-            _begin(folder)
             try:
+                os.close(ours)
+                _begin(folder)
                 task.run(its, changed=changed)
             finally:
                 os._exit(1)

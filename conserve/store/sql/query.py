@@ -123,10 +123,11 @@ def opened(
         shards, no_results = add_results(duck, for_view(taken, "results", used), fault)
         inputs, no_inputs = readable_inputs(for_view(taken, "inputs", used), fault)
         no_inputs += add_inputs(duck, inputs)
+        made = set(VIEWS) if sealed or used is None else used
         requests, no_requests, items = list[FilePath](), list[LeftOut](), list[Path]()
-        if sealed or used is None or "requests" in used:
+        if "requests" in made:
             requests, no_requests = add_requests(duck, for_view(taken, "requests", used), wording, fault)
-        if sealed or used is None or not used.isdisjoint(eval_views.VIEWS):
+        if not made.isdisjoint(eval_views.VIEWS):
             items = eval_views.add_evals(duck, taken.home, fault)
         files = add_named(duck, named, VIEWS)
         input_files = [part.path for parts in inputs.values() for part in parts]
