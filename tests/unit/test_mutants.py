@@ -13,6 +13,7 @@ import pytest
 from tools.mutants import survey
 from tools.mutants.children import Fate, Task, in_children
 from tools.mutants.mutations import Mutant, mutants_of
+from tools.mutants.named import as_toml, key, named, stripped
 from tools.mutants.trial import functions_by_place, put_in_place, within
 
 
@@ -162,3 +163,48 @@ def test_the_most_specific_tests_have_the_time_of_a_mutant() -> None:
     assert within(2.5, list(surveyed), surveyed, first="last killer") == ["last killer", "narrow"]
     assert within(9, list(surveyed), surveyed, first=None) == ["narrow", "middle", "broad", "last killer"]
     assert within(0.1, list(surveyed), surveyed, first=None) == ["narrow"]
+
+
+ENTRY = """
+[["conserve/a.py"]]
+function = "Queue.fresh"
+before = "    if not left:"
+after = "    if False:"
+why = "the early return spares a query"
+"""
+
+
+def test_a_survivor_with_a_reason_is_known_wherever_its_lines_are(tmp_path: Path) -> None:
+    (tmp_path / "store.toml").write_text(ENTRY)
+    known = key("conserve/a.py", "Queue.fresh", "        if not left:", "        if False:")
+    assert named(tmp_path) == {known: "the early return spares a query"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        (ENTRY + ENTRY, "named twice"),
+        (ENTRY.replace("the early return spares a query", " "), "why is empty"),
+        (ENTRY.replace('function = "Queue.fresh"', ""), "has no function"),
+    ],
+)
+def test_an_entry_that_is_not_whole_is_told(tmp_path: Path, entry: str, fault: str) -> None:
+    (tmp_path / "store.toml").write_text(entry)
+    with pytest.raises(SystemExit, match=fault):
+        named(tmp_path)
+
+
+def test_survivors_are_written_as_entries_to_fill_in(tmp_path: Path) -> None:
+    survivor = key("conserve/a.py", "f", 'return "\\n" in text', "return True")
+    file = tmp_path / "unnamed.toml"
+    file.write_text(as_toml([(survivor, "line 3")]))
+    with pytest.raises(SystemExit, match="why is empty"):
+        named(tmp_path)
+    file.write_text(file.read_text().replace('why = ""', 'why = "text"'))
+    assert named(tmp_path) == {survivor: "text"}
+
+
+def test_reasons_in_the_repository_are_whole_and_of_code_that_there_is() -> None:
+    for path, function, before, _ in named():
+        source = Path(path).read_text()
+        assert stripped(before) in stripped(source), f"{path}, {function}: {before!r} is not there any more"

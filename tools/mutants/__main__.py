@@ -19,12 +19,14 @@ import pytest
 
 from tools.mutants.children import Fate, Outcome
 from tools.mutants.mutations import Mutant, mutants_of, source_of
+from tools.mutants.named import Key, as_toml, key, named
 from tools.mutants.survey import FOLDER, Survey
 from tools.mutants.trial import OPTIONS, Trials, try_at_import
 
 PATHS = ("conserve/engine/policy", "conserve/profiles", "conserve/jobs", "conserve/store")
 TESTS = ("tests/unit", "tests/property")
 SURVIVORS = FOLDER / "survivors.json"
+UNNAMED = FOLDER / "unnamed.toml"
 Lines = Mapping[str, frozenset[int]]  # of each file
 
 
@@ -113,10 +115,11 @@ def changed_since(commit: str, paths: Sequence[str]) -> Lines:
 def run(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Outcome]:
     """Try them all; survivors are printed as they are found."""
     outcomes: list[Outcome] = []
+    reasons = named()
 
     def on_outcome(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        if outcome.fate != Fate.KILLED:
+        if outcome.fate != Fate.KILLED and key(*identity(outcome.mutant)) not in reasons:
             show(outcome)
         if len(outcomes) % 100 == 0:
             print(f"{len(outcomes)} of {len(mutants)}", file=sys.stderr, flush=True)
@@ -188,27 +191,51 @@ def show(outcome: Outcome) -> None:
 
 
 def report(outcomes: Sequence[Outcome]) -> None:
-    """Keep the survivors for `--again`, and print a table by folder."""
-    survivors = [outcome.mutant for outcome in outcomes if outcome.fate != Fate.KILLED]
+    """Keep the survivors for `--again`, those without a reason as entries to fill in; print a table by folder."""
     FOLDER.mkdir(exist_ok=True)
-    SURVIVORS.write_text(json.dumps([identity(mutant) for mutant in survivors], indent=1))
-    (FOLDER / "killers.json").write_text(json.dumps(
-        [[*identity(o.mutant), o.test] for o in outcomes if o.fate == Fate.KILLED], indent=1
-    ))  # fmt: skip
+    killed = [outcome for outcome in outcomes if outcome.fate == Fate.KILLED]
+    left = [outcome for outcome in outcomes if outcome.fate != Fate.KILLED]
+    SURVIVORS.write_text(json.dumps([identity(outcome.mutant) for outcome in left], indent=1))
+    (FOLDER / "killers.json").write_text(
+        json.dumps([[*identity(o.mutant), o.test] for o in killed], indent=1)
+    )
+    reasons = named()
+    keys = {id(outcome): key(*identity(outcome.mutant)) for outcome in outcomes}
+    unnamed = {keys[id(outcome)]: said(outcome) for outcome in left if keys[id(outcome)] not in reasons}
+    UNNAMED.write_text(as_toml(unnamed.items()))
     table: dict[str, Counter[str]] = {}
-    for mutant, fate, *_ in outcomes:
-        table.setdefault(str(Path(mutant.path).parent), Counter())[fate] += 1
-        table.setdefault("all", Counter())[fate] += 1
+    for outcome in outcomes:
+        for folder in (str(Path(outcome.mutant.path).parent), "all"):
+            table.setdefault(folder, Counter())[outcome.fate] += 1
+            if outcome.fate != Fate.KILLED and keys[id(outcome)] in reasons:
+                table[folder]["named"] += 1
     print(
-        f"\n{'folder':32}{'mutants':>9}{'killed':>9}{'survived':>10}{'not reached':>13}{'unknown':>9}{'left':>8}"
+        f"\n{'folder':32}{'mutants':>9}{'killed':>9}{'survived':>10}{'not reached':>13}{'unknown':>9}"
+        f"{'left':>8}{'named':>7}"
     )
     for folder, fates in sorted(table.items(), key=lambda entry: (entry[0] == "all", entry[0])):
-        count = fates.total()
-        left = count - fates[Fate.KILLED]
+        count = fates.total() - fates["named"]
         print(
-            f"{folder:32}{count:9}{fates[Fate.KILLED]:9}{fates[Fate.SURVIVED]:10}"
-            f"{fates[Fate.UNREACHED]:13}{fates[Fate.UNKNOWN]:9}{left / count:8.1%}"
+            f"{folder:32}{count:9}{fates[Fate.KILLED]:9}{fates[Fate.SURVIVED]:10}{fates[Fate.UNREACHED]:13}"
+            f"{fates[Fate.UNKNOWN]:9}{1 - fates[Fate.KILLED] / count:8.1%}{fates['named']:7}"
         )
+    left_keys = {keys[id(outcome)] for outcome in left}
+    for path, function, _, after in stale({keys[id(outcome)] for outcome in killed} - left_keys, reasons):
+        print(f"named in tests/survivors, but killed: {path}, {function}: {after}")
+    if unnamed:
+        print(
+            f"{len(unnamed)} are left without a reason; {UNNAMED} has an entry for each, for tests/survivors"
+        )
+
+
+def said(outcome: Outcome) -> str:
+    """What happened to a mutant, for its entry."""
+    return f"line {outcome.mutant.line}: {outcome.mutant.kind}, {outcome.fate} ({outcome.tests} tests)"
+
+
+def stale(killed: Iterable[Key], reasons: Mapping[Key, str]) -> list[Key]:
+    """Named mutants that a test kills by now."""
+    return sorted(found for found in killed if found in reasons)
 
 
 if __name__ == "__main__":
