@@ -7,8 +7,6 @@ from pathlib import Path
 
 FOLDER = Path("tests/survivors")
 Key = tuple[str, str, str, str]  # path, function, changed lines before and after, without indentation
-    str, str, str, str
-]  # path, function, the line or lines before and after the change, without indentation
 
 
 def key(path: str, function: str, before: str, after: str) -> Key:
