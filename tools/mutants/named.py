@@ -1,4 +1,4 @@
-"""Mutants that no test kills for a reason that somebody has written down: tests/survivors/*.toml."""
+"""Mutants that no test kills, each with its reason: tests/survivors/*.toml."""
 
 import json
 import tomllib
