@@ -22,7 +22,7 @@ help:  ## Show this list
 setup:  ## Make .venv with the locked CPU dependencies
 	@QUIET=$(if $(filter setup,$(MAKECMDGOALS)),,1) PYTHON=$(PYTHON) bash tools/setup.sh
 
-demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
+demo: setup  ## Run 100 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
 
 demo-eval: harnesses  ## Run three nights of an evaluation, one with worse weights, which the gate finds

@@ -9,7 +9,7 @@ PATH=$PWD/.venv/bin:$PATH
 # What is shown is what is run.
 show() { printf '\n$ %s\n' "$1" >&2; eval "$1"; }
 
-job=$(show 'conserve submit examples/gsm8k.parquet --prompt "{{ question }}" --max-tokens 96 --temperature 0')
+job=$(show 'conserve submit examples/questions.parquet --prompt "{{ question }}" --max-tokens 96 --temperature 0')
 echo "$job"
 
 show "conserve run $job"

@@ -169,7 +169,7 @@ def test_a_rolling_upgrade_empties_each_server_before_its_restart(three: Three) 
     url = three.urls[0]
     three.conserve("fleet", "drain", url, "--wait")
     three.servers[0].process.terminate()
-    assert three.servers[0].process.wait(120) == 0
+    assert three.servers[0].process.wait(600) == 0
     three.servers[0] = three.serve(url)
     three.servers[0].until(lambda: "serving " in three.servers[0].said.read_text())
     three.conserve("fleet", "undrain", url)

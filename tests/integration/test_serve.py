@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
 import openai
 import psutil
 import pytest
 
 from conserve.engine.vllm.model.demo_model import FOLDER
 from conserve.hosts import free_port
-from tests import commands
+from tests import commands, patient
 
 pytestmark = [
     pytest.mark.engine,
@@ -88,13 +87,13 @@ class Service:
 
     def report(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {KEY}"}
-        answer = httpx.get(f"{self.url}/v1/conserve", headers=headers, trust_env=False)
+        answer = patient.get(f"{self.url}/v1/conserve", headers=headers, trust_env=False)
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
     def client(self, key: str = KEY) -> openai.OpenAI:
         """A live client that asks once."""
-        http_client = httpx.Client(trust_env=False)
+        http_client = patient.Client(trust_env=False)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http_client)
 
     def kill(self) -> None:
@@ -223,7 +222,7 @@ def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI, 
 
 
 def test_without_the_key_nothing_is_answered(service: Service) -> None:
-    with httpx.Client(base_url=service.url, trust_env=False) as http:
+    with patient.Client(base_url=service.url, trust_env=False) as http:
         routes = http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()["paths"]
         tried = {(method, path) for path, methods in routes.items() for method in methods}
         tried |= {("get", path) for path in ("/metrics", "/docs", "/load", "/v1/conserve")}
@@ -321,7 +320,7 @@ def test_responses_are_answered_and_embeddings_refused_as_openai_words_it(client
 
 @pytest.mark.parametrize("key", [KEY, HARVEST_KEY])
 def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service, key: str) -> None:
-    answer = httpx.post(
+    answer = patient.post(
         f"{service.url}/v1/conserve",
         json={"policy": "priority"},
         headers={"Authorization": f"Bearer {key}"},
@@ -441,7 +440,7 @@ def test_sigterm_finishes_live_requests_and_saves_progress(
     next(chunks)
     service.process.send_signal(signal.SIGTERM)
     assert [chunk for chunk in chunks if chunk.choices][-1].choices[0].finish_reason == "length"
-    assert service.process.wait(90) == 0
+    assert service.process.wait(600) == 0
     job = service.job(job_id)
     assert job["state"] == "queued"
     assert job["running"] == 0

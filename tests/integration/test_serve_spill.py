@@ -4,10 +4,10 @@ import json
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 
 from conserve.engine.runtime.spill_file import INDEX, LOCK
+from tests import patient
 from tests.integration.test_serve import KEY, Service
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
@@ -40,16 +40,16 @@ def test_a_restarted_server_takes_in_what_rows_had(demo_cache: Path, tmp_path: P
         service.until(lambda: service.says("serving"))
         (tmp_path / "second").mkdir()
         second = Service(tmp_path / "second" / "home", demo_cache, *flags)
-        assert second.process.wait(60) == 2
+        assert second.process.wait(600) == 2
         assert second.says("is in use by another server; name another folder")
         job_id = service.conserve("submit", str(long_rows(tmp_path)))
         # All prompts are through, and hardly any answer.
         service.until(lambda: service.report()["offline"]["tokens"] > ROWS * (PROMPT_TOKENS + 20))
         headers = {"Authorization": f"Bearer {KEY}"}
-        asked = httpx.post(f"{service.url}/v1/conserve/spill", headers=headers, trust_env=False)
+        asked = patient.post(f"{service.url}/v1/conserve/spill", headers=headers, trust_env=False)
         assert asked.status_code == 403, "a client cannot have it done"
         service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(120) == 0
+        assert service.process.wait(600) == 0
         assert service.says("KV of rows in flight is kept: "), service.said.read_text()
     finally:
         service.kill()

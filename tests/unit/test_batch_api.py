@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from openai.types import Batch
@@ -21,6 +20,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import trash
+from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
 from tests.store_rows import add_job, finish, leased
@@ -302,7 +302,7 @@ def test_an_upload_whose_record_may_be_there_stays_for_the_sweep(
 )
 def test_a_wrong_parameter_is_named(url: str, asked: dict[str, object], param: str) -> None:
     body = {"input_file_id": "file-a", "endpoint": CHAT, "completion_window": "24h", **asked}
-    answer = httpx.post(f"{url}/batches", json=body)
+    answer = patient.post(f"{url}/batches", json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -354,7 +354,7 @@ def test_an_upload_that_is_no_batch_file_is_refused(
 def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
     headers = {"Content-Type": "multipart/form-data; boundary=b"}
-    answer = httpx.post(f"{url}/files", content=body, headers=headers)
+    answer = patient.post(f"{url}/files", content=body, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the body ended within the form; send it again"
     assert list(uploads.folder(store).iterdir()) == []
@@ -362,13 +362,13 @@ def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
 
 def test_a_part_of_a_file_can_be_downloaded(url: str, api: openai.OpenAI) -> None:
     file = api.files.create(file=("a.jsonl", b"0123456789"), purpose="batch")
-    answer = httpx.get(f"{url}/files/{file.id}/content", headers={"Range": "bytes=2-4"})
+    answer = patient.get(f"{url}/files/{file.id}/content", headers={"Range": "bytes=2-4"})
     assert (answer.status_code, answer.content) == (206, b"234")
 
 
 @pytest.mark.parametrize("path", ["/files/..%2f..%2fetc", "/files/file-%7f", "/nothing", "/batches/%00"])
 def test_other_paths_are_not_found(url: str, path: str) -> None:
-    answer = httpx.get(url + path)
+    answer = patient.get(url + path)
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -407,6 +407,6 @@ def test_uploads_that_no_record_names_are_swept_after_a_day(store: Store) -> Non
 
 def test_a_method_that_is_not_answered_is_told_all_that_are(store: Store) -> None:
     with live(store) as url:
-        answer = httpx.options(f"{url}/files")
+        answer = patient.options(f"{url}/files")
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
-        assert httpx.put(f"{url}/files/file-1").headers["allow"] == "DELETE, GET, HEAD"
+        assert patient.put(f"{url}/files/file-1").headers["allow"] == "DELETE, GET, HEAD"

@@ -25,6 +25,7 @@ from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, RequestGuard
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
+from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, reaches
 from tests.commands import until
 from tests.unit.test_keys import make
@@ -107,14 +108,14 @@ def test_a_stream_of_events_comes_as_it_is_made(store: Store, url: str) -> None:
     batch = create(client(url, OWN), ["one"])
     reaches(client(url, OWN), batch.id, "in_progress")
     events, key = f"{url}/batches/{batch.id}/events", {"Authorization": f"Bearer {OWN}"}
-    with httpx.stream("GET", events, headers=key, timeout=60.0) as answer:
+    with patient.stream("GET", events, headers=key) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["cache-control"] == "no-store"
         lines = answer.iter_lines()
         assert next(line for line in lines if line.startswith("data: ")), "before the batch has ended"
         compute(store)
         last = [line for line in lines if line.startswith("id: ")][-1].removeprefix("id: ")
-    assert httpx.get(events, headers={**key, "Last-Event-ID": last}).status_code == 204
+    assert patient.get(events, headers={**key, "Last-Event-ID": last}).status_code == 204
 
 
 def test_no_key_or_an_unknown_one_reaches_nothing(url: str) -> None:
@@ -125,8 +126,8 @@ def test_no_key_or_an_unknown_one_reaches_nothing(url: str) -> None:
             ("GET", "/batches/a"),
             ("POST", CHAT[3:]),
         ):
-            assert httpx.request(method, url + path, headers=headers).status_code == 401
-    assert httpx.get(f"{url}/files", headers={"x-conserve-caller": "keyed"}).status_code == 401
+            assert patient.request(method, url + path, headers=headers).status_code == 401
+    assert patient.get(f"{url}/files", headers={"x-conserve-caller": "keyed"}).status_code == 401
 
 
 def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: str) -> None:
@@ -135,8 +136,8 @@ def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: 
     }
     for use, key in keys.items():
         headers = {"Authorization": f"Bearer {key}", "x-conserve-caller": "keyed"}
-        live = httpx.post(url + CHAT[3:], headers=headers)
-        listed = httpx.get(f"{url}/batches", headers=headers)
+        live = patient.post(url + CHAT[3:], headers=headers)
+        listed = patient.get(f"{url}/batches", headers=headers)
         assert live.status_code == (403 if use == "batch" else 200)
         assert listed.status_code == (403 if use == "live" else 200)
         if use != "batch":
@@ -149,14 +150,14 @@ def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: 
 def test_a_callers_class_is_chosen_by_its_keys_name_and_project(store: Store, url: str) -> None:
     for key, named in ((make(store, "web", project="pages"), ["web", "pages"]), (OWN, [None, None])):
         headers = {"Authorization": f"Bearer {key}", "X-Conserve-Class": "chat"}
-        assert httpx.post(url + CHAT[3:], headers=headers).json()["caller"] == [*named, "chat"]
+        assert patient.post(url + CHAT[3:], headers=headers).json()["caller"] == [*named, "chat"]
 
 
 def test_a_server_without_a_key_of_its_own_asks_for_the_stores(store: Store, path: Path) -> None:
     with both(store, path, None) as url:
         create(client(url), ["one"])
         key = make(store, "ann")
-        until(lambda: httpx.get(f"{url}/files").status_code == 401)
+        until(lambda: patient.get(f"{url}/files").status_code == 401)
         assert client(url, key).files.list().data == []
 
 
@@ -168,9 +169,9 @@ def test_without_keys_pages_of_other_sites_and_proxies_reach_nothing(store: Stor
             {"Host": "localhost", "X-Forwarded-For": "127.0.0.1"},
             {"Host": "localhost", "Via": "1.1 proxy"},
         ):
-            answer = httpx.get(f"{url}/files", headers=headers)
+            answer = patient.get(f"{url}/files", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "keys_required")
-        assert httpx.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
+        assert patient.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_no_path_leads_out_of_files_and_batches(store: Store, url: str, up: str)
 
 def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
     headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
-    assert httpx.get(f"{url}/files", headers=headers).status_code == 200
+    assert patient.get(f"{url}/files", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_whatever_clients_send_gets_an_answer(
 ) -> None:
     asked = [("Authorization", f"Bearer {OWN}".encode()), *headers.items()]
     body = b"abc" if "Content-Length" in headers else None
-    assert httpx.request(method, url + target, headers=asked, content=body).status_code == status
+    assert patient.request(method, url + target, headers=asked, content=body).status_code == status
 
 
 def test_an_upload_that_is_broken_off_is_no_fault_of_the_server(
@@ -300,10 +301,10 @@ def test_a_key_that_cannot_be_told_is_no_wrong_key(path: Path) -> None:
     with served(app, outer):
         url = f"http://127.0.0.1:{outer.getsockname()[1]}"
         headers = {"Authorization": "Bearer csk-ann"}
-        answer = httpx.get(url + CHAT, headers=headers)
+        answer = patient.get(url + CHAT, headers=headers)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-        assert httpx.get(url + "/health", headers=headers).status_code == 200
-        assert httpx.get(url + CHAT, headers={"Authorization": f"Bearer {OWN}"}).status_code == 200
+        assert patient.get(url + "/health", headers=headers).status_code == 200
+        assert patient.get(url + CHAT, headers={"Authorization": f"Bearer {OWN}"}).status_code == 200
 
 
 def test_an_upload_has_a_limit_of_its_own(url: str) -> None:
@@ -312,9 +313,9 @@ def test_an_upload_has_a_limit_of_its_own(url: str) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         api.files.create(file=("a.jsonl", b"a" * (50_001 + FORM_BYTES)), purpose="batch")
     assert refused.value.status_code == 413
-    assert httpx.post(url + CHAT[3:], content=b"a" * 1001).status_code == 401
+    assert patient.post(url + CHAT[3:], content=b"a" * 1001).status_code == 401
     headers = {"Authorization": f"Bearer {OWN}"}
-    assert httpx.post(url + CHAT[3:], content=b"a" * 1001, headers=headers).status_code == 413
+    assert patient.post(url + CHAT[3:], content=b"a" * 1001, headers=headers).status_code == 413
 
 
 def test_while_the_batch_api_starts_clients_are_to_try_again(path: Path) -> None:

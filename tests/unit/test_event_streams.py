@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -14,6 +13,7 @@ from conserve.batch_api import streams as streams_module
 from conserve.batch_api.streams import MOST_OF_KEY, BatchSnapshot, Streams
 from conserve.store.books import batches, catalog, keys
 from conserve.store.database.store import Store
+from tests import patient
 from tests.batch_rig import client, compute, create, live, reaches
 from tests.commands import until
 from tests.store_rows import add_job, finish, leased
@@ -28,7 +28,7 @@ def url(store: Store) -> Iterator[str]:
 @contextmanager
 def following(url: str, batch_id: str, **headers: str) -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
     """Events of a batch, each with its id."""
-    with httpx.stream("GET", f"{url}/batches/{batch_id}/events", headers=headers, timeout=60.0) as answer:
+    with patient.stream("GET", f"{url}/batches/{batch_id}/events", headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield parsed(answer.iter_lines())
@@ -60,7 +60,7 @@ def test_a_client_follows_a_batch_to_its_end(store: Store, url: str) -> None:
         {"total": 2, "completed": 2, "failed": 0},
     )
     assert openai.types.Batch.model_validate(last) == api.batches.retrieve(batch.id)
-    again = httpx.get(f"{url}/batches/{batch.id}/events", headers={"Last-Event-ID": last_id})
+    again = patient.get(f"{url}/batches/{batch.id}/events", headers={"Last-Event-ID": last_id})
     assert (again.status_code, again.content) == (204, b"")
     with following(url, batch.id, **{"Last-Event-ID": "another"}) as events:
         assert [found_id for found_id, _ in events] == [last_id]
@@ -95,15 +95,15 @@ def test_a_job_of_submit_has_a_stream_that_ends(store: Store, url: str) -> None:
 def test_heads_and_strangers_get_no_stream(store: Store, url: str) -> None:
     api = client(url)
     batch = create(api, ["one"])
-    head = httpx.head(f"{url}/batches/{batch.id}/events")
+    head = patient.head(f"{url}/batches/{batch.id}/events")
     assert (head.status_code, head.content) == (200, b"")
     for name in ("batch_1", "batch_" + "0" * 32, "%00"):
-        assert httpx.get(f"{url}/batches/{name}/events").status_code == 404
+        assert patient.get(f"{url}/batches/{name}/events").status_code == 404
     with store.write() as tx:
         other = keys.add(tx, "ann", project="ann", now=0.0)
-    until(lambda: httpx.get(f"{url}/batches").status_code == 401)
+    until(lambda: patient.get(f"{url}/batches").status_code == 401)
     hers = {"Authorization": f"Bearer {other}"}
-    assert httpx.get(f"{url}/batches/{batch.id}/events", headers=hers).status_code == 404
+    assert patient.get(f"{url}/batches/{batch.id}/events", headers=hers).status_code == 404
 
 
 def test_a_key_may_have_so_many_streams_and_gets_its_places_back(store: Store, url: str) -> None:
@@ -112,11 +112,11 @@ def test_a_key_may_have_so_many_streams_and_gets_its_places_back(store: Store, u
         streams = [opened.enter_context(following(url, batch.id)) for _ in range(MOST_OF_KEY)]
         for events in streams:
             next(events)
-        refused = httpx.get(f"{url}/batches/{batch.id}/events")
+        refused = patient.get(f"{url}/batches/{batch.id}/events")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
     def has_place() -> bool:
-        with httpx.stream("GET", f"{url}/batches/{batch.id}/events", timeout=60.0) as answer:
+        with patient.stream("GET", f"{url}/batches/{batch.id}/events") as answer:
             return answer.status_code == 200
 
     until(has_place)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 
-import httpx
 import openai
 import pytest
 
@@ -13,6 +12,7 @@ from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, keys
 from conserve.store.database.store import Store
+from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
 
@@ -34,14 +34,14 @@ def url(store: Store) -> Iterator[str]:
 def test_only_a_key_of_the_store_is_answered(store: Store, url: str) -> None:
     key = make(store, "ann")
     for wrong in ("none", key[:-1], f"{key}x", "é", key.upper()):
-        answer = httpx.get(f"{url}/batches", headers=[(b"Authorization", f"Bearer {wrong}".encode())])
+        answer = patient.get(f"{url}/batches", headers=[(b"Authorization", f"Bearer {wrong}".encode())])
         assert answer.status_code == 401, wrong
         assert answer.json()["error"]["code"] == "invalid_api_key"
     for headers in ({}, {"Authorization": key}, {"Authorization": f"Basic {key}"}):
-        assert httpx.get(f"{url}/files", headers=headers).status_code == 401
+        assert patient.get(f"{url}/files", headers=headers).status_code == 401
     with pytest.raises(openai.AuthenticationError):
         client(url, "guess").files.list()
-    assert httpx.get(url.replace("/v1", "/health")).status_code == 200
+    assert patient.get(url.replace("/v1", "/health")).status_code == 200
 
 
 CROSSINGS: dict[str, Attempt] = {
@@ -102,7 +102,7 @@ def test_a_revoked_key_is_refused(store: Store, url: str, monkeypatch: pytest.Mo
         assert conserve("keys", "revoke", name).returncode == 0
     with pytest.raises(openai.AuthenticationError):
         api.files.list()
-    assert httpx.get(f"{url}/files").status_code == 401, "a store that had keys is not open again"
+    assert patient.get(f"{url}/files").status_code == 401, "a store that had keys is not open again"
 
 
 def test_keys_are_read_again_after_a_second(store: Store) -> None:
@@ -190,10 +190,10 @@ def test_tokens_of_a_day_are_limited(store: Store, url: str) -> None:
 def test_without_keys_only_this_machine_is_answered(store: Store, headers: dict[str, str]) -> None:
     with live(store) as url:
         assert client(url).files.list().data == []
-        answer = httpx.get(f"{url}/files", headers=headers)
+        answer = patient.get(f"{url}/files", headers=headers)
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "keys_required"
-        assert httpx.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
+        assert patient.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
 
 
 def test_an_api_without_keys_listens_on_this_machine_alone() -> None:

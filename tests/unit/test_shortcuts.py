@@ -110,4 +110,4 @@ def conserve_into_closed_pipe(*words: str) -> tuple[int, str]:
     ) as running:
         os.close(writer)
         assert running.stderr is not None
-        return running.wait(60), running.stderr.read()
+        return running.wait(600), running.stderr.read()
