@@ -116,8 +116,18 @@ ROWS = (
                     )
                 },
                 unit="suffix: tokens/s",
-                width=12,
                 stacked=True,
+            ),
+            Panel(
+                title="Pushed for deadlines",
+                says="Those beyond the usual limit, of late jobs with --on-late push.",
+                queries={
+                    "{{instance}}": (
+                        "sum by (instance) (rate(conserve_pushed_tokens_total{§}[$__rate_interval]))"
+                    )
+                },
+                unit="suffix: tokens/s",
+                width=4,
             ),
             Panel(
                 title="Engine busy",
