@@ -132,6 +132,18 @@ def test_several_objects_are_one_input_with_the_partitions_of_their_urls(
     assert len(rows(found)) == 2
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_folders_of_this_machine_are_no_partitions_of_objects(
+    put: Callable[..., None], tmp_path: Path, form: str
+) -> None:
+    put(f"day=1/a.{form}", f"day=2/b.{form}")
+    store = tmp_path / "team=eval" / "job"
+    store.mkdir(parents=True)
+    found = opened(store, f"{BUCKET}/day=*")
+    assert set(found.rows.columns) == {"q", "day"}
+    assert rows(found) == [(f"day=1/a.{form}",), (f"day=2/b.{form}",)]
+
+
 @pytest.mark.parametrize("key", ["a.parquet", "a.jsonl"])
 def test_one_object_is_an_input_whose_source_is_its_url(
     put: Callable[..., None], folder: Path, key: str

@@ -172,9 +172,12 @@ def opened(path: Path, name: str) -> Iterator[BinaryIO]:
         raise InputError(f"{name} is damaged or truncated ({error}); write it again") from error
 
 
-def partitions(paths: Sequence[Path]) -> list[Partition]:
-    """Partition of each file, from folders called key=value; empty unless all files have the same keys."""
-    found = [dict(pairs_of(path)) for path in paths]
+def partitions(paths: Sequence[Path], below: Path | None = None) -> list[Partition]:
+    """Partition of each file, from folders called key=value; empty unless all files have the same keys.
+
+    With `below` only folders below that one count: the files are copies, and the others are this machine's.
+    """
+    found = [dict(pairs_of(path.relative_to(below) if below else path)) for path in paths]
     if len({tuple(one) for one in found}) != 1:
         return [{} for _ in paths]
     values = {key: [one[key] for one in found] for key in found[0]}

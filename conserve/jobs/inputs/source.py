@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from conserve.errors import InputError, TemplateError, UsageError, one_line
 from conserve.jobs.inputs import remote
-from conserve.jobs.inputs.files import FileFormat, NamedInput, form_of, partitions, spelled_out
+from conserve.jobs.inputs.files import FileFormat, NamedInput, Partition, form_of, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
 from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
 from conserve.jobs.inputs.keeping import Keep, choice, keep
@@ -64,6 +64,9 @@ class Input:
     table: pa.RecordBatchReader | None = None
     rows: Iterable[Mapping[str, Any]] | None = None
     form: FileFormat | None = None
+    copied_below: Path | None = (
+        None  # folder of copies from buckets, whose paths below it are those of objects
+    )
     keep: Keep | None = None  # None: a copy up to `copy_gib`, a link beyond
     copy_gib: float = COPY_GIB
 
@@ -139,7 +142,8 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
             raise unasked(given.title, "a Parquet file" if form is FileFormat.PARQUET else form.upper())
         return open_parquet(named, given, folder, from_stdin=from_stdin)
     marks = [] if from_stdin else marks_of(named.paths)
-    opened = open_text(named.paths, given.title, form, openai=openai, several=named.several)
+    parts = partitions(named.paths, given.copied_below) if named.several else None
+    opened = open_text(named.paths, given.title, form, openai=openai, parts=parts)
     return replace(opened, source=replace(source_of(named, marks, opened.source.format), copied=True))
 
 
@@ -147,18 +151,24 @@ def open_objects(given: Input, folder: Path, *, openai: bool) -> Opened:
     """Copy objects of buckets to this machine and open the copies; the source names the objects."""
     fetched = remote.fetch(given.names, folder)
     names = [str(path) for path in fetched.paths]
-    opened = open_input(replace(given, names=names, keep=Keep.COPY), folder, openai=openai)
+    copies = replace(given, names=names, copied_below=folder / remote.FETCHED, keep=Keep.COPY)
+    opened = open_input(copies, folder, openai=openai)
     parts = tuple(replace(part, path=fetched.urls[part.path]) for part in opened.source.parts)
     path = given.names[0] if len(names) > 1 else fetched.urls[names[0]]
     return replace(opened, source=replace(opened.source, path=path, parts=parts))
 
 
 def open_text(
-    paths: Sequence[Path], title: str, form: FileFormat, *, openai: bool, several: bool = False
+    paths: Sequence[Path],
+    title: str,
+    form: FileFormat,
+    *,
+    openai: bool,
+    parts: Sequence[Partition] | None = None,
 ) -> Opened:
     """Rows of text files, which are copied into the job's folder later."""
     lines = OpenAILines if openai else TEXTS[form]
-    rows = lines(paths, title, partitions(paths) if several else None)
+    rows = lines(paths, title, parts)
     return Opened(rows, Source(path=None, format="openai" if openai else form, copied=True))
 
 
@@ -213,7 +223,7 @@ def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: b
         return Opened(rows, replace(source_of(named, [mark], FileFormat.PARQUET), path=None, copied=True))
     how = given.keep or choice(named.paths, given.copy_gib * 2**30)
     if named.several:
-        return open_parts(named, given.title, folder, how)
+        return open_parts(named, given, folder, how)
     (path,) = named.paths
     ParquetRows(path, given.title)  # a damaged file is not copied first
     kept = keep(path, folder / home.INPUTS, how)
@@ -225,15 +235,15 @@ def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: b
     return Opened(ParquetRows(lies, given.title), replace(source, copied=kept is not Keep.REFERENCE), kept)
 
 
-def open_parts(named: NamedInput, title: str, folder: Path, how: Keep) -> Opened:
+def open_parts(named: NamedInput, given: Input, folder: Path, how: Keep) -> Opened:
     """Keep several Parquet files: copied as one, or each by itself."""
     marks = marks_of(named.paths)
-    parts = ParquetParts(named.paths, title, partitions(named.paths))
+    parts = ParquetParts(named.paths, given.title, partitions(named.paths, given.copied_below))
     if how is Keep.COPY:
         parts.copy_to(folder / home.INPUTS)
         source = source_of(named, marks, FileFormat.PARQUET)
         check_unwritten(source)
-        return Opened(ParquetRows(folder / home.INPUTS, title), replace(source, copied=True))
+        return Opened(ParquetRows(folder / home.INPUTS, given.title), replace(source, copied=True))
     (folder / home.PARTS).mkdir()
     kept_parts = []
     for number, (path, mark) in enumerate(zip(named.paths, marks, strict=True)):

@@ -122,7 +122,7 @@ def number(value: object) -> float | None:
 
 def together_fault(url: str, body: Mapping[str, Any]) -> str | None:
     """Fault of parameters that do not go together."""
-    least, most = body.get("min_tokens"), body.get("max_completion_tokens", body.get("max_tokens"))
+    least, most = body.get("min_tokens"), most_tokens(body)
     if isinstance(least, int) and isinstance(most, int) and least > most:
         return f"min_tokens is {least} and max_tokens is only {most}"
     if url == Url.RESPONSES and body.get("background"):
@@ -280,3 +280,9 @@ def shown(value: object) -> str:
     except (TypeError, ValueError, OverflowError):
         text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def most_tokens(body: Mapping[str, Any]) -> Any:
+    """Longest answer that a body asks for, in tokens, by either name; None without one, as where it is null."""
+    limit = body.get("max_completion_tokens")
+    return body.get("max_tokens") if limit is None else limit

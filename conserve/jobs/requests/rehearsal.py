@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
+from conserve.jobs.requests.fault import most_tokens
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Task
 from conserve.store.books import readings
@@ -128,7 +129,7 @@ async def measured(request: StoredRequest, task: Task, tokens: Tokenizer) -> Len
     """Length of a request's prompt, of the longest if it has several; None where it cannot be counted."""
     assert request.payload is not None
     body = task.body(request.payload)
-    answer = body.get("max_completion_tokens", body.get("max_tokens"))
+    answer = most_tokens(body)
     number = await prompt_tokens(Url(request.url or task.url), body, tokens)
     return (
         None
