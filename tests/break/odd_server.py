@@ -62,6 +62,7 @@ class OddServer(ScriptedServer):
     most_odd: int = 2
     hopeless: float = 0.1  # share of rows without a good answer
     good: bool = False  # from here on every answer is
+    always: str | None = None  # name of the only answer
     tls: ssl.SSLContext | None = None
     odd: Counter[str] = field(default_factory=Counter)
     served: Counter[str] = field(default_factory=Counter)  # good answers by request
@@ -93,8 +94,8 @@ class OddServer(ScriptedServer):
 
     def _next(self, text: str) -> str | None:
         """Name of the next odd answer to a request; None for a good one."""
-        if self.good:
-            return None
+        if self.good or self.always:
+            return self.always
         self._turn += 1
         dice = random.Random(f"{self.seed} {text} {self._turn}")
         if self.is_hopeless(text):
@@ -368,7 +369,8 @@ async def redirect(server: OddServer, writer: asyncio.StreamWriter, asked: Asked
     return await send_raw(writer, asked.dice.choice([301, 302, 303, 307, 308, 304]), b"", *headers)
 
 
-FAULTS = ("garbage", "half an answer", "wrong id", "endless", "flood", "wrong choices", "odd types",
+ENDLESS = "endless"  # only time ends it, and good answers may not be late, so that it is given alone
+FAULTS = ("garbage", "half an answer", "wrong id", "flood", "wrong choices", "odd types",
           "lone surrogates", "huge numbers", "deep nesting", "wrong encoding", "status", "error event")  # fmt: skip
 """Faulty answers: tried again, and in the end the row fails."""
 WAITS = ("busy", "away", "given up", "half a line")
@@ -381,7 +383,7 @@ ODDITIES: dict[str, Answer] = {
     "half an answer": half,
     "half a line": half_a_line,
     "wrong id": wrong_id,
-    "endless": endless,
+    ENDLESS: endless,
     "flood": flood,
     "wrong choices": wrong_choices,
     "odd types": odd_types,
