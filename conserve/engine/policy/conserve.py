@@ -20,6 +20,7 @@ QUIET_LOSS = 0.01  # the same after a quiet minute
 LEAST_WAIT = (
     2.0  # smallest iterations that an arrival waits for: shorter ones are more than half constant part
 )
+LEAST_GAIN = 0.05  # of the time of rows, for which a push makes iterations longer
 LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
 
@@ -38,7 +39,8 @@ class Conserve:
             running = list(view.offline)
             serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
-                serve_pushed(composer, view, running, turn_ms * view.push_scale)
+                pushed_ms = worth_ms(turn_ms, turn_ms * view.push_scale, smallest_ms(view.model))
+                serve_pushed(composer, view, running, pushed_ms)
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view)
@@ -46,13 +48,12 @@ class Conserve:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
             time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
-            pushed_ms = pushed_limit_ms(composer, view, time_ms) if view.pushed and not prompts else 0.0
+            pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if not prompts else 0.0
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
-            if pushed_ms > 0:
-                serve_pushed(composer, view, running, pushed_ms)
+            serve_pushed(composer, view, running, pushed_ms)
         return composer.plan()
 
 
@@ -65,14 +66,29 @@ def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bo
     return min(share.limit_ms, mixed_limit_ms(view, limit_ms) if mixed else limit_ms)
 
 
-def pushed_limit_ms(composer: Composer, view: View, time_ms: float) -> float:
+def pushed_limit_ms(composer: Composer, view: View, time_ms: float, budget_ms: float) -> float:
     """Longest iteration that rows which push may fill, in ms: `push_scale` times every limit (docs/adr/0030).
 
-    `composer` has the online requests, and `time_ms` is their time budget.
+    `composer` has the online requests, `time_ms` is their time budget, and `budget_ms` the usual limit. 0 where
+    nothing pushes, or a push would gain too little.
     """
+    if not view.pushed:
+        return 0.0
     scale = view.push_scale
     harm_ms = harm_limit_ms(composer, view, scale) if composer.tokens else scale * harmless_wait_ms(view)
-    return min(scale * time_ms, harm_ms)
+    taken_ms = max(smallest_ms(view.model), composer.predicted_ms)
+    return worth_ms(budget_ms, min(scale * time_ms, harm_ms), taken_ms)
+
+
+def worth_ms(limit_ms: float, longer_ms: float, taken_ms: float) -> float:
+    """The longer limit where it gives rows at least `LEAST_GAIN` more of the time, else 0; all in ms.
+
+    Rows have the share of an iteration that neither its constant part nor online requests take: `taken_ms`.
+    """
+    if longer_ms <= taken_ms or limit_ms == inf:
+        return 0.0
+    usual = max(0.0, 1 - taken_ms / limit_ms) if limit_ms > 0 else 0.0
+    return longer_ms if 1 - taken_ms / longer_ms >= (1 + LEAST_GAIN) * usual else 0.0
 
 
 def arrival_limit_ms(view: View) -> float:

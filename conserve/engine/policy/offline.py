@@ -61,9 +61,9 @@ def serve_least(
 def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], limit_ms: float) -> None:
     """Let pushed rows go on up to a longer limit than that at which all rows stopped (docs/adr/0030).
 
-    Nothing is evicted or restored for them, and no other request gets a token more or less.
+    Nothing is evicted or restored for them, and no other request gets a token more or less. A limit of 0 is none.
     """
-    if not view.pushed:
+    if not view.pushed or limit_ms <= 0:
         return
     before = dict(composer.tokens)
     gone = {*composer.evicted, *composer.restored}
