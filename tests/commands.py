@@ -99,9 +99,9 @@ def end_all() -> None:
             running.communicate()
 
 
-def ended(running: "subprocess.Popen[str]", hangs_s: float = HANGS_S) -> Done:
+def ended(running: "subprocess.Popen[str]") -> Done:
     """Wait until a command has ended."""
-    stdout, stderr = running.communicate(timeout=hangs_s)
+    stdout, stderr = running.communicate(timeout=HANGS_S)
     return Done(running.returncode, stdout, stderr)
 
 

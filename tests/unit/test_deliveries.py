@@ -21,7 +21,7 @@ from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
-from tests.commands import conserve, until
+from tests.commands import HANGS_S, conserve, until
 from tests.store_rows import add_job
 
 
@@ -171,7 +171,7 @@ def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture)
     until(lambda: "a step of faulty failed" in caplog.text)
     worker.wake()
     until(lambda: len(steps) > 1)
-    worker.stop(within_s=5.0)
+    worker.stop(within_s=HANGS_S)
 
 
 def unreadable() -> Exception:
