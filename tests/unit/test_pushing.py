@@ -11,35 +11,35 @@ from conserve.engine.policy.view import Candidate, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, view_of
 
-TBT = Slo(tbt_ms=60.0)  # 50 tokens of 1 ms each beside the constant 10 ms
+TBT = Slo(tbt_ms=40.0)  # 30 tokens of 1 ms each beside the constant 10 ms
 LIVE = decodes(1, "live")
 
 
 def test_a_prompt_cut_at_the_usual_limit_goes_on() -> None:
-    rows = [Candidate("other", 20, 0), Candidate("urgent", 500, 0), Candidate("later", 500, 0)]
+    rows = [Candidate("other", 10, 0), Candidate("urgent", 500, 0), Candidate("later", 500, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert plan.tokens == {"live0": 1, "other": 20, "urgent": 29 + 30}
-    assert (plan.pushed, plan.predicted_ms, plan.limit_ms) == ({"urgent": 30}, 90.0, 90.0)
+    assert plan.tokens == {"live0": 1, "other": 10, "urgent": 19 + 20}
+    assert (plan.pushed, plan.predicted_ms, plan.limit_ms) == ({"urgent": 20}, 60.0, 60.0)
 
 
 def test_an_urgent_row_passes_one_that_waits_for_the_usual_limit() -> None:
     waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0)]
     view = view_of(online=LIVE, waiting_offline=waiting, slo=TBT, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert plan.tokens == {"live0": 1, "other": 49, "urgent": 20}
+    assert plan.tokens == {"live0": 1, "other": 29, "urgent": 20}
     assert list(plan.admitted) == ["other", "urgent"]
 
 
-@pytest.mark.parametrize(("blocks", "pushed"), [(5, {}), (6, {"urgent": 30})])
+@pytest.mark.parametrize(("blocks", "pushed"), [(3, {}), (4, {"urgent": 20})])
 def test_an_urgent_prompt_behind_one_that_was_cut_goes_on(blocks: int, pushed: dict[str, int]) -> None:
     rows = [Candidate("other", 500, 0), Candidate("urgent", 500, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert (plan.tokens["other"], plan.pushed) == (49, pushed)
+    assert (plan.tokens["other"], plan.pushed) == (29, pushed)
 
 
-@pytest.mark.parametrize("room", [{}, {"free_blocks": 7, "reserved_blocks": 2}, {"free_slots": 0}])
+@pytest.mark.parametrize("room", [{}, {"free_blocks": 5, "reserved_blocks": 2}, {"free_slots": 0}])
 def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want(
     room: dict[str, int],
 ) -> None:
@@ -53,9 +53,9 @@ def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want
     assert list(plan.admitted) == ([] if room else ["urgent"])
 
 
-@pytest.mark.parametrize(("blocks", "tokens"), [(4, 49), (5, 70)])
+@pytest.mark.parametrize(("blocks", "tokens"), [(2, 29), (3, 45)])
 def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int) -> None:
-    rows = [Candidate("urgent", 70, 0)]
+    rows = [Candidate("urgent", 45, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
     assert Conserve().plan(view).tokens["urgent"] == tokens
 
@@ -70,14 +70,14 @@ def test_an_iteration_of_a_live_prompt_is_as_long_as_ever() -> None:
         push_scale=3.0,
     )
     plan = Conserve().plan(view)
-    assert (plan.predicted_ms, plan.pushed) == (60.0, {})
+    assert (plan.predicted_ms, plan.pushed) == (40.0, {})
 
 
 @pytest.mark.parametrize(
     ("tbt_ms", "pushed"),
-    [(84.0, {"urgent": 42}), (85.0, {}), (11.0, {"urgent": 5}), (7.0, {})],
+    [(47.0, {"urgent": 23}), (48.0, {}), (11.0, {"urgent": 5}), (7.0, {})],
 )
-def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_twentieth(
+def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_tenth(
     tbt_ms: float, pushed: dict[str, int]
 ) -> None:
     view = view_of(

@@ -20,7 +20,7 @@ QUIET_LOSS = 0.01  # the same after a quiet minute
 LEAST_WAIT = (
     2.0  # smallest iterations that an arrival waits for: shorter ones are more than half constant part
 )
-LEAST_GAIN = 0.05  # of the time of rows, for which a push makes iterations longer
+LEAST_GAIN = 0.1  # of the time of rows, for which a push makes iterations longer
 LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
 
