@@ -45,8 +45,8 @@ class CountedRows:
             yield batch
 
 
-def write_dataset(rows: RowBatches, place: FilePath) -> int:
-    """Write PLACE/job_id=.../part-*.parquet; returns the number of rows."""
+def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
+    """Write PLACE/job_id=.../part-*.parquet in place of the job's earlier ones; returns the number of rows."""
     from pyarrow import dataset, fs
 
     counted = CountedRows(rows)
@@ -54,6 +54,8 @@ def write_dataset(rows: RowBatches, place: FilePath) -> int:
     target: dict[str, Any] = {"filesystem": fs.LocalFileSystem(), "base_dir": str(place)}
     if isinstance(place, ObjectPath):
         target = {"filesystem": place.bucket.filesystem(), "base_dir": place.at}
+        # pyarrow empties only folders that it may make, and in a bucket each would be an object.
+        (place / f"{PART}={job_id}").remove_tree()
     with reached(place.bucket) if isinstance(place, ObjectPath) else explained(place):
         dataset.write_dataset(
             counted.reader(),
