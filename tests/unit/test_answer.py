@@ -14,7 +14,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.sql import answer, child, scratch
 from conserve.store.sql.answer import SnapshotQuery
-from conserve.store.sql.bounds import Bounds
+from conserve.store.sql.bounds import Bounds, size_text
 from conserve.store.sql.query import ask
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
@@ -201,31 +201,6 @@ def test_a_wait_is_reported_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(waited_s is not None and waited_s > 0 for waited_s in heard[:-1])
 
 
-@pytest.fixture
-def dead_process() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, dead_process: int) -> None:
-    with scratch.place(tmp_path) as mine:
-        mine.write_text("half a file")
-        theirs = tmp_path / mine.name.replace(f":{os.getpid()}:", f":{dead_process}:")
-        theirs.mkdir()
-        (theirs / "spilled").write_text("half a query")
-        elsewhere = tmp_path / mine.name.replace(scratch.socket.gethostname(), "another-machine")
-        elsewhere.write_text("")
-        with scratch.place(tmp_path) as second:
-            assert not second.exists()
-            assert not theirs.exists()
-            assert mine.exists()
-            assert elsewhere.exists(), "nothing is known of other machines"
-    assert not mine.exists()
-
-
 def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> None:
     question = SnapshotQuery(
         taken=taken,
@@ -245,3 +220,28 @@ def test_waiting_costs_no_processor_time() -> None:
     with child.working(lambda send: send(b"X", b"")) as frames:
         assert next(frames).kind == b"X"
     assert time.process_time() - begun < 5.0
+
+
+def test_bounds_are_duckdbs_settings_and_words() -> None:
+    """DuckDB gets less memory than the query, since it does not count all that it takes."""
+    assert Bounds(threads=3, timeout_s=1.0).settings() == {"threads": 3}
+    assert Bounds(threads=1, memory_bytes=10 * MIB, disk_bytes=3 * MIB).settings() == {
+        "threads": 1,
+        "memory_limit": "6144KiB",
+        "max_temp_directory_size": "3072KiB",
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (512 * MIB, "512 MiB"),
+        (1536 * MIB, "1.5 GiB"),
+        (1024 * MIB, "1 GiB"),
+        (1000 * MIB, "1000 MiB"),
+        (1024 * MIB - 1, "1024 MiB"),
+        (MIB // 2, "0.5 MiB"),
+    ],
+)
+def test_a_size_is_said_in_its_unit(number: int, text: str) -> None:
+    assert size_text(number) == text
