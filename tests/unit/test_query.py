@@ -24,10 +24,10 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
-from conserve.store.sql import export
+from conserve.store.sql import export, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
-from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views
+from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
 from tests import virtual_time
 from tests.conftest import WriteInput
 
@@ -82,6 +82,68 @@ def test_nothing_but_the_views_is_in_reach(opened: Views, sql: str) -> None:
     with pytest.raises(QueryError) as error:
         ask(opened.duck, sql).fetchall()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("", "there is no SQL"),
+        ("select 1; select 2", "one statement at a time"),
+        ("copy jobs to 'out.csv'", "nothing else: only SELECT is possible"),
+        ("select '\udcff'", "is not UTF-8"),
+        ("select * from read_text('/etc/passwd')", "nothing else: no other files, databases or settings"),
+        ("from nowhere", "nothing else: Catalog Error: .*nowhere.*; the columns are shown by"),
+        ("select nope from jobs", "^Binder Error: .*nope.*; the columns are shown by"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(opened: Views, sql: str, said: str) -> None:
+    with pytest.raises(QueryError, match=said):
+        ask(opened.duck, sql)
+
+
+def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:
+    assert ask(opened.duck, "from range(9) t(n) order by n desc;", limit=2).fetchall() == [(8,), (7,)]
+    assert len(ask(opened.duck, "from range(9)").fetchall()) == 9
+    assert ask(opened.duck, "pivot (from range(9)) on range using count(*)", limit=0).fetchall() == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "used"),
+    [
+        ("select 1", set()),
+        ('from Results join "INPUTS" using (job_id), nowhere', {"results", "inputs"}),
+        ("from eval_items where run_id in (select id from jobs)", {"eval_items", "jobs"}),
+        ("from requests", {"requests", "results"}),
+        ("selec", None),
+        ("select '\udcff' from jobs", None),
+    ],
+)
+def test_the_views_that_a_query_reads_are_known_from_its_text(sql: str, used: set[str] | None) -> None:
+    """The view `requests` reads results."""
+    assert views_of(sql) == used
+
+
+def test_a_connection_loads_and_remembers_nothing(opened: Views) -> None:
+    names = {
+        "allow_persistent_secrets": "false",
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "enable_external_access": "false",
+        "lock_configuration": "true",
+        "preserve_insertion_order": "true",
+        "python_enable_replacements": "false",
+        "TimeZone": "UTC",
+    }
+    shown = dict(ask(opened.duck, "select name, value from duckdb_settings()").fetchall())
+    assert {name: shown[name] for name in names} == names
+    assert Path(shown["temp_directory"]).name.startswith(scratch.PREFIX)
+
+
+def test_without_a_seal_other_files_can_be_read(store: Store, write_input: WriteInput) -> None:
+    path = write_input(q=["a"])
+    submit(store, str(path), TASK)
+    with views(store, now=0.0, sealed=False) as opened:
+        assert opened.duck.execute(f"select q from '{path}'").fetchall() == [("a",)]
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ def views_of(sql: str) -> set[str] | None:
     with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
         try:
             named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+        except duckdb.BinderException:  # of a join by USING, whose columns it looks for
+            named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)
         except duckdb.Error:
             return None
     return named | ({"results"} if "requests" in named else set())
