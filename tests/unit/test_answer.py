@@ -1,21 +1,29 @@
 """A query computes in a child within bounds, and fails alone."""
 
+import ast
+import ctypes
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import pyarrow as pa
 import pytest
 
 from conserve.errors import QueryError, QueryTooGreedy
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
+from conserve.store.files import home
 from conserve.store.sql import answer, child, scratch
-from conserve.store.sql.answer import SnapshotQuery
+from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
 from conserve.store.sql.bounds import Bounds, size_text
 from conserve.store.sql.query import ask
+from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
 
@@ -103,6 +111,33 @@ def test_a_query_cannot_take_more_disk_than_it_may(taken: Snapshot) -> None:
 def test_a_query_cannot_take_longer_than_it_may(taken: Snapshot) -> None:
     with pytest.raises(QueryTooGreedy, match=r"longer than 0.2 s.*--timeout"):
         asked(taken, "select count(*) from range(1000000000000) where hash(range) = 1", timeout_s=0.2)
+
+
+def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
+    store: Store, write_input: WriteInput
+) -> None:
+    """The second attempt begins with the warnings of the first."""
+    good, gone, bad = (
+        submit(store, str(write_input(f"{name}.parquet", q=["a"])), TASK).job_id for name in "abc"
+    )
+    home.inputs_file(store.home, gone).unlink()
+    taken = snapshot(store, now=0.0)
+    path = home.inputs_file(store.home, bad)
+    data = path.read_bytes()
+    footer = int.from_bytes(data[-8:-4], "little") + 8
+    path.write_bytes(b"\xff" * (len(data) - footer) + data[-footer:])
+    heard: list[LeftOut] = []
+    for uses in (None, {"inputs"}):
+        question = SnapshotQuery(
+            taken=taken,
+            ask=lambda duck: ask(duck, "select job_id, q from inputs"),
+            uses=lambda uses=uses: uses,  # type: ignore[misc]
+            bounds=Bounds(threads=1),
+        )
+        with answer.answered(question, warn=heard.append) as rows:
+            assert list(rows.tuples()) == [(good, "a")]
+        assert [one.job_id for one in heard] == [gone, bad]
+        heard.clear()
 
 
 def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,3 +280,192 @@ def test_bounds_are_duckdbs_settings_and_words() -> None:
 )
 def test_a_size_is_said_in_its_unit(number: int, text: str) -> None:
     assert size_text(number) == text
+
+
+BOUNDED, FREE = Bounds(threads=1, memory_bytes=512 * MIB, disk_bytes=MIB), Bounds(threads=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "bounds", "said"),
+    [
+        (duckdb.Error("set max_temp_directory_size"), BOUNDED, "more temporary disk than 1 MiB; "),
+        (duckdb.Error("set max_temp_directory_size"), FREE, "more temporary disk; "),
+        (OSError("No space left on device"), BOUNDED, "more temporary disk than 1 MiB; "),
+        (duckdb.OutOfMemoryException("no"), BOUNDED, "more memory than 512 MiB; "),
+        (MemoryError(), FREE, "more memory; "),
+        (OSError("Out of Memory Error: no"), BOUNDED, "more memory than 512 MiB; "),
+    ],
+)
+def test_a_query_that_wants_too_much_is_told_of_what(error: Exception, bounds: Bounds, said: str) -> None:
+    found = named_error(error, about(bounds))
+    assert isinstance(found, QueryTooGreedy)
+    assert str(found).startswith(f"the query needs {said}narrow it down")
+
+
+def about(bounds: Bounds) -> SnapshotQuery:
+    """A question of which only the bounds matter."""
+    return SnapshotQuery(taken=None, ask=None, uses=lambda: None, bounds=bounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (QueryError("mine"), "mine"),
+        (
+            duckdb.BinderException("Binder Error: no\nLINE 1: x\n   ^"),
+            "Binder Error: no LINE 1: x; the columns",
+        ),
+        (OSError("Conversion Error: no\nway"), "Conversion Error: no way"),
+        (pa.ArrowInvalid("Invalid Input Error: no"), "Invalid Input Error: no"),
+    ],
+)
+def test_an_error_of_the_query_crosses_to_the_parent_as_it_is(error: Exception, said: str) -> None:
+    found = failure(described(error, about(FREE)))
+    assert isinstance(found, QueryError)
+    assert str(found).startswith(said)
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), pa.ArrowInvalid("no"), KeyError("Parser Error: no")])
+def test_any_other_error_is_a_fault_of_ours(error: Exception) -> None:
+    found = failure(described(error, about(FREE)))
+    assert type(found) is RuntimeError
+    assert type(error).__name__ in str(found)
+
+
+def test_a_child_that_ends_early_is_told_like_one_that_was_killed() -> None:
+    with pytest.raises(QueryTooGreedy, match="process ended early, most likely for want of memory; narrow"):
+        list(checked(iter([]), FREE))
+    rows = child.Frame(b"R", b"")
+    assert list(checked(iter([rows, child.Frame(b"D", b""), rows]), FREE)) == [rows]
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        (lambda send: os._exit(3), "with exit code 3"),
+        (lambda send: os.kill(os.getpid(), signal.SIGTERM), "by SIGTERM"),
+        (lambda send: send(b"X"), "with exit code 1"),
+    ],
+)
+def test_how_a_child_died_is_said(work: Any, how: str) -> None:
+    with child.working(work) as frames, pytest.raises(child.Died, match=how):
+        list(frames)
+
+
+def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
+    sent = [bytes([n]) * size for n, size in enumerate((0, 1, 1 << 20, 0, 100_000))]
+
+    def work(send: child.Send) -> None:
+        for payload in sent:
+            send(b"X", payload)
+
+    with child.working(work) as frames:
+        assert [(frame.kind, bytes(frame.payload)) for frame in frames] == [(b"X", one) for one in sent]
+
+
+def test_a_frame_of_which_a_part_is_missing_is_none() -> None:
+    def work(send: child.Send) -> None:
+        send(b"X", b"whole")
+        pipe = send.__closure__[0].cell_contents  # type: ignore[attr-defined]
+        os.write(pipe, child.HEADER.pack(b"X", 9) + b"a part")
+
+    with child.working(work) as frames:
+        assert [frame.payload for frame in frames] == [b"whole"]
+
+
+def data_limit() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_DATA)
+
+
+def said_by(work: Callable[[], object], **bounds: Any) -> Any:
+    """What a function returns in a child."""
+    with child.working(lambda send: send(b"X", repr(work()).encode()), **bounds) as frames:
+        (frame,) = frames
+    return ast.literal_eval(bytes(frame.payload).decode())
+
+
+def test_the_memory_of_a_child_is_bounded_beyond_what_it_has() -> None:
+    (soft, hard), taken = said_by(lambda: (data_limit(), child.taken_bytes()), memory_bytes=64 * MIB)
+    assert 0 <= taken + (64 + 128) * MIB - soft < 16 * MIB, "it takes a little meanwhile"
+    assert hard == data_limit()[1]
+    assert said_by(data_limit) == data_limit()
+
+
+def test_the_memory_of_a_child_stays_under_the_systems_bound() -> None:
+    hard = child.taken_bytes() + 1024 * MIB
+
+    def bounded() -> list[int]:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        found = []
+        for bound in (
+            lambda: child.bound_memory(4096 * MIB),
+            lambda: child.bound_memory(MIB),
+            child.unbound_memory,
+        ):
+            bound()
+            found.append(data_limit()[0])
+        return found
+
+    most, less, lifted = said_by(bounded)
+    assert most == lifted == hard
+    assert less < hard
+
+
+def test_a_child_ends_with_its_parent_and_is_alone_with_its_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C is for its parent, and the terminal too."""
+
+    def alone() -> tuple[object, ...]:
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)  # PR_GET_PDEATHSIG
+        os.write(1, b"noise")
+        os.write(2, b"noise")
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        return number.value, ignored, os.read(0, 1), os.umask(0)
+
+    assert said_by(alone) == (signal.SIGKILL, True, b"", 0o077)
+    assert capfd.readouterr() == ("", "")
+
+
+class Ticking:
+    """A clock that is a second later at each look."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., child.WaitingReader], list[Any]]]:
+    """Makes a reader of a pipe whose bytes come after two ticks each, and what it says meanwhile."""
+    monkeypatch.setattr(child, "time", Ticking())
+    monkeypatch.setattr(child, "TICK_S", 0.001)
+    reader, writer = os.pipe()
+    heard: list[Any] = []
+
+    def on_wait(waited_s: float | None) -> None:
+        heard.append(waited_s)
+        if len(heard) % 3 == 2:
+            os.write(writer, b"x")
+
+    yield lambda timeout_s: child.WaitingReader(reader, timeout_s, on_wait), heard
+    os.close(reader)
+    os.close(writer)
+
+
+def test_waits_add_up_and_the_time_between_them_does_not(slowly: Any) -> None:
+    made, heard = slowly
+    waiting = made(None)
+    assert waiting.read(1) == b"x"
+    child.time.monotonic()  # type: ignore[attr-defined]
+    assert waiting.read(2) == b"xx"
+    assert heard == [1.0, 2.0, None, 4.0, 5.0, None, 7.0, 8.0, None]
+
+
+def test_a_wait_that_is_too_long_in_all_ends_it(slowly: Any) -> None:
+    made, heard = slowly
+    with pytest.raises(child.TookTooLong):
+        made(7.0).read(3)
+    assert heard == [1.0, 2.0, None, 4.0, 5.0, None, 7.0]

@@ -135,6 +135,29 @@ def test_several_choices_keep_their_order_and_logprobs() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("choice", "content"),
+    [
+        ({"text": ""}, ""),
+        ({"text": "so", "tool_calls": [{"id": "1"}]}, "so"),
+        ({"text": "", "tool_calls": [{"id": "1"}]}, None),
+        ({"text": "", "refusal": "No."}, None),
+    ],
+)
+def test_a_message_is_without_content_only_if_something_else_is_in_it(
+    choice: dict[str, Any], content: str | None
+) -> None:
+    row = as_row(choices=json.dumps([{**choice, "finish_reason": "stop"}]))
+    (found,) = openai_lines.body_of(row, CHAT)["choices"]
+    beside = {name: value for name, value in choice.items() if name != "text"}
+    assert found["message"] == {"role": "assistant", "content": content, **beside}
+
+
+def test_an_answer_alone_keeps_its_logprobs() -> None:
+    (found,) = openai_lines.body_of(as_row(logprobs='{"tokens":["yes"]}'), COMPLETIONS)["choices"]
+    assert found["logprobs"] == '{"tokens":["yes"]}'
+
+
 def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
     """The rows are of shards and journal; rows of other jobs are left out."""
     for job_id in ("job-1", "other"):
