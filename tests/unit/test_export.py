@@ -19,7 +19,7 @@ from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, 
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql import export, openai_lines
-from conserve.store.sql.batches import rows_of
+from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.export import Format, format_of
 from conserve.store.sql.query import views
 from tests.store_rows import add_job, finish, leased, result
@@ -220,6 +220,11 @@ def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind:
 
 ODD = {
     "interval '1 month 2 days'": ("[1,2,0]", [1, 2, 0], "[1,2,0]"),
+    "timestamp '2026-01-02 03:04:05'": (
+        "2026-01-02 03:04:05",
+        "2026-01-02T03:04:05",
+        datetime(2026, 1, 2, 3, 4, 5),
+    ),
     "'ab'::blob": ("YWI=", "YWI=", b"ab"),
     "[1, null]": ("[1,null]", [1, None], [1, None]),
     "{'a': 'x'}": ('{"a":"x"}', {"a": "x"}, {"a": "x"}),
@@ -238,6 +243,26 @@ def test_a_value_that_a_format_has_no_type_for_is_text(sql: str) -> None:
     assert row == [in_csv]
     assert json.loads(written[Format.JSONL].getvalue()) == {"a": in_lines}
     assert pq.read_table(written[Format.PARQUET]).to_pylist() == [{"a": in_parquet}]
+
+
+DOCUMENTS = ["""{"a":\r\n[1,"x\\n"]}""", "{no json", "[" * 20_000, None]
+
+
+def test_documents_are_values_and_what_is_no_json_stays_text() -> None:
+    """One that is in lines is one line; texts beside them stay as they are."""
+    column = pa.table({"d": DOCUMENTS, "t": ["[1]"] * 4})
+    rows = RowBatches(column.schema, frozenset({"d"}), column.to_batches())
+    assert [row["d"] for row in export.decoded(rows)] == [{"a": [1, "x\n"]}, *DOCUMENTS[1:]]
+    assert [row["t"] for row in export.decoded(rows)] == ["[1]"] * 4
+    sink = io.BytesIO()
+    assert export.write_lines(rows, sink) == 4
+    assert sink.getvalue().splitlines()[0] == b"""{"d":{"a":  [1,"x\\n"]},"t":"[1]"}"""
+
+
+def test_decimals_are_numbers_in_lines() -> None:
+    sink = io.BytesIO()
+    export.write_lines(rows_of(duckdb.sql("select 1.50::decimal(5, 2) as d, 7::hugeint as n")), sink)
+    assert sink.getvalue() == b'{"d":1.50,"n":7}\n'
 
 
 def test_openai_lines_are_lines_that_are_converted() -> None:

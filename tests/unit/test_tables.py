@@ -17,7 +17,7 @@ from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql import tables
 from conserve.store.sql.batches import RowBatches, rows_of
-from conserve.store.sql.tables import plain, storage_options, write_dataset, write_delta
+from conserve.store.sql.tables import CountedRows, plain, storage_options, write_dataset, write_delta
 
 
 def rows(job_id: str, *numbers: int, **columns: list[Any]) -> RowBatches:
@@ -65,6 +65,15 @@ def test_a_data_set_in_a_bucket_is_replaced_by_jobs_as_well(
         (folder / f"job_id={job_id}").mkdir(parents=True, exist_ok=True)
         assert write_dataset(rows(job_id, *numbers), place, job_id) == len(numbers)
     assert read(folder) == [("a", 3, TOOK), ("b", 7, TOOK)]
+
+
+def test_rows_are_counted_as_they_are_read() -> None:
+    counted = CountedRows(rows("a", *range(5000)))
+    assert counted.rows == 0
+    reader = counted.reader()
+    first = reader.read_next_batch().num_rows
+    assert counted.rows == first < 5000
+    assert first + reader.read_all().num_rows == counted.rows == 5000
 
 
 def test_files_and_groups_of_a_data_set_have_so_many_rows_at_most(

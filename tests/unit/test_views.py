@@ -281,7 +281,7 @@ def garble(path: Path) -> None:
 def test_a_file_that_is_damaged_after_the_snapshot_costs_its_rows_alone(
     store: Store, write_input: WriteInput, tmp_path: Path, damage: Any
 ) -> None:
-    good, bad = (queue(store, write_input(f"{name}.parquet", q=["a"])) for name in ("good", "bad"))
+    bad, good = (queue(store, write_input(f"{name}.parquet", q=["a"])) for name in ("bad", "good"))
     for job_id in (good, bad):
         answer(store, job_id)
     taken = snapshot(store, now=0.0)
