@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import dataset, fs
 
-from conserve.errors import PackageMissing, StoreError
+from conserve.errors import PackageMissing, StoreError, StoreUnreachable
 from conserve.store.files import bucket
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
@@ -44,7 +44,9 @@ def test_a_data_set_has_a_folder_for_each_job_whose_files_a_second_export_replac
     folder = tmp_path / "new" / "table"
     assert write_dataset(rows("a", 1, 2, 3), folder, "a") == 3
     assert write_dataset(rows("b", 7), folder, "b") == 1
+    before = {path.name for path in folder.glob("job_id=a/*")}
     assert write_dataset(rows("a", 4, 5), folder, "a") == 2
+    assert before.isdisjoint(path.name for path in folder.glob("job_id=a/*")), "readers may have kept a file"
     assert read(folder) == [("a", 4, TOOK), ("a", 5, TOOK), ("b", 7, TOOK)]
     assert files(folder) == {"job_id=a": 1, "job_id=b": 1}
     (path,) = folder.glob("job_id=b/*.parquet")
@@ -65,6 +67,9 @@ def test_a_data_set_in_a_bucket_is_replaced_by_jobs_as_well(
         (folder / f"job_id={job_id}").mkdir(parents=True, exist_ok=True)
         assert write_dataset(rows(job_id, *numbers), place, job_id) == len(numbers)
     assert read(folder) == [("a", 3, TOOK), ("b", 7, TOOK)]
+    (folder / "file").touch()
+    with pytest.raises(StoreUnreachable, match="s3://lake/team cannot be reached"):
+        write_dataset(rows("a", 1), place / "file", "a")
 
 
 def test_rows_are_counted_as_they_are_read() -> None:

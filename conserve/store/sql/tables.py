@@ -75,20 +75,19 @@ def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
 def write_delta(rows: RowBatches, place: FilePath, job_id: str) -> int:
     """Replace the rows of a job in a Delta table, which is made if it is missing; returns the number of rows."""
     try:
-        from deltalake import DeltaTable, write_deltalake
+        from deltalake import write_deltalake
         from deltalake.exceptions import DeltaError
     except ImportError as error:
         raise PackageMissing(f"--format delta needs deltalake; run: {install_line('delta')}") from error
     options = storage_options(place.bucket) if isinstance(place, ObjectPath) else {}
     counted, where = CountedRows(rows), str(place)
     try:
-        there = DeltaTable.is_deltatable(where, storage_options=options)
         write_deltalake(
             where,
             counted.reader(),
             mode="overwrite",
-            predicate=f"{PART} = {literal(job_id)}" if there else None,
-            schema_mode="merge" if there else None,
+            predicate=f"{PART} = {literal(job_id)}",
+            schema_mode="merge",
             partition_by=[PART],
             storage_options=options,
         )
