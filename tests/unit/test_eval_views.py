@@ -12,9 +12,11 @@ import pytest
 
 from conserve.store.database.store import Store
 from conserve.store.files import nights
+from conserve.store.sql import query
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.eval_views import ITEMS, VIEWS
 from conserve.store.sql.query import views
+from conserve.store.sql.snapshot import snapshot
 
 DAY_S = 86_400.0
 
@@ -120,8 +122,10 @@ def test_columns_of_the_views_are_the_same_without_a_run(store: Store) -> None:
     assert [name for name, _ in empty[2]][:3] == ["run_id", "suite", "item"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "other columns"])
-def test_a_file_of_items_that_cannot_be_read_costs_its_rows_alone(store: Store, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["gone", "cut", "other columns", "found by an earlier attempt"])
+def test_a_file_of_items_that_cannot_be_read_costs_its_rows_alone(
+    store: Store, tmp_path: Path, damage: str
+) -> None:
     for day, run_id in enumerate(("small-0", "small-1")):
         with_items(store, run_id, {"a": {"exact": 1.0}}, day=day)
     path = nights.folder_of(store.home, "small-1") / "items-qa.parquet"
@@ -129,9 +133,10 @@ def test_a_file_of_items_that_cannot_be_read_costs_its_rows_alone(store: Store, 
         path.unlink()
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-20])
-    else:
+    elif damage == "other columns":
         pq.write_table(pa.table({"suite": ["qa"]}), path)
-    assert rows(store, "select run_id from eval_items") == [("small-0",)]
-    assert rows(store, "select count(*) from eval_runs") == [(2,)]
-    with views(store, now=0.0) as opened:
-        assert [path.parent.name for path in opened.files["eval_items"]] == ["small-0"]
+    found = {path: "is damaged"} if damage == "found by an earlier attempt" else {}
+    with query.opened(snapshot(store, now=0.0), spill=tmp_path, damaged=found) as opened:
+        assert opened.duck.execute("select run_id from eval_items").fetchall() == [("small-0",)]
+        assert opened.duck.execute("select count(*) from eval_runs").fetchall() == [(2,)]
+        assert [str(path.parent.name) for path in opened.files["eval_items"]] == ["small-0"]

@@ -1,6 +1,7 @@
 """Temporary files bear the name of their process, so that a later process removes those of killed ones."""
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -11,11 +12,9 @@ from conserve.store.sql import scratch
 
 @pytest.fixture
 def dead_process() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
 
 
 def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, dead_process: int) -> None:
@@ -84,7 +83,7 @@ def test_a_process_of_another_user_lives(monkeypatch: pytest.MonkeyPatch, dead_p
 
 
 def test_other_files_stay_and_a_folder_that_is_not_there_has_none(tmp_path: Path, dead_process: int) -> None:
-    other = tmp_path / f"conserve-{scratch.socket.gethostname()}:{dead_process}:12ab"
+    other = tmp_path / f"{scratch.socket.gethostname()}:{dead_process}:12ab"
     other.touch()
     with scratch.place(tmp_path), scratch.place(tmp_path / "nowhere"):
         assert other.exists()
