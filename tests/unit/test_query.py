@@ -27,7 +27,10 @@ from conserve.store.database.store import Store
 from conserve.store.sql import export, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
+from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
+from conserve.store.sql.scan import scanned
+from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
 from tests.conftest import WriteInput
 
@@ -387,3 +390,22 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     assert export.write_lines(rows_of(found), sink) == 1
     (line,) = sink.getvalue().splitlines()
     assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}
+
+
+def test_no_query_leaves_a_file_where_the_command_runs(
+    store: Store, write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_input(q=["a"])
+    submit(store, str(path), TASK)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with views(store, now=0.0) as opened:
+        assert ask(opened.duck, "select count(*) from inputs").fetchall() == [(1,)]
+    assert views_of("from inputs") == {"inputs"}
+    assert by_row("select row_index, 1 as one from inputs")
+    assert first_duplicate(path, "q") is None
+    assert read_fault(path, ["q"]) is None
+    with scanned(f"select q from '{path}'", tmp_path) as rows:
+        assert rows.read_all().num_rows == 1
+    assert not list(here.iterdir())

@@ -7,7 +7,8 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from conserve.store.sql.batches import rows_of, unique, values
+from conserve.store.sql.batches import RowBatches, rows_of, unique, values
+from conserve.store.sql.relation import relation
 
 AT = datetime(2026, 1, 2, 3, 4, 5, 6)
 LATER = "12000-01-01"
@@ -83,3 +84,22 @@ def test_times_in_nanoseconds_are_pythons_unless_they_are_finer(
     nested = pa.array([[number] for number in numbers], pa.list_(kind))
     assert values(nested) == [[value] for value in found]
     assert {type(value) for value in values(column)} <= {datetime, timedelta, time, str, type(None)}
+
+
+def test_an_answer_as_a_relation_is_of_the_connection_that_goes_on_with_it() -> None:
+    """Documents are JSON there, and times have no zone, for which DuckDB would need another package."""
+    at = pa.array([datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)])
+    table = pa.table({"document": ['{"a": 1}'], "moment": at, 'a"b': [1], "t": ["x"]})
+
+    def rows() -> RowBatches:
+        return RowBatches(table.schema, frozenset({"document"}), table.to_batches())
+
+    with duckdb.connect() as own:
+        found = relation(rows(), own)
+        assert [str(kind) for kind in found.types] == ["JSON", "TIMESTAMP", "BIGINT", "VARCHAR"]
+        assert found.columns == ["document", "moment", 'a"b', "t"]
+        assert own.sql('select document->\'a\', moment, "a""b", t from found').fetchall() == [
+            ("1", datetime(2026, 1, 2, 3, 4, 5), 1, "x")
+        ]
+    shared = relation(rows()).query("shared", "select count(*) from shared")
+    assert shared.join(duckdb.sql("select 7 as n"), "true").fetchall() == [(1, 7)]

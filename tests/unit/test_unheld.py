@@ -61,7 +61,7 @@ def test_a_time_that_duckdb_cannot_hold_is_found_in_the_files_statistics(tmp_pat
 def test_all_other_times_are_held(tmp_path: Path, what: str) -> None:
     path = written(tmp_path / "plain.parquet", HELD[what])
     assert time_fault(path) is None
-    assert read_fault(path, ["seen at"]) is None, "DuckDB reads it"
+    assert read_fault(path, ["seen at", "q"]) is None, "DuckDB reads it"
 
 
 def test_a_time_is_found_in_whatever_row_group_it_is(tmp_path: Path) -> None:
