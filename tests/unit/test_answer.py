@@ -7,21 +7,25 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import QueryError, QueryTooGreedy
+from conserve.errors import QueryError, QueryTooGreedy, StoreError
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from conserve.store.sql import answer, child, scratch
+from conserve.store.sql import answer, child, readable, scratch
 from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
 from conserve.store.sql.bounds import Bounds, size_text
+from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.query import ask
 from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
@@ -49,7 +53,160 @@ def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
         return list(rows.tuples())
 
 
-def test_rows_arrive_in_order_over_many_batches(taken: Snapshot) -> None:
+CHILD, HERE = "in a child", "in this process"
+
+
+@pytest.fixture(params=[CHILD, HERE])
+def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Answers are computed in a child, or by the same function in this process."""
+
+    @contextmanager
+    def working(work: Callable[[child.Send], None], **_: Any) -> Iterator[Iterator[child.Frame]]:
+        frames: list[child.Frame] = []
+        work(lambda kind, payload: frames.append(child.Frame(kind, payload)))
+        yield iter(frames)
+
+    pool = pa.default_memory_pool()
+    if request.param == HERE:
+        monkeypatch.setattr(child, "working", working)
+    yield request.param
+    pa.set_memory_pool(pool)
+
+
+def pages(path: Path, group: int) -> tuple[int, int]:
+    """First byte of a row group's pages, and the first behind them."""
+    column = pq.read_metadata(path).row_group(group).column(0)
+    first = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+    return first, first + column.total_compressed_size
+
+
+def spoil(path: Path, group: int) -> None:
+    """Overwrite the pages of one row group."""
+    first, end = pages(path, group)
+    data = path.read_bytes()
+    path.write_bytes(data[:first] + b"\xff" * (end - first) + data[end:])
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_damage_ends_an_answer_of_which_rows_were_sent_and_is_left_out_before(
+    store: Store, tmp_path: Path, computed: str, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """DuckDB itself keeps megabytes of rows before it gives out the first."""
+    monkeypatch.setattr(answer, "HELD_BYTES", held)
+    job_ids = []
+    for name, number in (("bad", 12_000), ("good", 1)):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"q": [f"{n:02500}" for n in range(number)]}), path, row_group_size=2048)
+        job_ids.append(submit(store, str(path), TASK).job_id)
+    bad, good = job_ids
+    taken = snapshot(store, now=0.0)
+    spoil(home.inputs_file(store.home, bad), 5)
+    if held:
+        assert asked(taken, "select job_id, length(q) from inputs", threads=1) == [(good, 2500)]
+    else:
+        with pytest.raises(StoreError, match=r"inputs\.parquet is damaged .*; run: conserve check --repair"):
+            asked(taken, "select job_id, q from inputs", threads=1)
+
+
+def test_a_question_has_all_that_it_needs(
+    taken: Snapshot, tmp_path: Path, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "HELD_BYTES", 0)
+    gold, other = tmp_path / "gold.csv", tmp_path / "other.csv"
+    gold.write_text("q,label\na,1\nb,2\n")
+    other.write_text("n\n7\n")
+    sql = (
+        "select label, prompt, '{}'::json as b, '{}'::json as a, current_setting('threads') as threads, n "
+        f"from requests join inputs using (job_id, row_index) join gold using (q), '{other}' order by label"
+    )
+    question = SnapshotQuery(
+        taken=taken,
+        ask=lambda duck: duck.sql(sql),
+        uses=lambda: {"requests", "results", "inputs"},
+        bounds=Bounds(threads=3),
+        sealed=False,
+        wording=Loud(),
+        named=(NamedFile("gold", gold, "csv"),),
+    )
+    with answer.answered(question, warn=lambda found: None) as rows:
+        assert list(rows.tuples()) == [(1, "A!", "{}", "{}", 3, 7), (2, "B!", "{}", "{}", 3, 7)]
+        assert rows.documents == {"a", "b"}
+    sealed = replace(question, sealed=True)
+    with pytest.raises(QueryError), answer.answered(sealed, warn=lambda found: None):
+        pass
+
+
+class Loud:
+    """Wording of requests in capitals."""
+
+    def body(self, job_id: str, payload: str) -> str:
+        return "{}"
+
+    def prompt(self, job_id: str, payload: str) -> str:
+        return f"{payload.upper()}!"
+
+
+@pytest.mark.parametrize(
+    ("uses", "warned"),
+    [(None, ["inputs", "requests"]), ({"inputs"}, ["inputs"]), ({"jobs"}, []), (set(), [])],
+)
+def test_only_what_the_query_would_have_read_is_warned_of(
+    store: Store, write_input: WriteInput, computed: str, uses: set[str] | None, warned: list[str]
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    for path in (home.inputs_file(store.home, job_id), home.requests_file(store.home, job_id)):
+        path.unlink()
+    question = SnapshotQuery(
+        taken=snapshot(store, now=0.0),
+        ask=lambda duck: ask(duck, "select 1"),
+        uses=lambda: uses,
+        bounds=Bounds(threads=1),
+    )
+    heard: list[LeftOut] = []
+    with answer.answered(question, warn=heard.append) as rows:
+        assert list(rows.tuples()) == [(1,)]
+    assert sorted(one.view for one in heard) == warned
+
+
+@pytest.mark.parametrize("sql", ["select cast(q as int) from inputs", "select 1 where", "from nowhere"])
+def test_no_file_is_looked_at_for_a_mistake_of_the_querys(
+    taken: Snapshot, computed: str, monkeypatch: pytest.MonkeyPatch, sql: str
+) -> None:
+    monkeypatch.delattr(readable, "damage")
+    with pytest.raises(QueryError):
+        asked(taken, sql)
+
+
+def test_a_parent_that_reads_no_further_is_told_nothing(taken: Snapshot, tmp_path: Path) -> None:
+    sent: list[bytes] = []
+
+    def send(kind: bytes, payload: bytes) -> None:
+        if sent:
+            raise BrokenPipeError
+        sent.append(kind)
+
+    pool = pa.default_memory_pool()
+    answer.compute(question_of(taken, "from range(9)"), tmp_path, send)
+    pa.set_memory_pool(pool)
+    assert len(sent) == 1
+
+
+def question_of(taken: Snapshot, sql: str) -> SnapshotQuery:
+    return SnapshotQuery(
+        taken=taken, ask=lambda duck: ask(duck, sql), uses=lambda: None, bounds=Bounds(threads=1)
+    )
+
+
+def test_waits_for_the_answer_are_told(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "TICK_S", 0.001)
+    heard: list[float | None] = []
+    question = question_of(taken, "select max(hash(range)) > 0 from range(10000000)")
+    with answer.answered(question, warn=lambda found: None, on_wait=heard.append) as rows:
+        assert list(rows.tuples()) == [(True,)]
+    assert heard[-1] is None
+
+
+def test_rows_arrive_in_order_over_many_batches(taken: Snapshot, computed: str) -> None:
     found = asked(taken, "select range as n, 'x' || range as s from range(10000)")
     assert found == [(n, f"x{n}") for n in range(10_000)]
 
@@ -76,7 +233,7 @@ def test_every_type_of_duckdbs_arrives(taken: Snapshot) -> None:
         "copy jobs to 'x.csv'",
     ],
 )
-def test_a_mistake_found_at_any_time_is_one_line(taken: Snapshot, sql: str) -> None:
+def test_a_mistake_found_at_any_time_is_one_line(taken: Snapshot, computed: str, sql: str) -> None:
     with pytest.raises(QueryError) as error:
         asked(taken, sql)
     assert "\n" not in str(error.value)
@@ -114,7 +271,7 @@ def test_a_query_cannot_take_longer_than_it_may(taken: Snapshot) -> None:
 
 
 def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
-    store: Store, write_input: WriteInput
+    store: Store, write_input: WriteInput, computed: str
 ) -> None:
     """The second attempt begins with the warnings of the first."""
     good, gone, bad = (
@@ -122,10 +279,7 @@ def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
     )
     home.inputs_file(store.home, gone).unlink()
     taken = snapshot(store, now=0.0)
-    path = home.inputs_file(store.home, bad)
-    data = path.read_bytes()
-    footer = int.from_bytes(data[-8:-4], "little") + 8
-    path.write_bytes(b"\xff" * (len(data) - footer) + data[-footer:])
+    spoil(home.inputs_file(store.home, bad), 0)
     heard: list[LeftOut] = []
     for uses in (None, {"inputs"}):
         question = SnapshotQuery(
@@ -170,7 +324,7 @@ def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
         pass
 
 
-def test_our_own_mistakes_are_not_hidden(taken: Snapshot) -> None:
+def test_our_own_mistakes_are_not_hidden(taken: Snapshot, computed: str) -> None:
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
