@@ -506,6 +506,14 @@ def test_how_a_child_died_is_said(work: Any, how: str) -> None:
         list(frames)
 
 
+def test_a_child_leaves_no_pipe_open() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    for work in (working_forever, lambda send: send(b"X", b"")):
+        with child.working(work) as frames:
+            next(frames)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     sent = [bytes([n]) * size for n, size in enumerate((0, 1, 1 << 20, 0, 100_000))]
 
