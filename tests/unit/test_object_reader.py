@@ -1,6 +1,7 @@
 """Objects as DuckDB reads them: by ranges, whose ends are fetched once. A folder plays the bucket."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,14 +11,21 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.books import shards
+from conserve.store.database.store import Store
 from conserve.store.files import bucket
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 
 pytest.importorskip("fsspec")
 
-from conserve.store.sql import object_reader
+from conserve.store.sql import object_reader, query
 from conserve.store.sql.object_reader import KeptTail, Objects, add_objects
+from conserve.store.sql.snapshot import snapshot
+from tests.conftest import WriteInput
+from tests.store_rows import finish, leased
 
 LAKE = Bucket.parse("s3://lake/team")
 Put = Callable[[str, bytes], ObjectPath]
@@ -131,3 +139,37 @@ def test_connections_share_no_objects_and_write_none(put: Put) -> None:
         Objects(LAKE).open(str(path), "wb")
     with pytest.raises(FileNotFoundError):
         Objects(LAKE).info("lake/team/b")
+
+
+@pytest.mark.parametrize(
+    ("used", "counts"),
+    [
+        (None, {"results": 2, "inputs": 2, "requests": 2}),
+        ({"results"}, {"results": 2, "inputs": 0, "requests": 0}),
+        ({"inputs", "jobs"}, {"results": 0, "inputs": 2, "requests": 0}),
+        ({"requests", "results"}, {"results": 2, "inputs": 0, "requests": 2}),
+    ],
+)
+def test_of_a_store_in_a_bucket_only_the_files_of_views_in_use_are_opened(
+    put: Put,
+    opened: list[str],
+    store: Store,
+    write_input: WriteInput,
+    tmp_path: Path,
+    used: set[str] | None,
+    counts: dict[str, int],
+) -> None:
+    job_id = submit(store, str(write_input(q=["a", "b"])), Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
+    finish(store, leased(store))
+    shards.compact(store, job_id, now=0.0)
+    (tmp_path / "lake" / "team" / "store").symlink_to(store.home)
+    taken = replace(snapshot(store, now=0.0), data=ObjectPath(LAKE, "store"))
+    other = put("other.parquet", parquet(1))
+    with query.opened(taken, spill=tmp_path / "spill", used=used) as views:
+        (shard,) = (path.name for path in views.files["results"]) if counts["results"] else [None]
+        found = {view: views.duck.execute(f"select count(*) from {view}").fetchall()[0][0] for view in counts}
+        with pytest.raises(duckdb.Error, match="disabled"):
+            views.duck.execute(f"from '{other}'")
+    assert found == counts
+    names = {"inputs": "inputs.parquet", "requests": "requests.parquet", "results": shard}
+    assert set(opened) == {name for view, name in names.items() if counts[view]}
