@@ -29,6 +29,7 @@ from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
+from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.scan import scanned
 from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
@@ -390,6 +391,37 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     assert export.write_lines(rows_of(found), sink) == 1
     (line,) = sink.getvalue().splitlines()
     assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("sql", "reads"),
+    [
+        ("select 1", True),
+        ("from a union all from b", True),
+        ("with recursive t as (select 1 n union all select n + 1 from t) from t", True),
+        ("with x as (delete from t returning a) from x", False),
+        ("copy (select 1) to 'x.csv'", False),
+        ("delete from t", False),
+        ("selec", False),
+    ],
+)
+def test_a_statement_only_reads_if_no_part_of_it_writes(sql: str, reads: bool) -> None:
+    assert only_reads(sql) is reads
+
+
+@pytest.mark.parametrize(
+    ("sql", "names"),
+    [
+        ("pivot x on y using sum(z)", False),
+        ("pivot (COPY x to 'y') on z", True),
+        ("pivot x on é, insert", True),
+        ('pivot x on "insert"', False),
+        ("pivot x on 'insert'", False),
+        ("pivot copies on inserted", False),
+    ],
+)
+def test_a_pivot_names_no_word_that_writes(sql: str, names: bool) -> None:
+    assert names_writing(sql) is names
 
 
 def test_no_query_leaves_a_file_where_the_command_runs(
