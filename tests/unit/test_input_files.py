@@ -24,6 +24,7 @@ from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
+from conserve.store.sql.scan import scanned
 from tests.commands import conserve
 from tests.conftest import WriteInput
 
@@ -318,6 +319,14 @@ def test_a_query_is_an_input(store: Store, tmp_path: Path) -> None:
     assert conserve("run", "--endpoint", "fake:").returncode == 0
 
 
+def test_a_query_spills_into_the_jobs_folder_and_reads_times_in_utc(tmp_path: Path) -> None:
+    names = ("temp_directory", "TimeZone", "python_enable_replacements")
+    sql = ", ".join(f"current_setting('{name}') as {name}" for name in names)
+    with scanned(f"select {sql}, interval 90 minute as i, [interval 1 day] as l", tmp_path / "spill") as rows:
+        (found,) = rows.read_all().to_pylist()
+    assert tuple(found.values()) == (str(tmp_path / "spill"), "UTC", False, "01:30:00", "[1 day]")
+
+
 def test_a_query_may_give_chats(store: Store) -> None:
     sql = "select [{'role': 'user', 'content': 'hi ' || n}] as m from range(2) t(n)"
     done = submit(store, Input(sql=sql), Task(kind=Kind.MESSAGES, column="m"))
@@ -338,6 +347,9 @@ def test_rows_of_a_query_are_streamed(store: Store) -> None:
         ("select cast('x' as int) as q", "--sql fails"),
         ("select 1 as q; select 2 as q", "takes one SELECT"),
         ("create table x as select 1", "takes one SELECT"),
+        ("explain analyze select 1 as q", "takes one SELECT"),
+        ("pragma version", "takes one SELECT"),
+        ("select '\udcff' as q", "--sql fails: it is not UTF-8; correct it"),
         ("copy (select 1 as q) to 'written.csv'", "takes one SELECT"),
         ("with x as (copy (select 1 as q) to 'written.csv') select 1 as q from x", "takes one SELECT"),
         ("", "takes one SELECT"),
