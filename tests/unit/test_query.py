@@ -28,7 +28,7 @@ from conserve.store.sql import export, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
 from conserve.store.sql.per_row import by_row
-from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
+from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, one_line, views, views_of
 from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.scan import scanned
 from conserve.store.sql.unheld import read_fault
@@ -103,6 +103,11 @@ def test_nothing_but_the_views_is_in_reach(opened: Views, sql: str) -> None:
 def test_a_refusal_says_what_is_wrong(opened: Views, sql: str, said: str) -> None:
     with pytest.raises(QueryError, match=said):
         ask(opened.duck, sql)
+
+
+def test_an_error_is_one_line_without_what_points_at_the_mistake() -> None:
+    said = "Conversion Error: no number: '^'\n\nLINE 1: select cast('^' as int)\n               ^^^^^^^^^^^"
+    assert one_line(said) == "Conversion Error: no number: '^' LINE 1: select cast('^' as int)"
 
 
 def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:

@@ -103,3 +103,5 @@ def test_an_answer_as_a_relation_is_of_the_connection_that_goes_on_with_it() -> 
         ]
     shared = relation(rows()).query("shared", "select count(*) from shared")
     assert shared.join(duckdb.sql("select 7 as n"), "true").fetchall() == [(1, 7)]
+    nothing = relation(RowBatches(table.schema, frozenset(), []))
+    assert (nothing.columns, nothing.fetchall()) == (table.schema.names, [])

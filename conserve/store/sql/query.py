@@ -239,4 +239,4 @@ def explained(error: duckdb.Error) -> QueryError:
 
 def one_line(text: str) -> str:
     """DuckDB's message on one line, without the lines that point at the mistake."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "^" not in line)
+    return " ".join(line.strip() for line in text.splitlines() if line.strip(" ^"))
