@@ -220,6 +220,17 @@ def test_partitions_of_files_are_alike_or_none() -> None:
     assert of("a=-5/b=c%20d/x") == [{"a": -5, "b": "c d"}]
 
 
+@pytest.mark.parametrize("days", [1, 2])
+def test_rows_of_files_that_number_their_own_are_numbered_together(
+    store: Store, tmp_path: Path, days: int
+) -> None:
+    for day in range(days):
+        parquet(tmp_path / "table" / f"day={day}" / "a.parquet", q=["x", "y"], file_row_number=[8, 7])
+    submit(store, str(tmp_path / "table"), PROMPT)
+    numbers = enumerate((q, number, day) for day in range(days) for q, number in (("x", 8), ("y", 7)))
+    assert inputs(store, "q, file_row_number, day") == [(n, *row) for n, row in numbers]
+
+
 def test_a_column_of_the_files_wins_over_a_partition(store: Store, tmp_path: Path) -> None:
     for year in (1, 2):
         parquet(tmp_path / "data" / f"year={year}" / "a.parquet", q=["x"], year=[year * 100])

@@ -23,10 +23,13 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
+from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
 from conserve.store.sql import export, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
+from conserve.store.sql.input_columns import shown_names
+from conserve.store.sql.input_parts import changed, parts_of
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, one_line, views, views_of
 from conserve.store.sql.reading import names_writing, only_reads
@@ -282,6 +285,10 @@ def test_a_prefix_never_meets_a_column_that_is_there(store: Store, write_input: 
     assert rows == [("before", "theirs")]
 
 
+def test_names_that_differ_in_case_alone_get_prefixes_of_their_own() -> None:
+    assert shown_names(["text", "q", "Text"]) == {"text": "input_text", "q": "q", "Text": "input_input_Text"}
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_inputs_beside_results_hide_no_answer(store: Store, write_input: WriteInput, kind: str) -> None:
     """An input column may be called like a column of results; both are there, the answer under its own name."""
@@ -381,6 +388,22 @@ def test_a_changed_or_missing_input_is_left_out_with_the_reason(
         assert ask(opened.duck, "select * from inputs").fetchall() == []
     assert "changed after submit" in reasons[changed]
     assert "is gone" in reasons[gone]
+
+
+@pytest.mark.parametrize(
+    ("copied", "linked", "reason"),
+    [
+        (True, False, None),
+        (True, True, "where its input lay is not known"),
+        (False, False, "where its input lay is not known"),
+    ],
+)
+def test_only_a_copy_is_joined_without_a_look_at_the_users_file(
+    copied: bool, linked: bool, reason: str | None
+) -> None:
+    """Nothing tells that a file without a path is the one that was submitted."""
+    source = Source(path=None, format="parquet", copied=copied, linked=linked)
+    assert changed(source, parts_of(Path("home"), "job-1", source)) == reason
 
 
 def test_a_store_without_jobs_has_empty_views(store: Store) -> None:
