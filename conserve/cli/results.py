@@ -116,7 +116,7 @@ def table_of(
         if kind == "delta":
             rows = tables.write_delta(answers, place, found.id)
         else:
-            rows = tables.write_dataset(answers, place)
+            rows = tables.write_dataset(answers, place, found.id)
     tell(found, rows, out)
     if left_out:
         raise typer.Exit(exits.FAILED)

@@ -1,21 +1,33 @@
 """A query computes in a child within bounds, and fails alone."""
 
+import ast
+import ctypes
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import QueryError, QueryTooGreedy
+from conserve.errors import QueryError, QueryTooGreedy, StoreError
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
-from conserve.store.sql import answer, child, scratch
-from conserve.store.sql.answer import SnapshotQuery
-from conserve.store.sql.bounds import Bounds
+from conserve.store.files import home
+from conserve.store.sql import answer, child, readable, scratch
+from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
+from conserve.store.sql.bounds import Bounds, size_text
+from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.query import ask
+from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
 
@@ -41,7 +53,160 @@ def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
         return list(rows.tuples())
 
 
-def test_rows_arrive_in_order_over_many_batches(taken: Snapshot) -> None:
+CHILD, HERE = "in a child", "in this process"
+
+
+@pytest.fixture(params=[CHILD, HERE])
+def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Answers are computed in a child, or by the same function in this process."""
+
+    @contextmanager
+    def working(work: Callable[[child.Send], None], **_: Any) -> Iterator[Iterator[child.Frame]]:
+        frames: list[child.Frame] = []
+        work(lambda kind, payload: frames.append(child.Frame(kind, payload)))
+        yield iter(frames)
+
+    pool = pa.default_memory_pool()
+    if request.param == HERE:
+        monkeypatch.setattr(child, "working", working)
+    yield request.param
+    pa.set_memory_pool(pool)
+
+
+def pages(path: Path, group: int) -> tuple[int, int]:
+    """First byte of a row group's pages, and the first behind them."""
+    column = pq.read_metadata(path).row_group(group).column(0)
+    first = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+    return first, first + column.total_compressed_size
+
+
+def spoil(path: Path, group: int) -> None:
+    """Overwrite the pages of one row group."""
+    first, end = pages(path, group)
+    data = path.read_bytes()
+    path.write_bytes(data[:first] + b"\xff" * (end - first) + data[end:])
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_damage_ends_an_answer_of_which_rows_were_sent_and_is_left_out_before(
+    store: Store, tmp_path: Path, computed: str, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """DuckDB itself keeps megabytes of rows before it gives out the first."""
+    monkeypatch.setattr(answer, "HELD_BYTES", held)
+    job_ids = []
+    for name, number in (("bad", 12_000), ("good", 1)):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"q": [f"{n:02500}" for n in range(number)]}), path, row_group_size=2048)
+        job_ids.append(submit(store, str(path), TASK).job_id)
+    bad, good = job_ids
+    taken = snapshot(store, now=0.0)
+    spoil(home.inputs_file(store.home, bad), 5)
+    if held:
+        assert asked(taken, "select job_id, length(q) from inputs", threads=1) == [(good, 2500)]
+    else:
+        with pytest.raises(StoreError, match=r"inputs\.parquet is damaged .*; run: conserve check --repair"):
+            asked(taken, "select job_id, q from inputs", threads=1)
+
+
+def test_a_question_has_all_that_it_needs(
+    taken: Snapshot, tmp_path: Path, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "HELD_BYTES", 0)
+    gold, other = tmp_path / "gold.csv", tmp_path / "other.csv"
+    gold.write_text("q,label\na,1\nb,2\n")
+    other.write_text("n\n7\n")
+    sql = (
+        "select label, prompt, '{}'::json as b, '{}'::json as a, current_setting('threads') as threads, n "
+        f"from requests join inputs using (job_id, row_index) join gold using (q), '{other}' order by label"
+    )
+    question = SnapshotQuery(
+        taken=taken,
+        ask=lambda duck: duck.sql(sql),
+        uses=lambda: {"requests", "results", "inputs"},
+        bounds=Bounds(threads=3),
+        sealed=False,
+        wording=Loud(),
+        named=(NamedFile("gold", gold, "csv"),),
+    )
+    with answer.answered(question, warn=lambda found: None) as rows:
+        assert list(rows.tuples()) == [(1, "A!", "{}", "{}", 3, 7), (2, "B!", "{}", "{}", 3, 7)]
+        assert rows.documents == {"a", "b"}
+    sealed = replace(question, sealed=True)
+    with pytest.raises(QueryError), answer.answered(sealed, warn=lambda found: None):
+        pass
+
+
+class Loud:
+    """Wording of requests in capitals."""
+
+    def body(self, job_id: str, payload: str) -> str:
+        return "{}"
+
+    def prompt(self, job_id: str, payload: str) -> str:
+        return f"{payload.upper()}!"
+
+
+@pytest.mark.parametrize(
+    ("uses", "warned"),
+    [(None, ["inputs", "requests"]), ({"inputs"}, ["inputs"]), ({"jobs"}, []), (set(), [])],
+)
+def test_only_what_the_query_would_have_read_is_warned_of(
+    store: Store, write_input: WriteInput, computed: str, uses: set[str] | None, warned: list[str]
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    for path in (home.inputs_file(store.home, job_id), home.requests_file(store.home, job_id)):
+        path.unlink()
+    question = SnapshotQuery(
+        taken=snapshot(store, now=0.0),
+        ask=lambda duck: ask(duck, "select 1"),
+        uses=lambda: uses,
+        bounds=Bounds(threads=1),
+    )
+    heard: list[LeftOut] = []
+    with answer.answered(question, warn=heard.append) as rows:
+        assert list(rows.tuples()) == [(1,)]
+    assert sorted(one.view for one in heard) == warned
+
+
+@pytest.mark.parametrize("sql", ["select cast(q as int) from inputs", "select 1 where", "from nowhere"])
+def test_no_file_is_looked_at_for_a_mistake_of_the_querys(
+    taken: Snapshot, computed: str, monkeypatch: pytest.MonkeyPatch, sql: str
+) -> None:
+    monkeypatch.delattr(readable, "damage")
+    with pytest.raises(QueryError):
+        asked(taken, sql)
+
+
+def test_a_parent_that_reads_no_further_is_told_nothing(taken: Snapshot, tmp_path: Path) -> None:
+    sent: list[bytes] = []
+
+    def send(kind: bytes, payload: bytes) -> None:
+        if sent:
+            raise BrokenPipeError
+        sent.append(kind)
+
+    pool = pa.default_memory_pool()
+    answer.compute(question_of(taken, "from range(9)"), tmp_path, send)
+    pa.set_memory_pool(pool)
+    assert len(sent) == 1
+
+
+def question_of(taken: Snapshot, sql: str) -> SnapshotQuery:
+    return SnapshotQuery(
+        taken=taken, ask=lambda duck: ask(duck, sql), uses=lambda: None, bounds=Bounds(threads=1)
+    )
+
+
+def test_waits_for_the_answer_are_told(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "TICK_S", 0.001)
+    heard: list[float | None] = []
+    question = question_of(taken, "select max(hash(range)) > 0 from range(10000000)")
+    with answer.answered(question, warn=lambda found: None, on_wait=heard.append) as rows:
+        assert list(rows.tuples()) == [(True,)]
+    assert heard[-1] is None
+
+
+def test_rows_arrive_in_order_over_many_batches(taken: Snapshot, computed: str) -> None:
     found = asked(taken, "select range as n, 'x' || range as s from range(10000)")
     assert found == [(n, f"x{n}") for n in range(10_000)]
 
@@ -68,7 +233,7 @@ def test_every_type_of_duckdbs_arrives(taken: Snapshot) -> None:
         "copy jobs to 'x.csv'",
     ],
 )
-def test_a_mistake_found_at_any_time_is_one_line(taken: Snapshot, sql: str) -> None:
+def test_a_mistake_found_at_any_time_is_one_line(taken: Snapshot, computed: str, sql: str) -> None:
     with pytest.raises(QueryError) as error:
         asked(taken, sql)
     assert "\n" not in str(error.value)
@@ -105,6 +270,30 @@ def test_a_query_cannot_take_longer_than_it_may(taken: Snapshot) -> None:
         asked(taken, "select count(*) from range(1000000000000) where hash(range) = 1", timeout_s=0.2)
 
 
+def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
+    store: Store, write_input: WriteInput, computed: str
+) -> None:
+    """The second attempt begins with the warnings of the first."""
+    good, gone, bad = (
+        submit(store, str(write_input(f"{name}.parquet", q=["a"])), TASK).job_id for name in "abc"
+    )
+    home.inputs_file(store.home, gone).unlink()
+    taken = snapshot(store, now=0.0)
+    spoil(home.inputs_file(store.home, bad), 0)
+    heard: list[LeftOut] = []
+    for uses in (None, {"inputs"}):
+        question = SnapshotQuery(
+            taken=taken,
+            ask=lambda duck: ask(duck, "select job_id, q from inputs"),
+            uses=lambda uses=uses: uses,  # type: ignore[misc]
+            bounds=Bounds(threads=1),
+        )
+        with answer.answered(question, warn=heard.append) as rows:
+            assert list(rows.tuples()) == [(good, "a")]
+        assert [one.job_id for one in heard] == [gone, bad]
+        heard.clear()
+
+
 def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10**9, 1000))  # each look at the clock is a thousand seconds after the last
     question = SnapshotQuery(
@@ -135,7 +324,7 @@ def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
         pass
 
 
-def test_our_own_mistakes_are_not_hidden(taken: Snapshot) -> None:
+def test_our_own_mistakes_are_not_hidden(taken: Snapshot, computed: str) -> None:
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
@@ -201,31 +390,6 @@ def test_a_wait_is_reported_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(waited_s is not None and waited_s > 0 for waited_s in heard[:-1])
 
 
-@pytest.fixture
-def dead_process() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, dead_process: int) -> None:
-    with scratch.place(tmp_path) as mine:
-        mine.write_text("half a file")
-        theirs = tmp_path / mine.name.replace(f":{os.getpid()}:", f":{dead_process}:")
-        theirs.mkdir()
-        (theirs / "spilled").write_text("half a query")
-        elsewhere = tmp_path / mine.name.replace(scratch.socket.gethostname(), "another-machine")
-        elsewhere.write_text("")
-        with scratch.place(tmp_path) as second:
-            assert not second.exists()
-            assert not theirs.exists()
-            assert mine.exists()
-            assert elsewhere.exists(), "nothing is known of other machines"
-    assert not mine.exists()
-
-
 def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> None:
     question = SnapshotQuery(
         taken=taken,
@@ -245,3 +409,228 @@ def test_waiting_costs_no_processor_time() -> None:
     with child.working(lambda send: send(b"X", b"")) as frames:
         assert next(frames).kind == b"X"
     assert time.process_time() - begun < 5.0
+
+
+def test_bounds_are_duckdbs_settings_and_words() -> None:
+    """DuckDB gets less memory than the query, since it does not count all that it takes."""
+    assert Bounds(threads=3, timeout_s=1.0).settings() == {"threads": 3}
+    assert Bounds(threads=1, memory_bytes=10 * MIB, disk_bytes=3 * MIB).settings() == {
+        "threads": 1,
+        "memory_limit": "6144KiB",
+        "max_temp_directory_size": "3072KiB",
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (512 * MIB, "512 MiB"),
+        (1536 * MIB, "1.5 GiB"),
+        (1024 * MIB, "1 GiB"),
+        (1000 * MIB, "1000 MiB"),
+        (1024 * MIB - 1, "1024 MiB"),
+        (MIB // 2, "0.5 MiB"),
+    ],
+)
+def test_a_size_is_said_in_its_unit(number: int, text: str) -> None:
+    assert size_text(number) == text
+
+
+BOUNDED, FREE = Bounds(threads=1, memory_bytes=512 * MIB, disk_bytes=MIB), Bounds(threads=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "bounds", "said"),
+    [
+        (duckdb.Error("set max_temp_directory_size"), BOUNDED, "more temporary disk than 1 MiB; "),
+        (duckdb.Error("set max_temp_directory_size"), FREE, "more temporary disk; "),
+        (OSError("No space left on device"), BOUNDED, "more temporary disk than 1 MiB; "),
+        (duckdb.OutOfMemoryException("no"), BOUNDED, "more memory than 512 MiB; "),
+        (MemoryError(), FREE, "more memory; "),
+        (OSError("Out of Memory Error: no"), BOUNDED, "more memory than 512 MiB; "),
+    ],
+)
+def test_a_query_that_wants_too_much_is_told_of_what(error: Exception, bounds: Bounds, said: str) -> None:
+    found = named_error(error, about(bounds))
+    assert isinstance(found, QueryTooGreedy)
+    assert str(found).startswith(f"the query needs {said}narrow it down")
+
+
+def about(bounds: Bounds) -> SnapshotQuery:
+    """A question of which only the bounds matter."""
+    return SnapshotQuery(taken=None, ask=None, uses=lambda: None, bounds=bounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (QueryError("mine"), "mine"),
+        (
+            duckdb.BinderException("Binder Error: no\nLINE 1: x\n   ^"),
+            "Binder Error: no LINE 1: x; the columns",
+        ),
+        (OSError("Conversion Error: no\nway"), "Conversion Error: no way"),
+        (pa.ArrowInvalid("Invalid Input Error: no"), "Invalid Input Error: no"),
+    ],
+)
+def test_an_error_of_the_query_crosses_to_the_parent_as_it_is(error: Exception, said: str) -> None:
+    found = failure(described(error, about(FREE)))
+    assert isinstance(found, QueryError)
+    assert str(found).startswith(said)
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), pa.ArrowInvalid("no"), KeyError("Parser Error: no")])
+def test_any_other_error_is_a_fault_of_ours(error: Exception) -> None:
+    found = failure(described(error, about(FREE)))
+    assert type(found) is RuntimeError
+    assert type(error).__name__ in str(found)
+
+
+def test_a_child_that_ends_early_is_told_like_one_that_was_killed() -> None:
+    with pytest.raises(QueryTooGreedy, match="process ended early, most likely for want of memory; narrow"):
+        list(checked(iter([]), FREE))
+    rows = child.Frame(b"R", b"")
+    assert list(checked(iter([rows, child.Frame(b"D", b""), rows]), FREE)) == [rows]
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        (lambda send: os._exit(3), "with exit code 3"),
+        (lambda send: os.kill(os.getpid(), signal.SIGTERM), "by SIGTERM"),
+        (lambda send: send(b"X"), "with exit code 1"),
+    ],
+)
+def test_how_a_child_died_is_said(work: Any, how: str) -> None:
+    with child.working(work) as frames, pytest.raises(child.Died, match=how):
+        list(frames)
+
+
+def test_a_child_leaves_no_pipe_open() -> None:
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened()
+    for work in (working_forever, lambda send: send(b"X", b"")):
+        with child.working(work) as frames:
+            next(frames)
+    assert opened() == before
+
+
+def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
+    sent = [bytes([n]) * size for n, size in enumerate((0, 1, 1 << 20, 0, 100_000))]
+
+    def work(send: child.Send) -> None:
+        for payload in sent:
+            send(b"X", payload)
+
+    with child.working(work) as frames:
+        assert [(frame.kind, bytes(frame.payload)) for frame in frames] == [(b"X", one) for one in sent]
+
+
+def test_a_frame_of_which_a_part_is_missing_is_none() -> None:
+    def work(send: child.Send) -> None:
+        send(b"X", b"whole")
+        pipe = send.__closure__[0].cell_contents  # type: ignore[attr-defined]
+        os.write(pipe, child.HEADER.pack(b"X", 9) + b"a part")
+
+    with child.working(work) as frames:
+        assert [frame.payload for frame in frames] == [b"whole"]
+
+
+def data_limit() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_DATA)
+
+
+def said_by(work: Callable[[], object], **bounds: Any) -> Any:
+    """What a function returns in a child."""
+    with child.working(lambda send: send(b"X", repr(work()).encode()), **bounds) as frames:
+        (frame,) = frames
+    return ast.literal_eval(bytes(frame.payload).decode())
+
+
+def test_the_memory_of_a_child_is_bounded_beyond_what_it_has() -> None:
+    (soft, hard), taken = said_by(lambda: (data_limit(), child.taken_bytes()), memory_bytes=64 * MIB)
+    assert 0 <= taken + (64 + 128) * MIB - soft < 16 * MIB, "it takes a little meanwhile"
+    assert hard == data_limit()[1]
+    assert said_by(data_limit) == data_limit()
+
+
+def test_the_memory_of_a_child_stays_under_the_systems_bound() -> None:
+    hard = child.taken_bytes() + 1024 * MIB
+
+    def bounded() -> list[int]:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        found = []
+        for bound in (
+            lambda: child.bound_memory(4096 * MIB),
+            lambda: child.bound_memory(MIB),
+            child.unbound_memory,
+        ):
+            bound()
+            found.append(data_limit()[0])
+        return found
+
+    most, less, lifted = said_by(bounded)
+    assert most == lifted == hard
+    assert less < hard
+
+
+def test_a_child_ends_with_its_parent_and_is_alone_with_its_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C is for its parent, and the terminal too."""
+
+    def alone() -> tuple[object, ...]:
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)  # PR_GET_PDEATHSIG
+        os.write(1, b"noise")
+        os.write(2, b"noise")
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        return number.value, ignored, os.read(0, 1), os.umask(0)
+
+    assert said_by(alone) == (signal.SIGKILL, True, b"", 0o077)
+    assert capfd.readouterr() == ("", "")
+
+
+class Ticking:
+    """A clock that is a second later at each look."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., child.WaitingReader], list[Any]]]:
+    """Makes a reader of a pipe whose bytes come after two ticks each, and what it says meanwhile."""
+    monkeypatch.setattr(child, "time", Ticking())
+    monkeypatch.setattr(child, "TICK_S", 0.001)
+    reader, writer = os.pipe()
+    heard: list[Any] = []
+
+    def on_wait(waited_s: float | None) -> None:
+        heard.append(waited_s)
+        if len(heard) % 3 == 2:
+            os.write(writer, b"x")
+
+    yield lambda timeout_s: child.WaitingReader(reader, timeout_s, on_wait), heard
+    os.close(reader)
+    os.close(writer)
+
+
+def test_waits_add_up_and_the_time_between_them_does_not(slowly: Any) -> None:
+    made, heard = slowly
+    waiting = made(None)
+    assert waiting.read(1) == b"x"
+    child.time.monotonic()  # type: ignore[attr-defined]
+    assert waiting.read(2) == b"xx"
+    assert heard == [1.0, 2.0, None, 4.0, 5.0, None, 7.0, 8.0, None]
+
+
+def test_a_wait_that_is_too_long_in_all_ends_it(slowly: Any) -> None:
+    made, heard = slowly
+    with pytest.raises(child.TookTooLong):
+        made(7.0).read(3)
+    assert heard == [1.0, 2.0, None, 4.0, 5.0, None, 7.0]

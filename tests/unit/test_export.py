@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, 
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql import export, openai_lines
-from conserve.store.sql.batches import rows_of
+from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.export import Format, format_of
 from conserve.store.sql.query import views
 from tests.store_rows import add_job, finish, leased, result
@@ -76,7 +77,12 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
 
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
-    [("too_long", 400, "invalid_request_error"), ("engine_died", 500, "server_error")],
+    [
+        ("too_long", 400, "invalid_request_error"),
+        ("engine_died", 500, "server_error"),
+        ("endpoint_fault", 500, "server_error"),
+        ("invalid_answer", 500, "server_error"),
+    ],
 )
 def test_a_failed_row_is_an_error_under_its_row_index(code: str, status: int, kind: str) -> None:
     body = {"error": {"message": "no", "type": kind, "param": None, "code": code}}
@@ -85,6 +91,19 @@ def test_a_failed_row_is_an_error_under_its_row_index(code: str, status: int, ki
         "custom_id": "3",
         "response": {"status_code": status, "request_id": "job-1-3", "body": body},
         "error": {"code": code, "message": "no"},
+    }
+
+
+@pytest.mark.parametrize(("custom_id", "shown"), [("mine", "mine"), (None, "3")])
+def test_a_row_without_a_result_in_time_is_a_line_in_openais_words(custom_id: str | None, shown: str) -> None:
+    assert openai_lines.expired_line("job-1", {"row_index": 3, "custom_id": custom_id}) == {
+        "id": "job-1-3",
+        "custom_id": shown,
+        "response": None,
+        "error": {
+            "code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired.",
+        },
     }
 
 
@@ -116,6 +135,29 @@ def test_several_choices_keep_their_order_and_logprobs() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("choice", "content"),
+    [
+        ({"text": ""}, ""),
+        ({"text": "so", "tool_calls": [{"id": "1"}]}, "so"),
+        ({"text": "", "tool_calls": [{"id": "1"}]}, None),
+        ({"text": "", "refusal": "No."}, None),
+    ],
+)
+def test_a_message_is_without_content_only_if_something_else_is_in_it(
+    choice: dict[str, Any], content: str | None
+) -> None:
+    row = as_row(choices=json.dumps([{**choice, "finish_reason": "stop"}]))
+    (found,) = openai_lines.body_of(row, CHAT)["choices"]
+    beside = {name: value for name, value in choice.items() if name != "text"}
+    assert found["message"] == {"role": "assistant", "content": content, **beside}
+
+
+def test_an_answer_alone_keeps_its_logprobs() -> None:
+    (found,) = openai_lines.body_of(as_row(logprobs='{"tokens":["yes"]}'), COMPLETIONS)["choices"]
+    assert found["logprobs"] == '{"tokens":["yes"]}'
+
+
 def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
     """The rows are of shards and journal; rows of other jobs are left out."""
     for job_id in ("job-1", "other"):
@@ -142,6 +184,18 @@ def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
     ]
 
 
+def test_rows_without_a_result_come_in_the_order_of_the_input(store: Store) -> None:
+    """Results of another job's rows are none of theirs."""
+    for job_id, done in (("job-1", [1]), ("other", [0, 1, 2, 3])):
+        add_job(store, job_id, rows=4)
+        finish(store, leased(store), of=done)
+    asked = pa.table({"row_index": [3, 1, 0, 2], "custom_id": ["d", "b", None, "c"]})
+    pq.write_table(asked, home.requests_file(store.home, "job-1"))
+    with views(store, now=0.0, sealed=False) as opened:
+        left = export.unanswered(opened.duck, store.home, "job-1").fetchall()
+    assert left == [(0, None), (2, "c"), (3, "d")]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Over several batches, with quotes, line breaks and nulls in it."""
@@ -161,6 +215,61 @@ def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind:
     else:
         sink.seek(0)
         assert pq.read_table(sink).to_pylist() == [{"text": text, "n": n} for n, text in enumerate(values)]
+        assert pq.read_metadata(sink).row_group(0).column(0).compression == "ZSTD"
+
+
+ODD = {
+    "interval '1 month 2 days'": ("[1,2,0]", [1, 2, 0], "[1,2,0]"),
+    "timestamp '2026-01-02 03:04:05'": (
+        "2026-01-02 03:04:05",
+        "2026-01-02T03:04:05",
+        datetime(2026, 1, 2, 3, 4, 5),
+    ),
+    "'ab'::blob": ("YWI=", "YWI=", b"ab"),
+    "[1, null]": ("[1,null]", [1, None], [1, None]),
+    "{'a': 'x'}": ('{"a":"x"}', {"a": "x"}, {"a": "x"}),
+    "null::interval": ("", None, None),
+}
+
+
+@pytest.mark.parametrize("sql", ODD)
+def test_a_value_that_a_format_has_no_type_for_is_text(sql: str) -> None:
+    """Intervals are months, days and nanoseconds; bytes are base64 where they are text."""
+    in_csv, in_lines, in_parquet = ODD[sql]
+    written = {kind: io.BytesIO() for kind in (Format.CSV, Format.JSONL, Format.PARQUET)}
+    for kind, sink in written.items():
+        assert export.write(rows_of(duckdb.sql(f"select {sql} as a")), sink, kind) == 1
+    (_, row) = csv.reader(io.StringIO(written[Format.CSV].getvalue().decode()))
+    assert row == [in_csv]
+    assert json.loads(written[Format.JSONL].getvalue()) == {"a": in_lines}
+    assert pq.read_table(written[Format.PARQUET]).to_pylist() == [{"a": in_parquet}]
+
+
+DOCUMENTS = ["""{"a":\r\n[1,"x\\n"]}""", "{no json", "[" * 20_000, None]
+
+
+def test_documents_are_values_and_what_is_no_json_stays_text() -> None:
+    """One that is in lines is one line; texts beside them stay as they are."""
+    column = pa.table({"d": DOCUMENTS, "t": ["[1]"] * 4})
+    rows = RowBatches(column.schema, frozenset({"d"}), column.to_batches())
+    assert [row["d"] for row in export.decoded(rows)] == [{"a": [1, "x\n"]}, *DOCUMENTS[1:]]
+    assert [row["t"] for row in export.decoded(rows)] == ["[1]"] * 4
+    sink = io.BytesIO()
+    assert export.write_lines(rows, sink) == 4
+    assert sink.getvalue().splitlines()[0] == b"""{"d":{"a":  [1,"x\\n"]},"t":"[1]"}"""
+
+
+def test_decimals_are_numbers_in_lines() -> None:
+    sink = io.BytesIO()
+    export.write_lines(rows_of(duckdb.sql("select 1.50::decimal(5, 2) as d, 7::hugeint as n")), sink)
+    assert sink.getvalue() == b'{"d":1.50,"n":7}\n'
+
+
+def test_openai_lines_are_lines_that_are_converted() -> None:
+    sink = io.BytesIO()
+    rows = rows_of(duckdb.sql("select unnest([1, 2]) as n"))
+    assert export.write(rows, sink, Format.OPENAI, lambda row: [row["n"]]) == 2
+    assert sink.getvalue() == b"[1]\n[2]\n"
 
 
 def test_lines_can_be_converted_on_their_way() -> None:
@@ -192,6 +301,7 @@ def test_json_columns_come_out_as_values(column: str) -> None:
         ("a.csv", None, Format.CSV),
         ("a.txt", Format.JSONL, Format.JSONL),
         ("/dev/null", None, Format.JSONL),
+        ("/dev/fd/63", None, Format.JSONL),
         ("a.csv", Format.PARQUET, Format.PARQUET),
     ],
 )
@@ -210,6 +320,14 @@ def test_a_file_whose_name_tells_no_format_is_refused(tmp_path: Path, name: str)
     (tmp_path / name).touch()
     with pytest.raises(UsageError, match="names no format"):
         format_of(tmp_path / name, None)
+    with pytest.raises(UsageError, match="names no format"):
+        format_of(Path("/dev/shm") / name, None)
+
+
+def test_a_pipe_gets_lines_unless_its_name_tells_a_format(tmp_path: Path) -> None:
+    for name, found in (("pipe", Format.JSONL), ("pipe.csv", Format.CSV)):
+        os.mkfifo(tmp_path / name)
+        assert format_of(tmp_path / name, None) is found
 
 
 def test_a_result_survives_journal_and_shard_as_it_was() -> None:

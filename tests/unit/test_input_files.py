@@ -24,6 +24,7 @@ from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
+from conserve.store.sql.scan import scanned
 from tests.commands import conserve
 from tests.conftest import WriteInput
 
@@ -219,6 +220,17 @@ def test_partitions_of_files_are_alike_or_none() -> None:
     assert of("a=-5/b=c%20d/x") == [{"a": -5, "b": "c d"}]
 
 
+@pytest.mark.parametrize("days", [1, 2])
+def test_rows_of_files_that_number_their_own_are_numbered_together(
+    store: Store, tmp_path: Path, days: int
+) -> None:
+    for day in range(days):
+        parquet(tmp_path / "table" / f"day={day}" / "a.parquet", q=["x", "y"], file_row_number=[8, 7])
+    submit(store, str(tmp_path / "table"), PROMPT)
+    numbers = enumerate((q, number, day) for day in range(days) for q, number in (("x", 8), ("y", 7)))
+    assert inputs(store, "q, file_row_number, day") == [(n, *row) for n, row in numbers]
+
+
 def test_a_column_of_the_files_wins_over_a_partition(store: Store, tmp_path: Path) -> None:
     for year in (1, 2):
         parquet(tmp_path / "data" / f"year={year}" / "a.parquet", q=["x"], year=[year * 100])
@@ -318,6 +330,14 @@ def test_a_query_is_an_input(store: Store, tmp_path: Path) -> None:
     assert conserve("run", "--endpoint", "fake:").returncode == 0
 
 
+def test_a_query_spills_into_the_jobs_folder_and_reads_times_in_utc(tmp_path: Path) -> None:
+    names = ("temp_directory", "TimeZone", "python_enable_replacements")
+    sql = ", ".join(f"current_setting('{name}') as {name}" for name in names)
+    with scanned(f"select {sql}, interval 90 minute as i, [interval 1 day] as l", tmp_path / "spill") as rows:
+        (found,) = rows.read_all().to_pylist()
+    assert tuple(found.values()) == (str(tmp_path / "spill"), "UTC", False, "01:30:00", "[1 day]")
+
+
 def test_a_query_may_give_chats(store: Store) -> None:
     sql = "select [{'role': 'user', 'content': 'hi ' || n}] as m from range(2) t(n)"
     done = submit(store, Input(sql=sql), Task(kind=Kind.MESSAGES, column="m"))
@@ -338,6 +358,9 @@ def test_rows_of_a_query_are_streamed(store: Store) -> None:
         ("select cast('x' as int) as q", "--sql fails"),
         ("select 1 as q; select 2 as q", "takes one SELECT"),
         ("create table x as select 1", "takes one SELECT"),
+        ("explain analyze select 1 as q", "takes one SELECT"),
+        ("pragma version", "takes one SELECT"),
+        ("select '\udcff' as q", "--sql fails: it is not UTF-8; correct it"),
         ("copy (select 1 as q) to 'written.csv'", "takes one SELECT"),
         ("with x as (copy (select 1 as q) to 'written.csv') select 1 as q from x", "takes one SELECT"),
         ("", "takes one SELECT"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import coverage
 import pytest
 
 from tools.mutants import survey
@@ -151,6 +152,26 @@ def test_a_child_without_a_result_kills_only_what_survives_without_the_mutant(
     mutant = mutants(tmp_path, "LIMIT = 4\n")[0]
     outcomes = list(in_children(iter([Task(mutant, ["test"], run), Task(mutant, ["test"], run)]), jobs=2))
     assert [outcome.fate for outcome in outcomes] == [fate, fate]
+
+
+def test_lines_that_a_forked_child_runs_are_its_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text("def first():\n    return 1\n\n\ndef second():\n    return 2\n")
+    sample = loaded(path, monkeypatch)
+    measured = coverage.Coverage(data_file=None, include=[f"{tmp_path}/*"], config_file=False, messages=False)
+    with survey.forks_followed(measured, tmp_path) as of_forks:
+        measured.start()
+        for name in ("first", "second"):
+            measured.switch_context(name)
+            pid = os.fork()
+            if not pid:
+                getattr(sample, name)()
+                os._exit(0)
+            os.waitpid(pid, 0)
+        measured.stop()
+        assert sorted(of_forks()) == [("first", "sample.py", [2]), ("second", "sample.py", [6])]
 
 
 def test_the_most_specific_tests_have_the_time_of_a_mutant() -> None:

@@ -53,14 +53,33 @@ def numbers(mean: str) -> str:
     return mean.replace("text ilike '%' || answer || '%'", "(text ilike '%' || answer || '%')::int")
 
 
-def test_scores_by_row_stay_as_they_are() -> None:
-    select = f"select row_index, text = answer as exact from {RESULTS}"
+@pytest.mark.parametrize(
+    "select",
+    [
+        f"select row_index, text = answer as exact from {RESULTS}",
+        f"select results.row_index, 1 as one from {RESULTS}",
+        "select n as row_index, 1 as one from range(3) t(n)",
+        f"select * from {RESULTS}",
+        f"select row_index, 1 as one from {RESULTS} union all select 9, 0",
+    ],
+)
+def test_scores_by_row_stay_as_they_are(select: str) -> None:
     assert by_row(select) == select
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["select 1", "select sum(1) from x", "select avg(a) from x group by b", "drop table x", "selec", ""],
+    [
+        "select 1",
+        "select sum(1) from x",
+        "select avg(a), max(a) from x",
+        "select avg(a) over () from x",
+        "select row_index.a from x row_index",
+        "select avg(a) from x group by b",
+        "drop table x",
+        "selec",
+        "",
+    ],
 )
 def test_any_other_select_is_refused(wrong: str) -> None:
     with pytest.raises(QueryError):

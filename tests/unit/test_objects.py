@@ -385,9 +385,13 @@ def test_answers_may_become_a_table(
         pytest.importorskip("deltalake")
     run = process if kind == "delta" else conserve  # deltalake keeps Python's lock, which the proxy needs
     there, here = f"{place}/tables?endpoint={proxy.address}", str(tmp_path / "tables")
-    for out in (there, here, here):  # the second export takes the place of the first
+    for out in (there, there, here, here):  # the second export takes the place of the first
         written = run("results", job_id, "--format", kind, "-o", out)
         assert written.returncode == 0, written.stderr
+    if kind == "dataset":
+        folder = ObjectPath(Bucket.parse(data), f"tables/job_id={job_id}")
+        parts = [entry.path for entry in folder.entries() if entry.path.name.endswith(".parquet")]
+        assert sum(pq.read_metadata(part.open()).num_rows for part in parts) == ROWS
     second = conserve("submit", str(rows), "--prompt", "{{ q }}").stdout.split()[-1]
     assert conserve("run", "--endpoint", "fake:").returncode == 0
     assert conserve("results", second, "--format", kind, "-o", str(tmp_path / "tables")).returncode == 0

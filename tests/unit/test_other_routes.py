@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from conserve.endpoints.protocol import Call, Url, resumable
@@ -118,23 +119,78 @@ def test_they_start_over_when_they_are_cut_short() -> None:
     assert not resumable(RESPOND.body)
 
 
-def test_batch_output_has_the_shape_of_the_route() -> None:
-    embedded = as_row(
-        url="/v1/embeddings", text="[0.1,1e-7]", finish_reason="stop", model="m", prompt_tokens=2
-    )
-    line = json.loads(
-        json.dumps(openai_line(embedded, "/v1/chat/completions"), default=lambda raw: bytes(raw).decode())
-    )
-    body = line["response"]["body"]
-    assert (body["object"], body["usage"]) == ("list", {"prompt_tokens": 2, "total_tokens": 2})
-    assert body["data"] == [{"object": "embedding", "index": 0, "embedding": "[0.1,1e-7]"}]
+def body_of_line(**values: Any) -> Any:
+    """Body of the answer in a line of batch output, as a client decodes it."""
+    line = openai_line(as_row(model="m", prompt_tokens=2, **values), "/v1/chat/completions")
+    return json.loads(msgspec.json.encode(line))["response"]["body"]
+
+
+def test_embeddings_in_batch_output_are_vectors_and_have_no_answers_tokens() -> None:
     several = json.dumps([{"text": "[1]", "finish_reason": "stop"}, {"text": "[2]", "finish_reason": "stop"}])
-    two = openai_line(as_row(url="/v1/embeddings", choices=several), "/v1/chat/completions")
-    assert [one["index"] for one in two["response"]["body"]["data"]] == [0, 1]
-    cut = as_row(url="/v1/responses", text="hel", finish_reason="length", model="m")
-    body = openai_line(cut, "/v1/chat/completions")["response"]["body"]
-    assert (body["object"], body["status"]) == ("response", "incomplete")
-    assert body["output"][0]["content"] == [{"type": "output_text", "text": "hel", "annotations": []}]
+    for row, vectors in (({"text": "[0.1,1e-7]"}, [[0.1, 1e-7]]), ({"choices": several}, [[1], [2]])):
+        assert body_of_line(url="/v1/embeddings", completion_tokens=5, **row) == {
+            "object": "list",
+            "model": "m",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": {"prompt_tokens": 2, "total_tokens": 2},
+        }
+
+
+def message(*content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "status": "completed", "content": list(content)}
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+TEXT = {"type": "output_text", "text": "hel", "annotations": []}
+NO_TEXT = {**TEXT, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "output"),
+    [
+        ("hel", None, [message(TEXT)]),
+        ("", None, [message(NO_TEXT)]),
+        ("hel", {"tool_calls": [CALL]}, [message(TEXT), {**CALL, "status": "completed"}]),
+        ("", {"tool_calls": [CALL, CALL]}, [{**CALL, "status": "completed"}] * 2),
+        ("", {"refusal": "No."}, [message({"type": "refusal", "refusal": "No."})]),
+    ],
+)
+def test_a_response_in_batch_output_has_what_the_model_said(
+    text: str, choice: dict[str, Any] | None, output: list[dict[str, Any]]
+) -> None:
+    choices = None if choice is None else json.dumps([choice])
+    row = {"text": text, "choices": choices, "finish_reason": "stop", "finished_at": 1_000.7}
+    assert body_of_line(url="/v1/responses", completion_tokens=5, cached_tokens=1, **row) == {
+        "id": "job-1-3",
+        "object": "response",
+        "created_at": 1000,
+        "model": "m",
+        "status": "completed",
+        "incomplete_details": None,
+        "output": output,
+        "usage": {
+            "input_tokens": 2,
+            "output_tokens": 5,
+            "total_tokens": 7,
+            "input_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "details"),
+    [
+        ("stop", "completed", None),
+        ("tool_calls", "completed", None),
+        ("length", "incomplete", {"reason": "max_output_tokens"}),
+    ],
+)
+def test_a_response_that_was_cut_off_is_incomplete(reason: str, status: str, details: Any) -> None:
+    body = body_of_line(url="/v1/responses", text="hel", finish_reason=reason)
+    assert (body["status"], body["incomplete_details"]) == (status, details)
 
 
 def test_a_file_of_such_lines_goes_through_a_run_and_out_again(tmp_path: Path) -> None:

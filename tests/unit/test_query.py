@@ -23,11 +23,18 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
+from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
-from conserve.store.sql import export
+from conserve.store.sql import export, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
-from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views
+from conserve.store.sql.input_columns import shown_names
+from conserve.store.sql.input_parts import changed, parts_of
+from conserve.store.sql.per_row import by_row
+from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, one_line, views, views_of
+from conserve.store.sql.reading import names_writing, only_reads
+from conserve.store.sql.scan import scanned
+from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
 from tests.conftest import WriteInput
 
@@ -82,6 +89,73 @@ def test_nothing_but_the_views_is_in_reach(opened: Views, sql: str) -> None:
     with pytest.raises(QueryError) as error:
         ask(opened.duck, sql).fetchall()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("", "there is no SQL"),
+        ("select 1; select 2", "one statement at a time"),
+        ("copy jobs to 'out.csv'", "nothing else: only SELECT is possible"),
+        ("select '\udcff'", "is not UTF-8"),
+        ("select * from read_text('/etc/passwd')", "nothing else: no other files, databases or settings"),
+        ("from nowhere", "nothing else: Catalog Error: .*nowhere.*; the columns are shown by"),
+        ("select nope from jobs", "^Binder Error: .*nope.*; the columns are shown by"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(opened: Views, sql: str, said: str) -> None:
+    with pytest.raises(QueryError, match=said):
+        ask(opened.duck, sql)
+
+
+def test_an_error_is_one_line_without_what_points_at_the_mistake() -> None:
+    said = "Conversion Error: no number: '^'\n\nLINE 1: select cast('^' as int)\n               ^^^^^^^^^^^"
+    assert one_line(said) == "Conversion Error: no number: '^' LINE 1: select cast('^' as int)"
+
+
+def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:
+    assert ask(opened.duck, "from range(9) t(n) order by n desc;", limit=2).fetchall() == [(8,), (7,)]
+    assert len(ask(opened.duck, "from range(9)").fetchall()) == 9
+    assert ask(opened.duck, "pivot (from range(9)) on range using count(*)", limit=0).fetchall() == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "used"),
+    [
+        ("select 1", set()),
+        ('from Results join "INPUTS" using (job_id), nowhere', {"results", "inputs"}),
+        ("from eval_items where run_id in (select id from jobs)", {"eval_items", "jobs"}),
+        ("from requests", {"requests", "results"}),
+        ("selec", None),
+        ("select '\udcff' from jobs", None),
+    ],
+)
+def test_the_views_that_a_query_reads_are_known_from_its_text(sql: str, used: set[str] | None) -> None:
+    """The view `requests` reads results."""
+    assert views_of(sql) == used
+
+
+def test_a_connection_loads_and_remembers_nothing(opened: Views) -> None:
+    names = {
+        "allow_persistent_secrets": "false",
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "enable_external_access": "false",
+        "lock_configuration": "true",
+        "preserve_insertion_order": "true",
+        "python_enable_replacements": "false",
+        "TimeZone": "UTC",
+    }
+    shown = dict(ask(opened.duck, "select name, value from duckdb_settings()").fetchall())
+    assert {name: shown[name] for name in names} == names
+    assert Path(shown["temp_directory"]).name.startswith(scratch.PREFIX)
+
+
+def test_without_a_seal_other_files_can_be_read(store: Store, write_input: WriteInput) -> None:
+    path = write_input(q=["a"])
+    submit(store, str(path), TASK)
+    with views(store, now=0.0, sealed=False) as opened:
+        assert opened.duck.execute(f"select q from '{path}'").fetchall() == [("a",)]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +285,10 @@ def test_a_prefix_never_meets_a_column_that_is_there(store: Store, write_input: 
     assert rows == [("before", "theirs")]
 
 
+def test_names_that_differ_in_case_alone_get_prefixes_of_their_own() -> None:
+    assert shown_names(["text", "q", "Text"]) == {"text": "input_text", "q": "q", "Text": "input_input_Text"}
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_inputs_beside_results_hide_no_answer(store: Store, write_input: WriteInput, kind: str) -> None:
     """An input column may be called like a column of results; both are there, the answer under its own name."""
@@ -312,6 +390,22 @@ def test_a_changed_or_missing_input_is_left_out_with_the_reason(
     assert "is gone" in reasons[gone]
 
 
+@pytest.mark.parametrize(
+    ("copied", "linked", "reason"),
+    [
+        (True, False, None),
+        (True, True, "where its input lay is not known"),
+        (False, False, "where its input lay is not known"),
+    ],
+)
+def test_only_a_copy_is_joined_without_a_look_at_the_users_file(
+    copied: bool, linked: bool, reason: str | None
+) -> None:
+    """Nothing tells that a file without a path is the one that was submitted."""
+    source = Source(path=None, format="parquet", copied=copied, linked=linked)
+    assert changed(source, parts_of(Path("home"), "job-1", source)) == reason
+
+
 def test_a_store_without_jobs_has_empty_views(store: Store) -> None:
     with views(store, now=0.0) as opened:
         for view in ("jobs", "results", "inputs"):
@@ -325,3 +419,53 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     assert export.write_lines(rows_of(found), sink) == 1
     (line,) = sink.getvalue().splitlines()
     assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("sql", "reads"),
+    [
+        ("select 1", True),
+        ("from a union all from b", True),
+        ("with recursive t as (select 1 n union all select n + 1 from t) from t", True),
+        ("with x as (delete from t returning a) from x", False),
+        ("copy (select 1) to 'x.csv'", False),
+        ("delete from t", False),
+        ("selec", False),
+    ],
+)
+def test_a_statement_only_reads_if_no_part_of_it_writes(sql: str, reads: bool) -> None:
+    assert only_reads(sql) is reads
+
+
+@pytest.mark.parametrize(
+    ("sql", "names"),
+    [
+        ("pivot x on y using sum(z)", False),
+        ("pivot (COPY x to 'y') on z", True),
+        ("pivot x on é, insert", True),
+        ('pivot x on "insert"', False),
+        ("pivot x on 'insert'", False),
+        ("pivot copies on inserted", False),
+    ],
+)
+def test_a_pivot_names_no_word_that_writes(sql: str, names: bool) -> None:
+    assert names_writing(sql) is names
+
+
+def test_no_query_leaves_a_file_where_the_command_runs(
+    store: Store, write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_input(q=["a"])
+    submit(store, str(path), TASK)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with views(store, now=0.0) as opened:
+        assert ask(opened.duck, "select count(*) from inputs").fetchall() == [(1,)]
+    assert views_of("from inputs") == {"inputs"}
+    assert by_row("select row_index, 1 as one from inputs")
+    assert first_duplicate(path, "q") is None
+    assert read_fault(path, ["q"]) is None
+    with scanned(f"select q from '{path}'", tmp_path) as rows:
+        assert rows.read_all().num_rows == 1
+    assert not list(here.iterdir())

@@ -1,6 +1,7 @@
 """`conserve sql` as a user meets it."""
 
 import csv
+import gzip
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.store.sql.named_files import kind_of, named_file
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.commands import conserve, ended, start, until
@@ -196,6 +198,44 @@ class TestNamedFiles:
         submit(write_input("input.parquet", q=["a", "b"]))
         sql = "select label from inputs join gold using (q) order by 1 desc"
         assert lines("--with", f"gold=gold.{ending}", sql) == [{"label": 2}, {"label": 1}]
+
+    def test_a_packed_file_joins_and_its_folder_adds_no_column(self, tmp_path: Path) -> None:
+        (tmp_path / "day=1").mkdir()
+        for name in ("gold.csv", "gold.jsonl"):
+            packed = tmp_path / "day=1" / f"{name}.gz"
+            packed.write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+            assert lines("--with", f"a={packed}", "from a") == [
+                {"q": "a", "label": 1},
+                {"q": "b", "label": 2},
+            ]
+
+    def test_the_home_folder_and_equals_signs_may_be_in_a_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        (tmp_path / "a=b.csv").write_text("n\n1\n")
+        assert named_file("_gold1=~/a=b.csv") == ("_gold1", tmp_path / "a=b.csv", "csv")
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("a.parquet", "parquet"),
+            ("a.PQ", "parquet"),
+            ("a.csv", "csv"),
+            ("a.tsv", "csv"),
+            ("a.jsonl", "json"),
+            ("a.b.ndjson", "json"),
+            ("a.CSV.ZST", "csv"),
+            ("a.jsonl.gz", "json"),
+            ("a.parquet.gz", None),
+            ("a.csv.bz2", None),
+            ("a.csv.old", None),
+            ("a.gz", None),
+            ("csv", None),
+        ],
+    )
+    def test_the_name_tells_the_kind(self, name: str, kind: str | None) -> None:
+        assert kind_of(Path("some.day") / name) == kind
 
     def test_several_join(self) -> None:
         sql = "select sum(a.label + b.label) as n from a join b using (q)"

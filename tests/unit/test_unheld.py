@@ -8,7 +8,7 @@ import pytest
 
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
-from conserve.store.sql.unheld import read_fault, time_fault
+from conserve.store.sql.unheld import read_fault, text_fault, time_fault
 from tests.commands import conserve
 from tests.unit.test_views import answer, queue
 
@@ -61,7 +61,38 @@ def test_a_time_that_duckdb_cannot_hold_is_found_in_the_files_statistics(tmp_pat
 def test_all_other_times_are_held(tmp_path: Path, what: str) -> None:
     path = written(tmp_path / "plain.parquet", HELD[what])
     assert time_fault(path) is None
-    assert read_fault(path, ["seen at"]) is None, "DuckDB reads it"
+    assert read_fault(path, ["seen at", "q"]) is None, "DuckDB reads it"
+
+
+def test_a_time_is_found_in_whatever_row_group_it_is(tmp_path: Path) -> None:
+    times = pa.array([None, 0, LATEST_MS + 1], pa.timestamp("ms"))
+    plain = pa.array([0, 0, 0], pa.timestamp("ms"))
+    path = tmp_path / "odd.parquet"
+    for columns, fault in (
+        ({"n": [1, 2, 3], "first": plain, "seen at": times}, "in the column seen at"),
+        ({"n": [2**63 - 1] * 3, "first": plain, "seen at": plain}, None),
+        ({"record": pa.StructArray.from_arrays([times], ["seen at"])}, "in the column record"),
+    ):
+        pq.write_table(pa.table(columns), path, row_group_size=1)
+        found = time_fault(path)
+        assert found is None if fault is None else fault in str(found)
+
+
+def test_times_without_statistics_are_read(tmp_path: Path) -> None:
+    """Other columns are not: a query finds what is odd in them."""
+    odd = written(tmp_path / "odd.parquet", UNHELD["a time beyond DuckDB's"], statistics=False)
+    found = str(time_fault(odd))
+    assert found.startswith("has a value that SQL cannot hold (")
+    assert found.endswith(")")
+    assert time_fault(written(odd, HELD["the latest"], statistics=False)) is None
+    beside = pa.table({"text": NOT_UTF8, "seen at": pa.array([0, None], pa.timestamp("ms"))})
+    pq.write_table(beside, odd, write_statistics=False)
+    assert time_fault(odd) is None
+    assert text_fault(odd) == "has a text in the column text that is not UTF-8"
+
+
+def test_sound_texts_have_no_fault(tmp_path: Path) -> None:
+    assert text_fault(written(tmp_path / "plain.parquet", pa.array(["noon", None, "ä"]))) is None
 
 
 @pytest.mark.parametrize("statistics", [True, False])

@@ -16,7 +16,9 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.sql import query
 from conserve.store.sql.query import views
+from conserve.store.sql.snapshot import snapshot
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased
@@ -214,6 +216,9 @@ def test_sql_warns_of_what_the_query_would_have_read(store: Store, write_input: 
     assert done.stderr.endswith(f"is missing; run: conserve check {bad}\n")
     assert conserve("sql", "--csv", "select count(*) from jobs").stderr == ""
     assert conserve("sql", "--csv", "select 1").stderr == ""
+    join = "select count(*) as n from jobs join inputs on id = job_id join requests using (job_id, row_index)"
+    assert conserve("sql", "--csv", join.replace("requests", "inputs i")).stderr == ""
+    assert conserve("sql", "--csv", join).stderr.count("\n") == 1, "the view requests reads results"
 
 
 def test_results_of_a_damaged_job_are_written_and_exit_1(store: Store, write_input: WriteInput) -> None:
@@ -226,6 +231,139 @@ def test_results_of_a_damaged_job_are_written_and_exit_1(store: Store, write_inp
     assert done.returncode == 1
     assert [json.loads(line)["row_index"] for line in done.stdout.splitlines()] == [2, 3]
     assert done.stderr.startswith(f"warning: the view results leaves out rows of job {job_id}: ")
+
+
+def unsealed(store: Store) -> None:
+    """Make the store one of an earlier version, whose files have no digests."""
+    with store.write() as tx:
+        tx.execute(text("update job set files = null"))
+        tx.execute(text("update shard set digest = null, bytes = null"))
+
+
+def rewrite(path: Path, table: pa.Table) -> None:
+    path.unlink()
+    pq.write_table(table, path)
+
+
+def test_a_shard_of_an_earlier_version_has_no_column_of_engines(
+    store: Store, write_input: WriteInput
+) -> None:
+    job_id = queue(store, write_input(q=["a"]))
+    answer(store, job_id)
+    unsealed(store)
+    path = shard_of(store, job_id)
+    rewrite(path, pq.read_table(path).drop_columns(["engine"]))
+    assert rows(store, "select job_id, text, engine from results") == [(job_id, "yes", None)]
+
+
+def test_a_file_of_requests_that_is_something_else_costs_its_rows_alone(
+    store: Store, write_input: WriteInput
+) -> None:
+    bad, good = (queue(store, write_input(f"{name}.parquet", q=["a"])) for name in ("bad", "good"))
+    unsealed(store)
+    rewrite(home.requests_file(store.home, bad), pa.table({"row_index": [0], "error": ["x"]}))
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute("select job_id from requests").fetchall() == [(good,)]
+        assert len(opened.files["requests"]) == 1
+        (left_out,) = opened.left_out
+    assert (left_out.view, left_out.job_id) == ("requests", bad)
+    assert left_out.reason == "requests.parquet has no column custom_id"
+    assert left_out.fix == "run: conserve check"
+
+
+def garble(path: Path) -> None:
+    """Damage a file in its footer, and leave its end as it is."""
+    size = path.stat().st_size
+    path.write_bytes(b"PAR1" + b"\xff" * (size - 12) + (20).to_bytes(4, "little") + b"PAR1")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, garble])
+def test_a_file_that_is_damaged_after_the_snapshot_costs_its_rows_alone(
+    store: Store, write_input: WriteInput, tmp_path: Path, damage: Any
+) -> None:
+    bad, good = (queue(store, write_input(f"{name}.parquet", q=["a"])) for name in ("bad", "good"))
+    for job_id in (good, bad):
+        answer(store, job_id)
+    taken = snapshot(store, now=0.0)
+    for path in (
+        shard_of(store, bad),
+        home.requests_file(store.home, bad),
+        home.inputs_file(store.home, bad),
+    ):
+        damage(path)
+    with query.opened(taken, spill=tmp_path) as opened:
+        for view in ("results", "inputs", "requests"):
+            assert opened.duck.execute(f"select job_id from {view}").fetchall() == [(good,)]
+        for view in ("results", "requests"):
+            assert len(opened.files[view]) == 1
+        left_out = {one.view: one for one in opened.left_out}
+    assert {one.job_id for one in left_out.values()} == {bad}
+    reasons = {view: one.reason for view, one in left_out.items()}
+    what = {Path.unlink: "is gone", truncate: "is cut short or was overwritten", garble: "cannot be read ("}[
+        damage
+    ]
+    assert reasons["requests"].startswith(f"requests.parquet {what}")
+    assert f".parquet {what}" in reasons["results"]
+    assert reasons["results"].startswith(f"jobs/{bad}/results/")
+    copy = (
+        f"its input {home.inputs_file(store.home, bad)}"
+        if damage is garble
+        else "the copy of its input, inputs.parquet,"
+    )
+    assert reasons["inputs"].startswith(f"{copy} {what}")
+    assert [left_out[view].fix for view in ("results", "inputs", "requests")] == [
+        "run: conserve check --repair",
+        "run: conserve check",
+        "run: conserve check",
+    ]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_of_a_job_with_several_damaged_files_the_first_is_named(
+    store: Store, write_input: WriteInput, sealed: bool
+) -> None:
+    bad = queue(store, write_input("bad.parquet", q=["a", "b", "c"]))
+    for part in range(3):
+        finish(store, leased(store, limit=1), of=[part])
+        shards.compact(store, bad, now=0.0)
+    other = queue(store, write_input("other.parquet", q=["a"]))
+    answer(store, other)
+    if not sealed:
+        unsealed(store)
+    paths = sorted((home.job_folder(store.home, bad) / home.RESULTS).glob("*.parquet"))
+    for path in [*paths, shard_of(store, other)]:
+        truncate(path)
+    with views(store, now=0.0) as opened:
+        first, second = opened.left_out
+    assert (first.job_id, second.job_id) == (bad, other)
+    assert first.reason.startswith(f"jobs/{bad}/results/{paths[0].name} ")
+    assert first.reason.endswith(", and 2 more of its files")
+    assert "more of its files" not in second.reason
+
+
+def test_columns_of_jobs_and_results_have_their_types(store: Store, write_input: WriteInput) -> None:
+    """Also where no job has a value in them."""
+    for job in range(2):
+        kinds = dict(rows(store, "select column_name, column_type from (describe jobs)"))
+        texts = {"id", "state", "error", "row_order", "model", "on_late"}
+        assert {name for name, kind in kinds.items() if kind == "VARCHAR"} == texts
+        assert kinds["tags"] == "MAP(VARCHAR, VARCHAR)"
+        times = {name for name, kind in kinds.items() if kind == "TIMESTAMP WITH TIME ZONE"}
+        assert times == {"submitted_at", "started_at", "finished_at", "deadline"}
+        assert set(kinds.values()) == {*map(kinds.get, ("id", "tags", "deadline")), "BIGINT"}
+        kinds = dict(rows(store, "select column_name, column_type from (describe results)"))
+        assert {name for name, kind in kinds.items() if kind == "JSON"} == {"json", "choices", "logprobs"}
+        assert "position" not in kinds
+        queue(store, write_input(f"{job}.parquet", q=["a"]))
+
+
+def test_a_job_is_a_row_of_counters(store: Store, write_input: WriteInput) -> None:
+    job_id = submit(
+        store, str(write_input(q=["a", "b", "c"])), TASK, priority=3, tags={"team": "a", "of": "b"}
+    ).job_id
+    finish(store, leased(store, limit=2), failed=[1], prompt_tokens=5)
+    counters = "id, state, rows, waiting, succeeded, failed, prompt_tokens, priority, tags['of']"
+    assert rows(store, f"select {counters} from jobs") == [(job_id, "queued", 3, 1, 1, 1, 10, 3, "b")]
 
 
 def odd_table() -> pa.Table:

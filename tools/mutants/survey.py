@@ -3,10 +3,13 @@
 import hashlib
 import os
 import pickle
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import coverage
 import pytest
@@ -70,26 +73,59 @@ def _known(kept: Path) -> Survey | None:
 def _run(items: Sequence[pytest.Item]) -> Survey:
     measured = coverage.Coverage(data_file=None, include=["conserve/*"], config_file=False, messages=False)
     results: dict[str, tuple[bool, float, float]] = {}
-    measured.start()
-    for item in items:
-        measured.switch_context(item.nodeid)
-        begun, cpu = time.monotonic(), time.process_time()
-        passed = not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
-        results[item.nodeid] = passed, time.monotonic() - begun, time.process_time() - cpu
-    measured.stop()
-    lines: dict[str, dict[str, set[int]]] = {name: {} for name in results}
-    data = measured.get_data()
-    for file in data.measured_files():
-        path = str(Path(file).relative_to(Path.cwd()))
-        for line, tests in data.contexts_by_lineno(file).items():
-            for test in filter(None, tests):
-                lines[test].setdefault(path, set()).add(line)
+    lines: dict[str, dict[str, set[int]]] = {}
+    with forks_followed(measured, Path.cwd()) as of_forks:
+        measured.start()
+        for item in items:
+            measured.switch_context(item.nodeid)
+            begun, cpu = time.monotonic(), time.process_time()
+            passed = not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
+            results[item.nodeid] = passed, time.monotonic() - begun, time.process_time() - cpu
+            lines[item.nodeid] = {}
+        measured.stop()
+        for test, path, numbers in [*_lines(measured, Path.cwd()), *of_forks()]:
+            lines[test].setdefault(path, set()).update(numbers)
     return {
         name: Tested(
             passed=passed, seconds=s, cpu_s=cpu, lines={p: frozenset(n) for p, n in lines[name].items()}
         )
         for name, (passed, s, cpu) in results.items()
     }
+
+
+Found = list[tuple[str, str, list[int]]]  # test, file, lines
+
+
+def _lines(measured: coverage.Coverage, folder: Path) -> Found:
+    data = measured.get_data()
+    found: dict[tuple[str, str], list[int]] = {}
+    for file in data.measured_files():
+        for line, tests in data.contexts_by_lineno(file).items():
+            for test in filter(None, tests):
+                found.setdefault((test, str(Path(file).relative_to(folder))), []).append(line)
+    return [(test, path, numbers) for (test, path), numbers in found.items()]
+
+
+@contextmanager
+def forks_followed(measured: coverage.Coverage, folder: Path) -> Iterator[Callable[[], Found]]:
+    """Yield a function that returns the lines of files in the folder which forked children ran until `os._exit`."""
+    ours, leave = os.getpid(), os._exit
+    with tempfile.TemporaryDirectory() as place:
+
+        def end(code: int) -> NoReturn:
+            if os.getpid() != ours:
+                with suppress(Exception):  # a child without memory, say
+                    measured.stop()
+                    written = pickle.dumps(_lines(measured, folder))
+                    with tempfile.NamedTemporaryFile(dir=place, delete=False) as file:
+                        file.write(written)
+            leave(code)
+
+        os._exit = end  # type: ignore[assignment]
+        try:
+            yield lambda: [one for path in Path(place).iterdir() for one in pickle.loads(path.read_bytes())]
+        finally:
+            os._exit = leave
 
 
 def _digest(paths: Iterable[Path]) -> str:

@@ -74,14 +74,12 @@ def value_of(scalar: pa.Scalar) -> Any:
 
 
 def in_microseconds(scalar: pa.Scalar) -> pa.Scalar:
-    """Time as Python holds it; raises `ArrowInvalid` for one that is finer, and for a nested value with times."""
+    """Time as Python holds it; raises `ArrowException` for one that is finer, and for a nested value with times."""
     kind = scalar.type
     if not scalar.is_valid or not holds_nanoseconds(kind):
         return scalar
     if pa.types.is_timestamp(kind):
         return scalar.cast(pa.timestamp("us", kind.tz))
-    if pa.types.is_nested(kind):
-        raise pa.ArrowInvalid("its parts are converted one by one")
     return scalar.cast(pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us"))
 
 

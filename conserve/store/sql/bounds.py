@@ -33,4 +33,4 @@ class Bounds:
 
 def size_text(number: int) -> str:
     """Number of bytes in words: `512 MiB`, `1.5 GiB`."""
-    return f"{number / GIB:.3g} GiB" if number >= GIB else f"{number / MIB:.3g} MiB"
+    return f"{number / GIB:.4g} GiB" if number >= GIB else f"{number / MIB:.4g} MiB"

@@ -11,7 +11,6 @@ import resource
 import select
 import signal
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,8 +55,6 @@ def working(
     Reading the frames raises `TookTooLong` or `Died`.
     """
     reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(reader)

@@ -29,7 +29,7 @@ def by_row(sql: str) -> str:
         node = tree["statements"][0]["node"]
         if names_row_index(node):
             return select
-        if not all(is_mean(one) for one in node.get("select_list", [None])) or node.get("group_expressions"):
+        if not all(is_mean(one) for one in node["select_list"]) or node.get("group_expressions"):
             raise QueryError(
                 "a score is either one of each row, as in: select row_index, r.text = i.answer as score from "
                 "results r join inputs i using (job_id, row_index); or a mean, as in: select avg(...) from ..."
@@ -68,6 +68,6 @@ def of_numbers(mean: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     return {**mean, "arguments": arguments}
 
 
-def is_mean(one: dict[str, Any] | None) -> bool:
+def is_mean(one: dict[str, Any]) -> bool:
     """True for `avg(...)`."""
-    return one is not None and one.get("class") == "FUNCTION" and one.get("function_name") in MEANS
+    return one.get("class") == "FUNCTION" and one.get("function_name") in MEANS

@@ -209,6 +209,8 @@ def views_of(sql: str) -> set[str] | None:
     with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
         try:
             named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+        except duckdb.BinderException:  # of a join by USING, whose columns it looks for
+            named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)
         except duckdb.Error:
             return None
     return named | ({"results"} if "requests" in named else set())
@@ -237,4 +239,4 @@ def explained(error: duckdb.Error) -> QueryError:
 
 def one_line(text: str) -> str:
     """DuckDB's message on one line, without the lines that point at the mistake."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "^" not in line)
+    return " ".join(line.strip() for line in text.splitlines() if line.strip(" ^"))

@@ -19,7 +19,7 @@ def relation(rows: RowBatches, connection: duckdb.DuckDBPyConnection | None = No
     """
     table = pa.Table.from_batches(rows.batches, schema=rows.schema)
     table = table.cast(pa.schema([field.with_type(without_zone(field.type)) for field in table.schema]))
-    found = duckdb.from_arrow(table, connection=connection or duckdb.default_connection())
+    found = duckdb.from_arrow(table, connection=connection)
     typed = [
         f"{quoted(name)}::json as {quoted(name)}" if name in rows.documents else quoted(name)
         for name in rows.schema.names

@@ -45,8 +45,8 @@ class CountedRows:
             yield batch
 
 
-def write_dataset(rows: RowBatches, place: FilePath) -> int:
-    """Write PLACE/job_id=.../part-*.parquet; returns the number of rows."""
+def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
+    """Write PLACE/job_id=.../part-*.parquet in place of the job's earlier ones; returns the number of rows."""
     from pyarrow import dataset, fs
 
     counted = CountedRows(rows)
@@ -54,6 +54,8 @@ def write_dataset(rows: RowBatches, place: FilePath) -> int:
     target: dict[str, Any] = {"filesystem": fs.LocalFileSystem(), "base_dir": str(place)}
     if isinstance(place, ObjectPath):
         target = {"filesystem": place.bucket.filesystem(), "base_dir": place.at}
+        # pyarrow empties only folders that it may make, and in a bucket each would be an object.
+        (place / f"{PART}={job_id}").remove_tree()
     with reached(place.bucket) if isinstance(place, ObjectPath) else explained(place):
         dataset.write_dataset(
             counted.reader(),
@@ -73,20 +75,19 @@ def write_dataset(rows: RowBatches, place: FilePath) -> int:
 def write_delta(rows: RowBatches, place: FilePath, job_id: str) -> int:
     """Replace the rows of a job in a Delta table, which is made if it is missing; returns the number of rows."""
     try:
-        from deltalake import DeltaTable, write_deltalake
+        from deltalake import write_deltalake
         from deltalake.exceptions import DeltaError
     except ImportError as error:
         raise PackageMissing(f"--format delta needs deltalake; run: {install_line('delta')}") from error
     options = storage_options(place.bucket) if isinstance(place, ObjectPath) else {}
     counted, where = CountedRows(rows), str(place)
     try:
-        there = DeltaTable.is_deltatable(where, storage_options=options)
         write_deltalake(
             where,
             counted.reader(),
             mode="overwrite",
-            predicate=f"{PART} = {literal(job_id)}" if there else None,
-            schema_mode="merge" if there else None,
+            predicate=f"{PART} = {literal(job_id)}",
+            schema_mode="merge",
             partition_by=[PART],
             storage_options=options,
         )

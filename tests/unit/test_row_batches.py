@@ -1,0 +1,107 @@
+"""Rows of an answer: unique names, and values as Python has them, or as text where it has no type for them."""
+
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from conserve.store.sql.batches import RowBatches, rows_of, unique, values
+from conserve.store.sql.relation import relation
+
+AT = datetime(2026, 1, 2, 3, 4, 5, 6)
+LATER = "12000-01-01"
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a", "a", "A", "a"], ["a", "a_1", "A_2", "a_3"]),
+        (["a", "a", "A_1", "b", "B"], ["a", "a_2", "A_1", "b", "B_1"]),
+        (["a_1", "a", "a", "a_1"], ["a_1", "a", "a_2", "a_1_1"]),
+    ],
+)
+def test_a_second_column_of_a_name_gets_a_number_that_makes_it_unique(
+    names: list[str], found: list[str]
+) -> None:
+    assert unique(names) == found
+
+
+def test_columns_of_json_are_named_and_others_are_not() -> None:
+    rows = rows_of(duckdb.sql("""select '{}'::json as document, '{}' as text, ['{}'::json] as list"""))
+    assert (rows.schema.names, rows.documents) == (["document", "text", "list"], {"document"})
+    assert list(rows.tuples()) == [("{}", "{}", ["{}"])]
+
+
+@pytest.mark.parametrize(
+    ("sql", "value"),
+    [
+        (f"date '{LATER}'", LATER),
+        ("date '2026-01-02'", date(2026, 1, 2)),
+        (f"[date '{LATER}', null, date '2026-01-02']", [LATER, None, date(2026, 1, 2)]),
+        (f"[date '{LATER}', date '2026-01-02']::date[2]", [LATER, date(2026, 1, 2)]),
+        (f"{{'at': date '{LATER}', 'n': 1}}", {"at": LATER, "n": 1}),
+        (f"[{{'at': [date '{LATER}']}}]", [{"at": [LATER]}]),
+        ("timestamp_ns '2026-01-02 03:04:05.000006'", AT),
+        ("timestamp_ns '2026-01-02 03:04:05.000006007'", "2026-01-02 03:04:05.000006007"),
+        (
+            "[timestamp_ns '2026-01-02 03:04:05.000006', timestamp_ns '2026-01-02 03:04:05.000006007', null]",
+            [AT, "2026-01-02 03:04:05.000006007", None],
+        ),
+        ("{'at': timestamp_ns '2026-01-02 03:04:05.000006'}", {"at": AT}),
+        ("null::timestamp_ns", None),
+        ("null::timestamp_ns[]", None),
+        ("map {'k': 1}", {"k": 1}),
+        ("map {1: 2}", [(1, 2)]),
+    ],
+)
+def test_a_value_is_pythons_own_or_text(sql: str, value: Any) -> None:
+    rows = rows_of(duckdb.sql(f"select {sql} as a union all select {sql}"))
+    assert list(rows.tuples()) == [(value,), (value,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "found"),
+    [
+        (pa.timestamp("ns", "UTC"), [1_000], [datetime(1970, 1, 1, microsecond=1, tzinfo=UTC)]),
+        (
+            pa.timestamp("ns"),
+            [1_000, 1],
+            [datetime(1970, 1, 1, microsecond=1), "1970-01-01 00:00:00.000000001"],
+        ),
+        (pa.duration("ns"), [1_000, None], [timedelta(microseconds=1), None]),
+        (pa.time64("ns"), [1_000, 1], [time(microsecond=1), "00:00:00.000000001"]),
+        (pa.time64("us"), [1], [time(microsecond=1)]),
+    ],
+)
+def test_times_in_nanoseconds_are_pythons_unless_they_are_finer(
+    kind: pa.DataType, numbers: list[int], found: list[Any]
+) -> None:
+    column = pa.array(numbers, kind)
+    assert values(column) == found
+    nested = pa.array([[number] for number in numbers], pa.list_(kind))
+    assert values(nested) == [[value] for value in found]
+    assert {type(value) for value in values(column)} <= {datetime, timedelta, time, str, type(None)}
+
+
+def test_an_answer_as_a_relation_is_of_the_connection_that_goes_on_with_it() -> None:
+    """Documents are JSON there, and times have no zone, for which DuckDB would need another package."""
+    at = pa.array([datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)])
+    table = pa.table({"document": ['{"a": 1}'], "moment": at, 'a"b': [1], "t": ["x"]})
+
+    def rows() -> RowBatches:
+        return RowBatches(table.schema, frozenset({"document"}), table.to_batches())
+
+    with duckdb.connect() as own:
+        found = relation(rows(), own)
+        assert [str(kind) for kind in found.types] == ["JSON", "TIMESTAMP", "BIGINT", "VARCHAR"]
+        assert found.columns == ["document", "moment", 'a"b', "t"]
+        assert own.sql('select document->\'a\', moment, "a""b", t from found').fetchall() == [
+            ("1", datetime(2026, 1, 2, 3, 4, 5), 1, "x")
+        ]
+    shared = relation(rows()).query("shared", "select count(*) from shared")
+    assert shared.join(duckdb.sql("select 7 as n"), "true").fetchall() == [(1, 7)]
+    nothing = relation(RowBatches(table.schema, frozenset(), []))
+    assert (nothing.columns, nothing.fetchall()) == (table.schema.names, [])
