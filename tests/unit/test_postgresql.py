@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
@@ -22,10 +22,23 @@ from conserve.jobs.harvest import harvester
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import batches, catalog, hooks, leases, outbox, queue, shards, spans
+from conserve.store.books import (
+    batches,
+    catalog,
+    choice,
+    hooks,
+    leases,
+    outbox,
+    queue,
+    saved_tokens,
+    shards,
+    spans,
+)
+from conserve.store.books.choice import Terms
 from conserve.store.books.events import Event
 from conserve.store.books.journal import Committed
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -36,7 +49,7 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, finish, job, leased, live, positions, select
+from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, select
 from tools.deploy.chart import CHART
 
 ROWS = 100
@@ -249,6 +262,40 @@ def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
         queue.claim(first, owner="ann", now=0.0, lease_s=9.0, limit=2, only=["one"])
         lease = queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2, only=["other"])
         assert positions(lease) == [0, 1]
+
+
+@pytest.mark.parametrize("claimed", ["rows that came back", "the last rows", "chosen rows"])
+def test_tokens_are_saved_while_another_harvester_claims_of_the_same_job(store: Store, claimed: str) -> None:
+    add_job(store, rows=8)
+    lease = leased(store, limit=4)
+    if claimed == "rows that came back":
+        put_back(store, lease, 3)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        if claimed == "chosen rows":
+            (theirs,) = choice.choose(first, [("job-1", 5)], Terms("ben", 0.0, 9.0))
+        else:
+            limit = 1 if claimed == "rows that came back" else 9
+            theirs = queue.claim(first, owner="ben", now=0.0, lease_s=9.0, limit=limit)
+        saved_tokens.save_tokens(second, [SavedTokens(lease.epoch, "job-1", 0, b"1234", "model")])
+    assert {"rows that came back": [3], "the last rows": [4, 5, 6, 7], "chosen rows": [5]}[
+        claimed
+    ] == positions(theirs)
+    assert select(store, "select tokens from request where position = 0") == [(b"1234",)]
+
+
+def test_a_claim_of_new_rows_takes_three_statements(store: Store) -> None:
+    """It finds the job, looks for rows that came back, and takes the rows."""
+    add_job(store, rows=40)
+    said: list[str] = []
+
+    def listen(conn: Any, cursor: Any, statement: str, *_: Any) -> None:
+        said.append(statement)
+
+    event.listen(store.engine, "before_cursor_execute", listen)
+    assert [positions(leased(store, limit=20)) for _ in range(2)] == [[*range(20)], [*range(20, 40)]]
+    event.remove(store.engine, "before_cursor_execute", listen)
+    assert len(said) == 6
 
 
 def test_a_claim_waits_for_no_result_that_is_just_written(store: Store) -> None:
