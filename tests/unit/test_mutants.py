@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from tools.mutants import survey
-from tools.mutants.children import Fate, Task, in_children
+from tools.mutants.children import Fate, Task, in_children, say
 from tools.mutants.mutations import Mutant, mutants_of
 from tools.mutants.named import as_toml, key, named, stripped
 from tools.mutants.trial import functions_by_place, put_in_place, within
@@ -151,6 +152,18 @@ def test_a_child_without_a_result_kills_only_what_survives_without_the_mutant(
     mutant = mutants(tmp_path, "LIMIT = 4\n")[0]
     outcomes = list(in_children(iter([Task(mutant, ["test"], run), Task(mutant, ["test"], run)]), jobs=2))
     assert [outcome.fate for outcome in outcomes] == [fate, fate]
+
+
+def test_a_child_keeps_its_files_where_a_server_of_another_user_reaches_its_own(tmp_path: Path) -> None:
+    (mutant, *_) = mutants(tmp_path, "def f(a):\n    return a < 1\n")
+
+    def run(pipe: int, *, changed: bool) -> None:
+        mode = Path(os.environ["PYTEST_DEBUG_TEMPROOT"]).stat().st_mode
+        say(pipe, Fate.SURVIVED if mode & stat.S_IXOTH else Fate.KILLED)
+
+    assert [found.fate for found in in_children(iter([Task(mutant, ["test"], run)]), jobs=1)] == [
+        Fate.SURVIVED
+    ]
 
 
 def test_the_most_specific_tests_have_the_time_of_a_mutant() -> None:
