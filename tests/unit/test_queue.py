@@ -39,6 +39,22 @@ def test_the_highest_priority_goes_first_then_the_oldest_job(store: Store) -> No
     assert [leased(store).job_id for _ in range(3)] == ["urgent", "old", "new"]
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_runnable_jobs_are_ordered_whether_they_are_locked_or_not(store: Store, locked: bool) -> None:
+    for name, priority in (("b", 0), ("c", 1), ("a", 0), ("d", 2)):
+        add_job(store, name, priority=priority)
+    with store.write() as tx:
+        found = queue.runnable_jobs(tx, None, locked=locked)
+        assert [candidate.id for candidate in found] == ["d", "c", "b", "a"]
+
+
+def test_a_claim_that_names_no_model_takes_rows_of_any_models_job(store: Store) -> None:
+    add_job(store, rows=4)
+    put_back(store, leased(store, limit=2, model="ours"), 1)
+    assert positions(leased(store)) == [1, 2, 3]
+    assert job(store).model == "ours"
+
+
 def test_only_the_wanted_jobs_are_claimed(store: Store) -> None:
     for name in ("one", "other"):
         add_job(store, name, rows=1)
@@ -337,6 +353,25 @@ def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store
     (again,) = leased(store).rows
     assert (again.tokens, again.tokens_by) == (packed, "model")
     assert positions(other) == [2]
+
+
+def test_rows_come_back_with_their_tokens_when_their_lease_ends(store: Store) -> None:
+    add_job(store, rows=4)
+    ended, other = leased(store, limit=3), leased(store, limit=1)
+    packed = saved_tokens.pack_tokens([7])
+    with store.write() as tx:
+        for lease, position in ((ended, 1), (other, 3)):
+            saved_tokens.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", position, packed, "model")])
+    with store.write() as tx:
+        leases.end(tx, [ended.epoch])
+    assert live(store) == {0: None, 1: None, 2: None, 3: other.epoch}
+    again = leased(store, owner="ben")
+    assert [(row.position, row.attempts, row.tokens) for row in again.rows] == [
+        (0, 2, None),
+        (1, 2, packed),
+        (2, 2, None),
+    ]
+    assert len(finish(store, again).written) == 3
 
 
 @pytest.mark.parametrize(
