@@ -89,6 +89,18 @@ def test_compaction_makes_it_a_failed_row_that_retry_finds(store: Store, odd: di
     assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (4, 0, 12)
 
 
+def test_an_answer_that_does_not_fit_and_has_a_checksum_gets_that_of_its_error(store: Store) -> None:
+    spoilt_job(store, ODD["list"])
+    ((payload,),) = select(store, "select payload from journal where position = 1")
+    with store.write() as tx:
+        tx.execute(
+            text("update journal set checksum = :checksum where position = 1"),
+            {"checksum": journal.checksum("job-1", 1, False, payload)},
+        )
+    assert shards.compact(store, "job-1", now=0.0) == 4
+    assert read(store) == WANTED
+
+
 def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(store: Store) -> None:
     add_job(store, rows=2)
     finish(store, leased(store))
