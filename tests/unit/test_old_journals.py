@@ -113,13 +113,15 @@ def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(sto
 
 def test_a_compactor_that_finds_the_answer_done_again_changes_nothing(store: Store) -> None:
     spoilt_job(store, ODD["list"])
+    spoil(store, 2, ODD["list"])
     rows = shards.oldest(store, "job-1", failed=False, at_least=1)
     found = journal.misfits(rows)
-    assert [misfit.position for misfit in found] == [1]
+    assert [misfit.position for misfit in found] == [1, 2]
     with store.write() as tx:
-        assert journal.fail_misfits(tx, "job-1", found) == 1
-        assert journal.fail_misfits(tx, "job-1", found) == 0
-    assert (job(store).succeeded, job(store).failed) == (3, 1)
+        assert journal.fail_misfits(tx, "job-1", found[:1]) == 1
+        assert journal.fail_misfits(tx, "job-1", found[:1]) == 0
+        assert journal.fail_misfits(tx, "job-1", found) == 1, "of two, of which one was turned"
+    assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (2, 2, 6)
 
 
 def test_a_run_over_such_a_journal_ends_and_the_rows_can_be_done_again(store: Store) -> None:
