@@ -128,7 +128,8 @@ def test_a_lease_names_its_rows_its_end_and_the_attempt(store: Store, limit: int
     lease = leased(store, now=100.0, limit=limit)
     (row,) = lease.rows
     assert (lease.job_id, lease.expires_at) == ("job-1", 100.0 + LEASE_S)
-    assert (row.attempts, row.failures, row.started_at, row.suspect) == (1, 0, 100.0, False)
+    assert (row.attempts, row.failures, row.deaths, row.started_at) == (1, 0, 0, 100.0)
+    assert not row.suspect
     assert (row.tokens, row.tokens_by) == (None, None)
     assert select(store, "select epoch, job_id, owner, claimed_at, expires_at, lease_s from lease") == [
         (lease.epoch, "job-1", "ann", 100.0, 110.0, 10.0)
@@ -179,6 +180,16 @@ def test_a_row_in_backoff_waits_for_its_time(store: Store) -> None:
     (row,) = leased(store, now=30.0).rows
     assert (row.attempts, row.failures) == (2, 1)
     assert job(store).retries == 1
+
+
+def test_a_row_that_is_returned_without_more_is_as_before(store: Store) -> None:
+    add_job(store, rows=1)
+    lease = leased(store)
+    with store.write() as tx:
+        queue.put_rows_back(tx, [Returned(epoch=lease.epoch, job_id="job-1", position=0)])
+    (row,) = leased(store, now=0.0).rows
+    assert (row.failures, row.deaths, row.suspect) == (0, 0, False)
+    assert job(store).retries == 0
 
 
 @pytest.mark.parametrize(("available_at", "waits"), [(300.0, True), (300.5, False)])
