@@ -238,8 +238,9 @@ def test_a_death_is_an_error_of_a_suspect(
     if with_record:
         put_back(store, lease, 0)
         lease = leased(store)
-    put_back(store, lease, 0, failed=failed, suspect=suspect)
-    (row,) = leased(store, suspect=suspect).rows
+    put_back(store, lease, 0, available_at=4.0, failed=failed, suspect=suspect)
+    assert claim(store, now=3.9, suspect=suspect) is None
+    (row,) = leased(store, now=4.0, suspect=suspect).rows
     assert (row.failures, row.deaths, row.suspect) == (int(failed), int(failed and suspect), suspect)
 
 
