@@ -97,9 +97,11 @@ def test_less_than_a_shard_waits_where_only_full_ones_are_wanted(
     ((size,),) = select(store, "select distinct length(payload) from journal")
     monkeypatch.setattr(shards, "SHARD_ROWS", 3 if limit == "rows" else 100)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4 * size if limit == "bytes" else 1 << 20)
-    found = []
-    while more := shards.compact_full(store, "job-1", now=0.0):
+    found: list[int] = []
+    positions: list[int] = []
+    while more := shards.compact_full(store, "job-1", now=0.0, positions=positions):
         found.append(more)
+    assert positions == list(range(moved))
     assert sum(found) == moved
     assert len(found) == (2 if limit == "rows" else 1), "one shard a call"
     assert journalled(store) == list(range(moved, 7))
