@@ -101,13 +101,16 @@ def test_an_answer_that_does_not_fit_and_has_a_checksum_gets_that_of_its_error(s
     assert read(store) == WANTED
 
 
-def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(store: Store) -> None:
+def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     add_job(store, rows=2)
     finish(store, leased(store))
     with store.write() as tx:
         tx.execute(text("update journal set payload = :payload where position = 1"), {"payload": b"\xff{"})
     assert read(store) == [(0, "yes", None, 0)]
     assert shards.compact(store, "job-1", now=0.0) == 1
+    assert "row 1 of job job-1 is damaged in the journal; run: conserve check" in caplog.text
     assert shards.retry_failed(store, "job-1", now=0.0) == 1
 
 

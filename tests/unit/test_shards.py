@@ -226,6 +226,18 @@ def test_a_home_that_is_away_is_not_made_anew(store: Store) -> None:
     assert (journalled(store), shards.compact(store, "job-1", now=0.0)) == ([0, 1], 2)
 
 
+def test_results_of_a_job_that_is_gone_are_written_nowhere(store: Store) -> None:
+    """Neither into a folder of its own nor where all folders are away."""
+    finished_job(store, 1)
+    rows = shards.oldest(store, "job-1", failed=False, at_least=1)
+    assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
+    jobs = home.jobs_folder(store.home)
+    assert [path.name for path in jobs.iterdir()] == ["job-1"]
+    jobs.rename(jobs.with_name("away"))
+    assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
+    assert not jobs.exists()
+
+
 def test_a_folder_that_a_reader_deleted_is_made_again(store: Store) -> None:
     finished_job(store, 2)
     home.job_folder(store.home, "job-1").rmdir()
