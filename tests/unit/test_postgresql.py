@@ -379,6 +379,11 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
         leases.end(tx, [lease.epoch])
         assert not readable(listener), "not before the commit"
     assert readable(listener)
+    assert listener.heard()
+    finish(store, leased(store), failed=[1])
+    assert not readable(listener)
+    shards.retry_failed(store, "job-1", now=0.0)
+    assert readable(listener)
     listener.close()
 
 

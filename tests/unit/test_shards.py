@@ -527,5 +527,9 @@ def test_a_row_that_was_never_rendered_and_whose_result_is_lost_is_done_again(st
     shards.compact(store, "job-1", now=0.0)
     (failed,) = [store.home / file for (file,) in select(store, "select file from shard where failed")]
     failed.unlink()
-    assert shards.retry_failed(store, "job-1", now=1.0) == 2
+    said: list[str] = []
+    assert shards.retry_failed(store, "job-1", now=1.0, warn=said.append) == 2
+    (warning,) = said
+    assert warning.startswith(f"warning: {failed.relative_to(store.home)} is missing")
+    assert warning.endswith("; its rows had failed, and go back into the queue too")
     assert select(store, "select position from request order by 1") == [(1,), (2,)]
