@@ -159,7 +159,7 @@ def test_what_could_not_be_read_again_is_written_as_an_error(values: dict[str, A
 
 
 def test_an_answer_that_does_not_fit_keeps_what_is_the_rows_own() -> None:
-    times = {"submitted_at": 3.5, "started_at": 4.5, "finished_at": 5.5}
+    times: dict[str, Any] = {"submitted_at": 3.5, "started_at": 4.5, "finished_at": 5.5}
     wanted = result(3, attempts=2, custom_id="mine", prompt_tokens=9, **times)
     read_again = decode(encode(wanted).replace(b'"text":"yes"', b'"text":7'))
     assert (read_again.error_type, read_again.text, read_again.prompt_tokens) == (INVALID, None, 0)

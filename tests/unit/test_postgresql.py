@@ -37,6 +37,7 @@ from conserve.store.books import (
 from conserve.store.books.choice import Terms
 from conserve.store.books.events import Event
 from conserve.store.books.journal import Committed
+from conserve.store.books.leases import Lease
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database import bulk, schema
@@ -273,7 +274,7 @@ def test_tokens_are_saved_while_another_harvester_claims_of_the_same_job(store: 
     with store.write() as first, store.write() as second:
         within_a_second(second)
         if claimed == "chosen rows":
-            (theirs,) = choice.choose(first, [("job-1", 5)], Terms("ben", 0.0, 9.0))
+            theirs: Lease | None = choice.choose(first, [("job-1", 5)], Terms("ben", 0.0, 9.0))[0]
         else:
             limit = 1 if claimed == "rows that came back" else 9
             theirs = queue.claim(first, owner="ben", now=0.0, lease_s=9.0, limit=limit)
