@@ -156,7 +156,7 @@ def test_an_expired_lease_is_claimed_once(store: Store) -> None:
     assert expire(store, 1.0 + LEASE_S) == 0
     again = leased(store, now=20.0, owner="ben")
     assert positions(again) == [0, 1]
-    assert [(row.attempts, row.started_at) for row in again.rows] == [(2, 1.0)] * 2
+    assert [(row.attempts, row.started_at, row.deaths) for row in again.rows] == [(2, 1.0, 0)] * 2
     assert select(store, "select attempts, started_at from request") == [(2, 1.0)] * 2
     assert claim(store, now=20.0) is None
     assert finish(store, lost).written == []
