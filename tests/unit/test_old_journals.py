@@ -110,7 +110,7 @@ def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(
         tx.execute(text("update journal set payload = :payload where position = 1"), {"payload": b"\xff{"})
     assert read(store) == [(0, "yes", None, 0)]
     assert shards.compact(store, "job-1", now=0.0) == 1
-    assert "row 1 of job job-1 is damaged in the journal; run: conserve check" in caplog.text
+    assert caplog.messages[0] == "row 1 of job job-1 is damaged in the journal; run: conserve check"
     assert shards.retry_failed(store, "job-1", now=0.0) == 1
 
 
