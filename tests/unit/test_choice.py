@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from conserve.store.books import catalog, choice, queue
 from conserve.store.books.choice import Terms
 from conserve.store.books.leases import Lease
@@ -74,6 +76,49 @@ def test_rows_that_were_passed_over_can_be_chosen_later(store: Store) -> None:
     (lease,) = choose(store, ("job-1", 0))
     assert positions(lease) == [0]
     assert never_leased(store) == []
+
+
+def test_rows_that_were_passed_over_are_claimed_before_those_behind_the_cursor(store: Store) -> None:
+    add_job(store, rows=6)
+    choose(store, ("job-1", 1), ("job-1", 3))
+    lease = leased(store, now=7.0, limit=3)
+    assert [(row.position, row.attempts, row.started_at) for row in lease.rows] == [
+        (0, 1, 7.0),
+        (2, 1, 7.0),
+        (4, 1, 7.0),
+    ]
+    assert select(
+        store, f"select position, attempts, started_at from request where epoch = {lease.epoch} order by 1"
+    ) == [(0, 1, 7.0), (2, 1, 7.0)]
+    assert len(finish(store, lease).written) == 3
+
+
+@pytest.mark.parametrize("passed_over", [False, True])
+def test_chosen_rows_bind_their_job_to_a_model(store: Store, passed_over: bool) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=4)
+        choose(store, (name, 1))
+    choose(store, ("one", 0 if passed_over else 2), terms=TERMS._replace(now=9.0, model="ours"))
+    assert [(job(store, name).model, job(store, name).started_at) for name in ("one", "other")] == [
+        ("ours", 5.0),
+        (None, 5.0),
+    ]
+    theirs = TERMS._replace(model="theirs")
+    assert choose(store, ("one", 3), terms=theirs) == []
+    with store.write() as tx:
+        assert choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, theirs, limit=8) is None
+
+
+def test_what_came_back_binds_its_job_to_a_model_that_may_answer_it(store: Store) -> None:
+    for name, model in (("one", "ours"), ("other", None)):
+        add_job(store, name, rows=1)
+        put_back(store, leased(store, only=[name], model=model), 0)
+    theirs = TERMS._replace(model="theirs")
+    with store.write() as tx:
+        lease = choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, theirs, limit=8)
+    assert lease is not None
+    assert lease.job_id == "other"
+    assert (job(store, "one").model, job(store, "other").model) == ("ours", "theirs")
 
 
 def test_rows_that_others_have_are_left_out(store: Store) -> None:

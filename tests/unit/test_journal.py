@@ -67,6 +67,18 @@ def test_results_of_several_leases_and_jobs_go_together(store: Store) -> None:
     assert select(store, "select count(*) from lease") == [(0,)]
 
 
+def test_an_answer_that_does_not_fit_is_written_and_counted_as_an_error(store: Store) -> None:
+    add_job(store, rows=3)
+    lease = leased(store)
+    finish(store, lease, of=[0])
+    committed = finish(store, lease, of=[1], text=["no text"], prompt_tokens=7)
+    (written,) = committed.written
+    assert (written.position, written.result.failed, written.result.prompt_tokens) == (1, True, 0)
+    assert select(store, "select position, failed from journal order by 1") == [(0, False), (1, True)]
+    found = job(store)
+    assert (found.succeeded, found.failed, found.prompt_tokens) == (1, 1, 0)
+
+
 def test_a_lease_lives_as_long_as_it_has_rows(store: Store) -> None:
     add_job(store, rows=2)
     lease = leased(store)

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import coverage
 import pytest
 
 from tools.mutants import survey
-from tools.mutants.children import Fate, Task, in_children
+from tools.mutants.children import Fate, Task, in_children, say
 from tools.mutants.mutations import Mutant, mutants_of
 from tools.mutants.named import as_toml, key, named, stripped
 from tools.mutants.trial import functions_by_place, put_in_place, within
@@ -172,6 +173,18 @@ def test_lines_that_a_forked_child_runs_are_its_tests(
             os.waitpid(pid, 0)
         measured.stop()
         assert sorted(of_forks()) == [("first", "sample.py", [2]), ("second", "sample.py", [6])]
+
+
+def test_a_child_keeps_its_files_where_a_server_of_another_user_reaches_its_own(tmp_path: Path) -> None:
+    (mutant, *_) = mutants(tmp_path, "def f(a):\n    return a < 1\n")
+
+    def run(pipe: int, *, changed: bool) -> None:
+        mode = Path(os.environ["PYTEST_DEBUG_TEMPROOT"]).stat().st_mode
+        say(pipe, Fate.SURVIVED if mode & stat.S_IXOTH else Fate.KILLED)
+
+    assert [found.fate for found in in_children(iter([Task(mutant, ["test"], run)]), jobs=1)] == [
+        Fate.SURVIVED
+    ]
 
 
 def test_the_most_specific_tests_have_the_time_of_a_mutant() -> None:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from conserve.store.books import journal, shards
-from conserve.store.books.results import COUNTERS, INVALID, checked, decode, encode
+from conserve.store.books.results import COUNTERS, INVALID, checked, counts, decode, encode, is_object
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests.commands import conserve
@@ -89,25 +89,42 @@ def test_compaction_makes_it_a_failed_row_that_retry_finds(store: Store, odd: di
     assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (4, 0, 12)
 
 
-def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(store: Store) -> None:
+def test_an_answer_that_does_not_fit_and_has_a_checksum_gets_that_of_its_error(store: Store) -> None:
+    spoilt_job(store, ODD["list"])
+    ((payload,),) = select(store, "select payload from journal where position = 1")
+    with store.write() as tx:
+        tx.execute(
+            text("update journal set checksum = :checksum where position = 1"),
+            {"checksum": journal.checksum("job-1", 1, False, payload)},
+        )
+    assert shards.compact(store, "job-1", now=0.0) == 4
+    assert read(store) == WANTED
+
+
+def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     add_job(store, rows=2)
     finish(store, leased(store))
     with store.write() as tx:
         tx.execute(text("update journal set payload = :payload where position = 1"), {"payload": b"\xff{"})
     assert read(store) == [(0, "yes", None, 0)]
     assert shards.compact(store, "job-1", now=0.0) == 1
+    assert caplog.messages[0] == "row 1 of job job-1 is damaged in the journal; run: conserve check"
     assert shards.retry_failed(store, "job-1", now=0.0) == 1
 
 
 def test_a_compactor_that_finds_the_answer_done_again_changes_nothing(store: Store) -> None:
     spoilt_job(store, ODD["list"])
+    spoil(store, 2, ODD["list"])
     rows = shards.oldest(store, "job-1", failed=False, at_least=1)
     found = journal.misfits(rows)
-    assert [misfit.position for misfit in found] == [1]
+    assert [misfit.position for misfit in found] == [1, 2]
     with store.write() as tx:
-        assert journal.fail_misfits(tx, "job-1", found) == 1
-        assert journal.fail_misfits(tx, "job-1", found) == 0
-    assert (job(store).succeeded, job(store).failed) == (3, 1)
+        assert journal.fail_misfits(tx, "job-1", found[:1]) == 1
+        assert journal.fail_misfits(tx, "job-1", found[:1]) == 0
+        assert journal.fail_misfits(tx, "job-1", found) == 1, "of two, of which one was turned"
+    assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (2, 2, 6)
 
 
 def test_a_run_over_such_a_journal_ends_and_the_rows_can_be_done_again(store: Store) -> None:
@@ -141,8 +158,46 @@ def test_what_could_not_be_read_again_is_written_as_an_error(values: dict[str, A
     assert (found.text, found.prompt_tokens) == (None, 0)
 
 
+def test_an_answer_that_does_not_fit_keeps_what_is_the_rows_own() -> None:
+    times: dict[str, Any] = {"submitted_at": 3.5, "started_at": 4.5, "finished_at": 5.5}
+    wanted = result(3, attempts=2, custom_id="mine", prompt_tokens=9, **times)
+    read_again = decode(encode(wanted).replace(b'"text":"yes"', b'"text":7'))
+    assert (read_again.error_type, read_again.text, read_again.prompt_tokens) == (INVALID, None, 0)
+    own = ("row_index", "attempts", "custom_id", *times)
+    assert [getattr(read_again, name) for name in own] == [getattr(wanted, name) for name in own]
+
+
+@pytest.mark.parametrize("payload", [b"\xff{", b"[]", b'{"row_index":"x"}'])
+def test_a_payload_that_names_no_row_is_of_none(payload: bytes) -> None:
+    read_again = decode(payload)
+    assert (read_again.error_type, read_again.row_index, read_again.attempts) == (INVALID, -1, 1)
+    assert (read_again.submitted_at, read_again.started_at, read_again.finished_at) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("payload", "counted", "whole"),
+    [
+        (b"\xff{", {}, False),
+        (b"[1]", {}, False),
+        (b"{}", {}, True),
+        (b'{"text":7,"prompt_tokens":-4,"cached_tokens":"x","resumed_tokens":3}',
+         {"prompt_tokens": -4, "resumed_tokens": 3}, True),
+    ],
+)  # fmt: skip
+def test_counts_of_a_payload_are_what_was_counted(
+    payload: bytes, counted: dict[str, int], whole: bool
+) -> None:
+    assert counts(payload) == dict.fromkeys(COUNTERS, 0) | counted
+    assert is_object(payload) is whole
+
+
 def test_a_result_that_fits_is_written_as_it_is() -> None:
-    for wanted in (result(0), result(1, failed=True), result(2, prompt_tokens=2**31 - 1, text="\0\x1b é 😀")):
+    for wanted in (
+        result(0),
+        result(1, failed=True),
+        result(2, prompt_tokens=2**31 - 1, text="\0\x1b é 😀"),
+        result(2**63 - 1, finished_at=253_402_300_799.0, submitted_at=0.0),
+    ):
         found, payload = checked(wanted)
         assert found is wanted
         assert payload == encode(wanted)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
@@ -22,10 +22,24 @@ from conserve.jobs.harvest import harvester
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import batches, catalog, hooks, leases, outbox, queue, shards, spans
+from conserve.store.books import (
+    batches,
+    catalog,
+    choice,
+    hooks,
+    leases,
+    outbox,
+    queue,
+    saved_tokens,
+    shards,
+    spans,
+)
+from conserve.store.books.choice import Terms
 from conserve.store.books.events import Event
 from conserve.store.books.journal import Committed
+from conserve.store.books.leases import Lease
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -36,7 +50,7 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, finish, job, leased, live, positions, select
+from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, select
 from tools.deploy.chart import CHART
 
 ROWS = 100
@@ -251,6 +265,40 @@ def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
         assert positions(lease) == [0, 1]
 
 
+@pytest.mark.parametrize("claimed", ["rows that came back", "the last rows", "chosen rows"])
+def test_tokens_are_saved_while_another_harvester_claims_of_the_same_job(store: Store, claimed: str) -> None:
+    add_job(store, rows=8)
+    lease = leased(store, limit=4)
+    if claimed == "rows that came back":
+        put_back(store, lease, 3)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        if claimed == "chosen rows":
+            theirs: Lease | None = choice.choose(first, [("job-1", 5)], Terms("ben", 0.0, 9.0))[0]
+        else:
+            limit = 1 if claimed == "rows that came back" else 9
+            theirs = queue.claim(first, owner="ben", now=0.0, lease_s=9.0, limit=limit)
+        saved_tokens.save_tokens(second, [SavedTokens(lease.epoch, "job-1", 0, b"1234", "model")])
+    assert {"rows that came back": [3], "the last rows": [4, 5, 6, 7], "chosen rows": [5]}[
+        claimed
+    ] == positions(theirs)
+    assert select(store, "select tokens from request where position = 0") == [(b"1234",)]
+
+
+def test_a_claim_of_new_rows_takes_three_statements(store: Store) -> None:
+    """It finds the job, looks for rows that came back, and takes the rows."""
+    add_job(store, rows=40)
+    said: list[str] = []
+
+    def listen(conn: Any, cursor: Any, statement: str, *_: Any) -> None:
+        said.append(statement)
+
+    event.listen(store.engine, "before_cursor_execute", listen)
+    assert [positions(leased(store, limit=20)) for _ in range(2)] == [[*range(20)], [*range(20, 40)]]
+    event.remove(store.engine, "before_cursor_execute", listen)
+    assert len(said) == 6
+
+
 def test_a_claim_waits_for_no_result_that_is_just_written(store: Store) -> None:
     """Up to the counters of the job, the last statement of a commit."""
     add_job(store, rows=8)
@@ -331,6 +379,11 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     with store.write() as tx:
         leases.end(tx, [lease.epoch])
         assert not readable(listener), "not before the commit"
+    assert readable(listener)
+    assert listener.heard()
+    finish(store, leased(store), failed=[1])
+    assert not readable(listener)
+    shards.retry_failed(store, "job-1", now=0.0)
     assert readable(listener)
     listener.close()
 

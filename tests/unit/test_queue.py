@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from conserve.store.books import catalog, leases, queue, saved_tokens, spans
-from conserve.store.books.queue import UnclaimableRows
+from conserve.store.books.queue import Returned, UnclaimableRows
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
@@ -39,6 +39,22 @@ def test_the_highest_priority_goes_first_then_the_oldest_job(store: Store) -> No
     assert [leased(store).job_id for _ in range(3)] == ["urgent", "old", "new"]
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_runnable_jobs_are_ordered_whether_they_are_locked_or_not(store: Store, locked: bool) -> None:
+    for name, priority in (("b", 0), ("c", 1), ("a", 0), ("d", 2)):
+        add_job(store, name, priority=priority)
+    with store.write() as tx:
+        found = queue.runnable_jobs(tx, None, locked=locked)
+        assert [candidate.id for candidate in found] == ["d", "c", "b", "a"]
+
+
+def test_a_claim_that_names_no_model_takes_rows_of_any_models_job(store: Store) -> None:
+    add_job(store, rows=4)
+    put_back(store, leased(store, limit=2, model="ours"), 1)
+    assert positions(leased(store)) == [1, 2, 3]
+    assert job(store).model == "ours"
+
+
 def test_only_the_wanted_jobs_are_claimed(store: Store) -> None:
     for name in ("one", "other"):
         add_job(store, name, rows=1)
@@ -55,18 +71,71 @@ def test_rows_are_claimed_of_the_jobs_at_hand_where_there_are_some(store: Store)
     assert leased(store, jobs=[other, one]).job_id == "other"
 
 
-def test_a_lease_names_its_rows_its_end_and_the_attempt(store: Store) -> None:
+def test_rows_are_taken_from_where_the_cursor_is_now(store: Store) -> None:
+    """Other harvesters have moved it since the job was read."""
+    add_job(store, rows=10)
+    with store.read() as tx:
+        jobs = queue.runnable_jobs(tx, None, locked=False)
+    leased(store, limit=3)
+    assert positions(leased(store, jobs=jobs, limit=4)) == [3, 4, 5, 6]
+    assert positions(leased(store, jobs=jobs, limit=4)) == [7, 8, 9]
+    assert claim(store, jobs=jobs, limit=4) is None
+    assert select(store, "select next_position from job") == [(10,)]
+    assert select(store, "select start, stop from span order by epoch") == [(0, 3), (3, 7), (7, 10)]
+
+
+@pytest.mark.parametrize("change", ["model = 'other'", "state = 'paused'"])
+@pytest.mark.parametrize("limit", [2, 8])
+@pytest.mark.parametrize("came_back", [False, True])
+def test_a_job_that_changed_since_it_was_read_gives_no_row(
+    store: Store, change: str, limit: int, came_back: bool
+) -> None:
+    add_job(store, rows=4)
+    if came_back:
+        put_back(store, leased(store, limit=4), 1)
+    with store.read() as tx:
+        jobs = queue.runnable_jobs(tx, None, "ours", locked=False)
+    with store.write() as tx:
+        tx.execute(text(f"update job set {change}"))
+    assert claim(store, jobs=jobs, limit=limit, model="ours") is None
+    assert job(store).next_position == (4 if came_back else 0)
+
+
+def test_rows_that_came_back_bind_a_job_of_no_model_and_no_other(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=2)
+    put_back(store, leased(store, now=3.0), 1)
+    assert leased(store, now=9.0, model="ours").job_id == "one"
+    assert [(job(store, name).model, job(store, name).started_at) for name in ("one", "other")] == [
+        ("ours", 3.0),
+        (None, None),
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_the_first_lease_binds_a_job_and_the_next_leaves_it_bound(store: Store, limit: int) -> None:
+    add_job(store, rows=3)
+    leased(store, limit=limit, model="ours")
+    assert job(store).model == "ours"
+    with store.write() as tx:
+        leases.begin_job(tx, "job-1", 7.0, "theirs")
+    assert (job(store).model, job(store).started_at) == ("ours", 0.0)
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_a_lease_names_its_rows_its_end_and_the_attempt(store: Store, limit: int) -> None:
     add_job(store, rows=1)
-    lease = leased(store, now=100.0)
+    lease = leased(store, now=100.0, limit=limit)
     (row,) = lease.rows
     assert (lease.job_id, lease.expires_at) == ("job-1", 100.0 + LEASE_S)
-    assert (row.attempts, row.failures, row.started_at, row.suspect) == (1, 0, 100.0, False)
+    assert (row.attempts, row.failures, row.deaths, row.started_at) == (1, 0, 0, 100.0)
+    assert not row.suspect
     assert (row.tokens, row.tokens_by) == (None, None)
-    assert select(store, "select epoch, job_id, owner, claimed_at, expires_at from lease") == [
-        (lease.epoch, "job-1", "ann", 100.0, 110.0)
+    assert select(store, "select epoch, job_id, owner, claimed_at, expires_at, lease_s from lease") == [
+        (lease.epoch, "job-1", "ann", 100.0, 110.0, 10.0)
     ]
-    assert select(store, "select epoch, start, stop, held, claimed_at from span") == [
-        (lease.epoch, 0, 1, 1, 100.0)
+    assert select(store, "select epoch, job_id, start, stop, held, gone, claimed_at from span") == [
+        (lease.epoch, "job-1", 0, 1, 1, b"\0", 100.0)
     ]
     assert select(store, "select count(*) from request") == [(0,)]
 
@@ -87,7 +156,7 @@ def test_an_expired_lease_is_claimed_once(store: Store) -> None:
     assert expire(store, 1.0 + LEASE_S) == 0
     again = leased(store, now=20.0, owner="ben")
     assert positions(again) == [0, 1]
-    assert [(row.attempts, row.started_at) for row in again.rows] == [(2, 1.0)] * 2
+    assert [(row.attempts, row.started_at, row.deaths) for row in again.rows] == [(2, 1.0, 0)] * 2
     assert select(store, "select attempts, started_at from request") == [(2, 1.0)] * 2
     assert claim(store, now=20.0) is None
     assert finish(store, lost).written == []
@@ -111,6 +180,68 @@ def test_a_row_in_backoff_waits_for_its_time(store: Store) -> None:
     (row,) = leased(store, now=30.0).rows
     assert (row.attempts, row.failures) == (2, 1)
     assert job(store).retries == 1
+
+
+def test_a_row_that_is_returned_without_more_is_as_before(store: Store) -> None:
+    add_job(store, rows=1)
+    lease = leased(store)
+    with store.write() as tx:
+        queue.put_rows_back(tx, [Returned(epoch=lease.epoch, job_id="job-1", position=0)])
+    (row,) = leased(store, now=0.0).rows
+    assert (row.failures, row.deaths, row.suspect) == (0, 0, False)
+    assert job(store).retries == 0
+
+
+@pytest.mark.parametrize(("available_at", "waits"), [(300.0, True), (300.5, False)])
+def test_a_backoff_longer_than_any_is_over(store: Store, available_at: float, waits: bool) -> None:
+    """The clock was set back since; the longest backoff is five minutes."""
+    add_job(store, rows=1)
+    put_back(store, leased(store), 0, available_at=available_at)
+    assert (claim(store, now=0.0) is None) is waits
+
+
+def test_rows_of_several_jobs_go_back_together_and_each_job_counts_its_own(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=3)
+    one, other = leased(store, only=["one"]), leased(store, only=["other"])
+    with store.write() as tx:
+        queue.put_rows_back(
+            tx,
+            [
+                Returned(epoch=lease.epoch, job_id=lease.job_id, position=p, available_at=at, failed=failed)
+                for lease, p, at, failed in (
+                    (one, 0, 4.0, True),
+                    (other, 2, 5.0, True),
+                    (one, 2, 6.0, True),
+                    (other, 1, 7.0, False),
+                )
+            ],
+        )
+    columns = "job_id, position, available_at, failures"
+    assert select(store, f"select {columns} from request order by available_at") == [
+        ("one", 0, 4.0, 1),
+        ("other", 2, 5.0, 1),
+        ("one", 2, 6.0, 1),
+        ("other", 1, 7.0, 0),
+    ]
+    assert (job(store, "one").retries, job(store, "other").retries) == (2, 1)
+
+
+@pytest.mark.parametrize("with_record", [False, True])
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("suspect", [False, True])
+def test_a_death_is_an_error_of_a_suspect(
+    store: Store, with_record: bool, failed: bool, suspect: bool
+) -> None:
+    add_job(store, rows=1)
+    lease = leased(store)
+    if with_record:
+        put_back(store, lease, 0)
+        lease = leased(store)
+    put_back(store, lease, 0, available_at=4.0, failed=failed, suspect=suspect)
+    assert claim(store, now=3.9, suspect=suspect) is None
+    (row,) = leased(store, now=4.0, suspect=suspect).rows
+    assert (row.failures, row.deaths, row.suspect) == (int(failed), int(failed and suspect), suspect)
 
 
 def test_a_row_put_back_because_we_stop_costs_it_nothing(store: Store) -> None:
@@ -236,6 +367,25 @@ def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store
     assert positions(other) == [2]
 
 
+def test_rows_come_back_with_their_tokens_when_their_lease_ends(store: Store) -> None:
+    add_job(store, rows=4)
+    ended, other = leased(store, limit=3), leased(store, limit=1)
+    packed = saved_tokens.pack_tokens([7])
+    with store.write() as tx:
+        for lease, position in ((ended, 1), (other, 3)):
+            saved_tokens.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", position, packed, "model")])
+    with store.write() as tx:
+        leases.end(tx, [ended.epoch])
+    assert live(store) == {0: None, 1: None, 2: None, 3: other.epoch}
+    again = leased(store, owner="ben")
+    assert [(row.position, row.attempts, row.tokens) for row in again.rows] == [
+        (0, 2, None),
+        (1, 2, packed),
+        (2, 2, None),
+    ]
+    assert len(finish(store, again).written) == 3
+
+
 @pytest.mark.parametrize(
     "change", [{"tokens": saved_tokens.pack_tokens([7, 9])}, {"tokens_by": "modem"}, {"tokens": None}]
 )
@@ -290,3 +440,33 @@ def test_the_backlog_is_what_is_leased_and_what_waits_of_queued_jobs(store: Stor
     assert backlog(store) == UnclaimableRows(6, 2, 40.0)
     assert backlog(store, only=["one"]) == UnclaimableRows(3, 1, 50.0)
     assert backlog(store, only=["paused"]) == UnclaimableRows(0, 0, None)
+
+
+def test_the_backlog_of_a_model_is_that_of_jobs_which_it_may_answer(store: Store) -> None:
+    for name, model in (("one", "ours"), ("other", "theirs"), ("third", None)):
+        add_job(store, name, rows=3)
+        put_back(store, leased(store, only=[name], model=model), 0)
+    with store.read() as tx:
+        assert queue.backlog(tx, model="ours") == UnclaimableRows(4, 2, 0.0)
+        assert queue.backlog(tx, model="nobody") == UnclaimableRows(2, 1, 0.0)
+
+
+def test_rows_under_leases_are_not_waited_for(store: Store) -> None:
+    """One that came back and was leased again has its old time still."""
+    add_job(store, rows=2)
+    lease = leased(store)
+    put_back(store, lease, 0, available_at=5.0)
+    put_back(store, lease, 1, available_at=40.0)
+    leased(store, now=6.0)
+    assert backlog(store) == UnclaimableRows(1, 1, 40.0)
+
+
+def test_jobs_at_work_are_those_with_a_lease_that_is_not_over(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=2)
+    epochs = [leased(store, only=["one"], limit=1).epoch for _ in range(2)]
+    leased(store, only=["other"], now=5.0)
+    with store.read() as tx:
+        assert leases.jobs(tx, now=LEASE_S - 0.1) == {"one", "other"}
+        assert leases.jobs(tx, now=LEASE_S) == {"other"}
+        assert sorted(leases.of_job(tx, "one")) == epochs

@@ -6,18 +6,20 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
+from sqlalchemy import text
 
 from conserve.endpoints.protocol import Url
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
-from conserve.store.books import catalog, shards
+from conserve.store.books import catalog, choice, shards
+from conserve.store.books.choice import Terms
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.store_rows import finish, leased, put_back
+from tests.store_rows import finish, leased, positions, put_back
 
 PROMPT = Task(kind=Kind.PROMPT, template="Say {{ q }}", id_column="q", params={"max_tokens": 7})
 
@@ -247,6 +249,68 @@ class TestShow:
         row = self.shown(job, "3")
         assert row["state"] == "unreadable"
         assert row["where"] == f"in a file that cannot be read ({path.name}); run: conserve check --repair"
+
+    def test_a_row_that_was_passed_over(self, store: Store, job: str) -> None:
+        with store.write() as tx:
+            (lease,) = choice.choose(tx, [(job, 1), (job, 3)], Terms("ann", 0.0, 9.0))
+        row = self.shown(job, "2")
+        assert (row["state"], row["attempts"]) == ("waiting", 0)
+        assert row["where"] == "not taken yet; rows behind it were chosen first"
+        assert self.shown(job, "3")["where"] == "leased by ann"
+        put_back(store, lease, 3)
+        row = self.shown(job, "3")
+        assert (row["state"], row["where"], row["attempts"]) == ("waiting", "came back", 1)
+        assert positions(leased(store, owner="ben", limit=3)) == [0, 2, 3]
+        row = self.shown(job, "3")
+        assert (row["state"], row["where"], row["attempts"]) == ("running", "leased by ben", 2)
+
+    def test_rows_of_a_job_that_expired(self, store: Store, job: str) -> None:
+        lease = leased(store, limit=3)
+        put_back(store, lease, 0)
+        finish(store, lease, of=[1])
+        with store.write() as tx:
+            tx.execute(text("update job set state = 'expired'"))
+        assert [self.shown(job, row)["state"] for row in "0125"] == [
+            "cancelled",
+            "succeeded",
+            "running",
+            "cancelled",
+        ]
+
+    def test_a_row_reads_alike_in_the_journal_and_in_a_shard(self, store: Store, job: str) -> None:
+        finish(store, leased(store), attempts=3, started_at=1.25, finished_at=1e9 + 0.5, model="m", text="é")
+        before = self.shown(job, "2")
+        shards.compact(store, job, now=0.0)
+        after = self.shown(job, "2")
+        assert before["where"] != after.pop("where")
+        assert (before.pop("where"), before["attempts"]) == ("in the journal", 3)
+        assert after == before
+
+    def test_a_damaged_result_in_the_journal_is_said(self, store: Store, job: str) -> None:
+        finish(store, leased(store))
+        with store.write() as tx:
+            tx.execute(text("update journal set checksum = checksum + 1 where position = 2"))
+        row = self.shown(job, "2")
+        assert (row["state"], row["text"], row["attempts"]) == ("unreadable", None, 0)
+        assert row["where"] == "in a file that cannot be read (the journal); run: conserve check --repair"
+        assert self.shown(job, "1")["state"] == "succeeded"
+
+    def test_damage_of_a_shard_costs_its_own_rows_alone(self, store: Store, job: str) -> None:
+        """It can be read still, but is not the file that was written."""
+        lease = leased(store, limit=4)
+        names = []
+        for of in ([0, 1], [2, 3]):
+            finish(store, lease, of=of)
+            shards.compact(store, job, now=0.0)
+            with store.read() as tx:
+                names.append(Path(shards.files(tx)[-1].file).name)
+        with store.write() as tx:
+            tx.execute(text("update shard set digest = 'x' where id = (select min(id) from shard)"))
+        assert f"({names[0]})" in self.shown(job, "1")["where"]
+        assert self.shown(job, "2")["where"] == f"in the shard {names[1]}"
+        with store.write() as tx:
+            tx.execute(text("delete from shard where digest = 'x'"))
+        assert "(a shard that is not recorded)" in self.shown(job, "1")["where"]
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -1,18 +1,29 @@
 """Shards: every result is in the journal or in one file, whatever was done and crashed meanwhile."""
 
+import json
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sqlalchemy import text
 
-from conserve.errors import JobRefused, StoreFull
-from conserve.store.books import catalog, queue, shards
+from conserve.errors import JobRefused, StoreError, StoreFull, StoreUnreachable
+from conserve.store.books import batches, catalog, hooks, queue, results, shards
+from conserve.store.books.events import Event
 from conserve.store.books.states import JobState
+from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import digests, home, marks
+from conserve.store.files.bucket import Bucket
+from conserve.store.files.marks import Mark
+from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.query import views
-from tests.store_rows import add_job, claim, finish, job, leased, positions, select
+from tests.store_rows import add_job, claim, finish, job, leased, positions, result, select
 
 
 def files(store: Store, job_id: str = "job-1") -> list[Path]:
@@ -86,9 +97,11 @@ def test_less_than_a_shard_waits_where_only_full_ones_are_wanted(
     ((size,),) = select(store, "select distinct length(payload) from journal")
     monkeypatch.setattr(shards, "SHARD_ROWS", 3 if limit == "rows" else 100)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4 * size if limit == "bytes" else 1 << 20)
-    found = []
-    while more := shards.compact_full(store, "job-1", now=0.0):
+    found: list[int] = []
+    positions: list[int] = []
+    while more := shards.compact_full(store, "job-1", now=0.0, positions=positions):
         found.append(more)
+    assert positions == list(range(moved))
     assert sum(found) == moved
     assert len(found) == (2 if limit == "rows" else 1), "one shard a call"
     assert journalled(store) == list(range(moved, 7))
@@ -112,15 +125,19 @@ def test_a_compactor_that_finds_some_of_its_rows_gone_moves_none(store: Store) -
     assert shard_rows(store) == [("job-1", [0], False)]
 
 
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("fails_again", [False, True])
 def test_a_compactor_that_slept_through_a_retry_does_not_bring_old_results_back(
-    store: Store, fails_again: bool
+    store: Store, fails_again: bool, checked: bool
 ) -> None:
+    """Rows of earlier versions have no checksum."""
     finished_job(store, 2, failed=(1,))
+    drop_checksums(store, unless=checked)
     slept = shards.oldest(store, "job-1", failed=True, at_least=1)
     assert shards.retry_failed(store, "job-1", now=1.0) == 1
     lease = leased(store, now=1.0)
     finish(store, lease, failed=positions(lease) if fails_again else (), attempts=9)
+    drop_checksums(store, unless=checked)
     assert not shards.write_shard(store, "job-1", slept, failed=True, now=0.0)
     assert job(store).failed == fails_again
     shards.compact(store, "job-1", now=0.0)
@@ -130,6 +147,141 @@ def test_a_compactor_that_slept_through_a_retry_does_not_bring_old_results_back(
     ]
     attempts = [pq.read_table(file)["attempts"].to_pylist() for file in files(store)]
     assert attempts == ([[1], [9]] if fails_again else [[1, 9]])
+
+
+def drop_checksums(store: Store, *, unless: bool) -> None:
+    """Make the rows of the journal those of an earlier version."""
+    if not unless:
+        with store.write() as tx:
+            tx.execute(text("update journal set checksum = null"))
+
+
+def test_rows_with_and_without_checksums_go_into_one_shard(store: Store) -> None:
+    finished_job(store, 4)
+    with store.write() as tx:
+        tx.execute(text("update journal set checksum = null where position in (1, 2)"))
+    assert shards.compact(store, "job-1", now=0.0) == 4
+    assert (journalled(store), shard_rows(store)) == ([], [("job-1", [0, 1, 2, 3], False)])
+
+
+def test_what_was_moved_is_named(store: Store) -> None:
+    finished_job(store, 4, failed=(2,))
+    moved: list[int] = []
+    shards.compact(store, "job-1", now=0.0, positions=moved)
+    assert moved == [0, 1, 3, 2]
+
+
+def test_a_shard_is_recorded_with_its_seal(store: Store) -> None:
+    """Those of earlier versions have none."""
+    for name in ("one", "other"):
+        finished_job(store, 2, job_id=name)
+        shards.compact(store, name, now=0.0)
+    with store.write() as tx:
+        tx.execute(text("update shard set digest = null where job_id = 'other'"))
+    with store.read() as tx:
+        (one,), found = shards.files(tx, ["one"]), shards.files(tx)
+    assert one.seal == digests.seal(store.home / one.file)
+    assert (one.job_id, one.failed, one.num_rows) == ("one", False, 2)
+    assert [(file.job_id, file.seal) for file in found] == [("one", one.seal), ("other", None)]
+
+
+def test_the_columns_of_a_shard_are_those_of_a_result(store: Store) -> None:
+    """Other programs read these files, too."""
+    finished_job(store, 1)
+    shards.compact(store, "job-1", now=0.0)
+    (path,) = files(store)
+    times = dict.fromkeys(("submitted_at", "started_at", "finished_at"), "timestamp[us, tz=UTC]")
+    counts = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens", "attempts")
+    special = {"position": "int64", "row_index": "int64", **dict.fromkeys(counts, "int32"), **times}
+    names = ["job_id", "position", *results.COLUMNS]
+    assert {field.name: str(field.type) for field in pq.read_schema(path)} == {
+        name: special.get(name, "string") for name in names
+    }
+    row_group = pq.read_metadata(path).row_group(0)
+    assert {row_group.column(n).compression for n in range(row_group.num_columns)} == {"ZSTD"}
+
+
+def test_results_come_back_from_a_shard_as_they_were(store: Store) -> None:
+    """A shard of an earlier version lacks columns."""
+    wanted = [
+        result(0, started_at=1.000001, finished_at=1e9 + 0.25, custom_id="a", logprobs="[]", cached_tokens=3),
+        result(1, failed=True, attempts=2),
+    ]
+    table = results.to_arrow(["job-1", "job-1"], [0, 1], wanted)
+    assert results.from_arrow(table) == wanted
+    assert results.from_arrow(table.drop_columns(["custom_id", "cached_tokens"])) == [
+        replace(wanted[0], custom_id=None, cached_tokens=0),
+        wanted[1],
+    ]
+
+
+def test_a_home_that_is_away_is_not_made_anew(store: Store) -> None:
+    finished_job(store, 2)
+    jobs = home.jobs_folder(store.home)
+    away = jobs.rename(jobs.with_name("away"))
+    with pytest.raises(StoreError):
+        shards.compact(store, "job-1", now=0.0)
+    assert not jobs.exists()
+    away.rename(jobs)
+    assert (journalled(store), shards.compact(store, "job-1", now=0.0)) == ([0, 1], 2)
+
+
+def test_results_of_a_job_that_is_gone_are_written_nowhere(store: Store) -> None:
+    """Neither into a folder of its own nor where all folders are away."""
+    finished_job(store, 1)
+    rows = shards.oldest(store, "job-1", failed=False, at_least=1)
+    assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
+    jobs = home.jobs_folder(store.home)
+    assert [path.name for path in jobs.iterdir()] == ["job-1"]
+    jobs.rename(jobs.with_name("away"))
+    assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
+    assert not jobs.exists()
+
+
+def test_a_folder_that_a_reader_deleted_is_made_again(store: Store) -> None:
+    finished_job(store, 2)
+    home.job_folder(store.home, "job-1").rmdir()
+    assert shards.compact(store, "job-1", now=0.0) == 2
+
+
+def test_a_compaction_goes_on_beside_another_process_at_the_same_job(store: Store) -> None:
+    """Another that writes a shard holds the mark of the folder as well."""
+    finished_job(store, 2)
+    marked = Mark(store_id=store.id, registered=True)
+    moved: list[int] = []
+    with marks.held(home.job_folder(store.home, "job-1"), marked, alone=False):
+        compacting = threading.Thread(
+            target=lambda: moved.append(shards.compact(store, "job-1", now=0.0)), daemon=True
+        )
+        compacting.start()
+        compacting.join(60)
+    assert moved == [2]
+
+
+@pytest.mark.parametrize(("passed_s", "kept"), [(0.0, True), (43_199.0, True), (43_200.0, False)])
+def test_an_object_is_registered_within_half_a_day_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, kept: bool
+) -> None:
+    """The sweep takes objects that no record names after a day."""
+    path = ObjectPath(Bucket.parse("s3://team"), "jobs/job-1/results/1.parquet")
+    monkeypatch.setattr(shards, "time", SimpleNamespace(time=lambda: 1e9 + passed_s))
+    assert shards.is_kept(path, 1e9) is kept
+
+
+def test_ended_jobs_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise StoreUnreachable("s3://team does not answer")
+
+    finished_job(store, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_file", unreachable)
+        shards.compact_finished(store, now=0.0)
+    assert "s3://team does not answer" in caplog.text
+    assert journalled(store) == [0, 1]
+    shards.compact_finished(store, now=0.0)
+    assert journalled(store) == []
 
 
 def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
@@ -202,6 +354,68 @@ def test_a_retry_leaves_a_paused_job_paused_and_refuses_a_cancelled_one(store: S
         shards.retry_failed(store, "cancelled", now=0.0)
 
 
+@pytest.mark.parametrize(
+    ("state", "then", "deadline"),
+    [
+        ("queued", JobState.QUEUED, 9.0),
+        ("paused", JobState.PAUSED, 9.0),
+        ("failed", JobState.QUEUED, 9.0),
+        ("expired", JobState.QUEUED, None),
+    ],
+)
+def test_a_retry_keeps_the_deadline_unless_that_has_ended_the_job(
+    store: Store, state: str, then: JobState, deadline: float | None
+) -> None:
+    add_job(store, rows=3, deadline=9.0)
+    add_job(store, "other", deadline=5.0)
+    finish(store, leased(store, limit=2, only=["job-1"]), failed=(0,))
+    with store.write() as tx:
+        tx.execute(text(f"update job set state = '{state}' where id = 'job-1'"))
+    assert shards.retry_failed(store, "job-1", now=1.0) == 1
+    found = job(store)
+    assert (found.state, found.deadline, found.failed, found.succeeded) == (then, deadline, 0, 1)
+    assert job(store, "other").deadline == 5.0
+
+
+def test_a_retry_of_an_expired_job_without_failed_rows_takes_up_what_is_left(store: Store) -> None:
+    add_job(store, rows=2)
+    with store.write() as tx:
+        tx.execute(text("update job set state = 'expired', finished_at = 1.0"))
+    assert shards.retry_failed(store, "job-1", now=2.0) == 0
+    assert (job(store).state, job(store).finished_at) == (JobState.QUEUED, None)
+
+
+def test_hooks_hear_of_a_job_that_a_retry_takes_up_again(store: Store) -> None:
+    """Those of a job that was queued all the time have nothing to hear."""
+    with store.write() as tx:
+        hooks.add(tx, "https://example.org/hook", events=tuple(Event), allow_private=True, now=0.0)
+    for name, rows in (("done", 2), ("queued", 3)):
+        add_job(store, name, rows=rows)
+        with store.write() as tx:
+            batches.of_submitted(tx, name, now=0.0)
+        finish(store, leased(store, only=[name], limit=2), failed=(1,))
+    before = len(messages(store))
+    for name in ("done", "queued"):
+        shards.retry_failed(store, name, now=3.0)
+    assert [(job_id, body["data"]["job"]) for job_id, body in messages(store)[before:]] == [("done", "done")]
+
+
+def messages(store: Store) -> list[tuple[str, dict[str, Any]]]:
+    """Job and body of each message, in their order."""
+    found = select(store, "select job_id, body from message order by seq")
+    return [(job_id, json.loads(body)) for job_id, body in found]
+
+
+def test_rows_that_a_retry_puts_back_start_anew(store: Store) -> None:
+    finished_job(store, 2, failed=(0, 1))
+    shards.retry_failed(store, "job-1", now=5.0)
+    lease = leased(store, now=6.0)
+    assert [(row.position, row.attempts, row.failures, row.started_at) for row in lease.rows] == [
+        (0, 1, 0, 6.0),
+        (1, 1, 0, 6.0),
+    ]
+
+
 def test_a_retry_of_a_refused_job_drops_the_reason(store: Store) -> None:
     add_job(store, rows=2)
     finish(store, leased(store, limit=1), failed=(0,))
@@ -219,13 +433,13 @@ def test_shards_of_more_rows_than_a_list_takes_are_registered_whole(store: Store
         assert queue.backlog(tx).waiting == 0
 
 
-def requests(store: Store, *payloads: str | None) -> None:
+def requests(store: Store, *payloads: str | None, statistics: bool = True) -> None:
     """The job's request file; None is a row that could not be rendered."""
     errors = [None if payload is not None else f"error {n}" for n, payload in enumerate(payloads)]
     rows = pa.table({"row_index": range(len(payloads)), "payload": payloads, "error": errors})
     path = home.requests_file(store.home, "job-1")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(rows, path, row_group_size=2)
+    pq.write_table(rows, path, row_group_size=2, write_statistics=statistics)
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -270,11 +484,52 @@ def test_a_retry_of_rows_that_were_never_rendered_changes_nothing(store: Store) 
     assert len(files(store)) == 2
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+def test_rows_that_could_not_be_rendered_are_found_in_every_group(store: Store, statistics: bool) -> None:
+    requests(store, "a", "b", None, "d", "e", None, statistics=statistics)
+    path = home.requests_file(store.home, "job-1")
+    assert unrendered(path, range(6)) == {2: Unrendered(2, "error 2"), 5: Unrendered(5, "error 5")}
+    assert unrendered(path, [5, 4]) == {5: Unrendered(5, "error 5")}
+
+
+def test_rows_that_could_not_be_rendered_may_have_no_reason_and_another_place(store: Store) -> None:
+    path = home.requests_file(store.home, "job-1")
+    rows = {"row_index": [7, 4], "payload": ["a", None], "error": pa.array([None, None], pa.string())}
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.table(rows), path)
+    assert unrendered(path, [0, 1]) == {1: Unrendered(4, "")}
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "no requests"])
+def test_a_retry_without_readable_requests_puts_all_failed_rows_back(store: Store, damage: str) -> None:
+    finished_job(store, 3, failed=(1, 2))
+    if damage != "missing":
+        requests(store, "a", None, "c")
+    path = home.requests_file(store.home, "job-1")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:50])
+    elif damage == "no requests":
+        pq.write_table(pa.table({"x": [1]}), path)
+    assert shards.retry_failed(store, "job-1", now=1.0) == 2
+
+
+def test_one_row_that_stays_failed_is_said_in_the_singular(store: Store) -> None:
+    finished_job(store, 2, failed=(0, 1))
+    requests(store, None, "b")
+    said: list[str] = []
+    shards.retry_failed(store, "job-1", now=1.0, warn=said.append)
+    assert [text.partition(" could")[0] for text in said] == ["job-1: 1 row"]
+
+
 def test_a_row_that_was_never_rendered_and_whose_result_is_lost_is_done_again(store: Store) -> None:
     finished_job(store, 3, failed=(1, 2))
     requests(store, "a", None, "c")
     shards.compact(store, "job-1", now=0.0)
     (failed,) = [store.home / file for (file,) in select(store, "select file from shard where failed")]
     failed.unlink()
-    assert shards.retry_failed(store, "job-1", now=1.0) == 2
+    said: list[str] = []
+    assert shards.retry_failed(store, "job-1", now=1.0, warn=said.append) == 2
+    (warning,) = said
+    assert warning.startswith(f"warning: {failed.relative_to(store.home)} is missing")
+    assert warning.endswith("; its rows had failed, and go back into the queue too")
     assert select(store, "select position from request order by 1") == [(1,), (2,)]

@@ -1,5 +1,8 @@
 """Rows of a lease without records: what a claim costs, and when a row gets a record of its own."""
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 from sqlalchemy import event, text
 
@@ -35,6 +38,10 @@ def test_a_span_holds_its_positions_until_they_leave() -> None:
 def test_a_span_of_neighbours_has_nothing_gone() -> None:
     span = span_of(*range(7, 24))
     assert (bytes(span.gone), span.held, span.changed) == (b"\0\0\0", 17, False)
+
+
+def test_a_span_takes_a_bit_a_position() -> None:
+    assert [len(spans.nothing_gone(positions)) for positions in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
 
 
 def test_many_rows_are_one_span(store: Store) -> None:
@@ -146,9 +153,26 @@ def test_a_batch_takes_as_many_statements_whatever_its_rows(store: Store) -> Non
     assert sum(statements(400)) <= 14
 
 
-def test_a_span_whose_lease_is_gone_is_dropped(store: Store) -> None:
-    add_job(store, rows=2)
-    leased(store)
+@pytest.mark.sqlite
+def test_spans_whose_leases_are_gone_are_dropped(store: Store) -> None:
+    """Of one job; only damage leaves some, since the database refuses to end such a lease."""
+    for name in ("job-1", "job-2"):
+        add_job(store, name, rows=4)
+    lost, kept, other = (leased(store, limit=2, only=[name]) for name in ("job-1", "job-1", "job-2"))
+    with closing(sqlite3.connect(store.home / "conserve.db")) as database, database:
+        database.execute("delete from lease where epoch in (?, ?)", (lost.epoch, other.epoch))
     with store.write() as tx:
         spans.drop_unleased(tx, "job-1")
-    assert len(live(store)) == 2
+    assert live(store) == dict.fromkeys((2, 3), kept.epoch)
+    assert live(store, "job-2") == dict.fromkeys((0, 1), other.epoch)
+
+
+def test_the_span_of_a_row_is_found_from_its_first_to_its_last(store: Store) -> None:
+    for name in ("job-1", "job-2"):
+        add_job(store, name, rows=12)
+    first, second, _ = (leased(store, limit=3, only=[name]) for name in ("job-1", "job-1", "job-2"))
+    finish(store, second, of=[4])
+    with store.read() as tx:
+        found = [spans.at(tx, "job-1", position) for position in range(7)]
+    epochs = [each.epoch if each is not None else None for each in found]
+    assert epochs == [*[first.epoch] * 3, second.epoch, None, second.epoch, None]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,13 @@ import pytest
 from conserve.cli import app, stdout
 from conserve.config import load
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.withdraw import withdraw
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks
+from conserve.store.files.marks import Mark
 from tests.commands import HANGS_S, conserve
 from tests.conftest import WriteInput
+from tests.store_rows import leased
 from tests.unit.test_cli import submit
 
 FULL = Path("/dev/full")
@@ -182,16 +188,41 @@ def test_submit_into_a_closed_pipe_leaves_no_job(write_input: WriteInput) -> Non
     assert read_jobs(load(), now=0.0) == []
 
 
-def test_a_job_that_runs_already_is_not_withdrawn(write_input: WriteInput) -> None:
-    from conserve.store.books.withdraw import withdraw
-    from conserve.store.database.store import Store
-    from tests.store_rows import leased
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with contextlib.closing(Store.open(load())) as opened:
+        yield opened
+
+
+def test_a_job_that_runs_already_is_not_withdrawn(write_input: WriteInput, store: Store) -> None:
+    job_id = submit(write_input(q=["a"]))
+    leased(store)
+    assert not withdraw(store, job_id)
+    assert [job.id for job in read_jobs(load(), now=0.0)] == [job_id]
+    assert home.requests_file(store.home, job_id).is_file()
+
+
+@pytest.mark.parametrize("folder", ["there", "gone"])
+def test_a_job_is_withdrawn_alone_with_all_its_files(
+    write_input: WriteInput, store: Store, folder: str
+) -> None:
+    job_id, other = (submit(write_input(f"{name}.parquet", q=["a"])) for name in ("one", "other"))
+    if folder == "gone":
+        shutil.rmtree(home.job_folder(store.home, job_id))
+    assert withdraw(store, job_id)
+    assert [job.id for job in read_jobs(load(), now=0.0)] == [other]
+    assert [path.name for path in home.jobs_folder(store.home).iterdir()] == [other]
+    assert not withdraw(store, job_id), "it is gone"
+
+
+def test_a_job_whose_withdrawal_a_crash_ended_does_not_come_back(
+    write_input: WriteInput, store: Store
+) -> None:
+    class Crash(Exception):
+        pass
 
     job_id = submit(write_input(q=["a"]))
-    store = Store.open(load())
-    try:
-        leased(store)
-        assert not withdraw(store, job_id)
-        assert [job.id for job in read_jobs(load(), now=0.0)] == [job_id]
-    finally:
-        store.close()
+    with mock.patch.object(home, "discard_job", side_effect=Crash), pytest.raises(Crash):
+        withdraw(store, job_id)
+    assert read_jobs(load(), now=0.0) == []
+    assert marks.of(home.job_folder(store.home, job_id)) == Mark(store_id=store.id, registered=False)

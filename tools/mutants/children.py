@@ -60,6 +60,7 @@ def in_children(tasks: Iterator[Task], jobs: int) -> Iterator[Outcome]:
 
     def start(task: Task, *, changed: bool = True) -> int:
         folder = tempfile.mkdtemp(prefix="mutant-")
+        Path(folder).chmod(0o711)  # of root, PostgreSQL's server runs as another user
         ours, its = os.pipe()
         sys.stdout.flush()
         pid = os.fork()

@@ -52,7 +52,7 @@ def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list
     """Positions of a job that were never leased, ascending from `start`, at most `limit`."""
     columns = select(job.c.next_position, job.c.num_rows).where(job.c.id == job_id)
     cursor, num_rows = tx.execute(columns).one()
-    found = list(passed_over(tx, job_id, start=start, limit=limit))
+    found = passed_over(tx, job_id, start=start, limit=limit)
     beyond = max(start, cursor)
     return [*found, *range(beyond, min(beyond + limit - len(found), num_rows))]
 
@@ -78,9 +78,7 @@ def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> l
     wanted: dict[str, list[int]] = defaultdict(list)
     for job_id, position in chosen:
         wanted[job_id].append(position)
-    leases = (
-        choose_of(tx, job, wanted[job.id], terms) for job in runnable_jobs(tx, list(wanted), terms.model)
-    )
+    leases = (choose_of(tx, job, wanted[job.id], terms) for job in runnable_jobs(tx, wanted, terms.model))
     return [lease for lease in leases if lease is not None]
 
 
@@ -125,7 +123,7 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Ter
     moved = {"next_position": stop, **begun(terms.now, terms.model)}
     tx.execute(update(job).where(job.c.id == candidate.id).values(moved))
     between = [
-        {"job_id": candidate.id, "position": position, "epoch": None, "attempts": 0}
+        {"job_id": candidate.id, "position": position, "attempts": 0}
         for position in range(candidate.next_position, stop)
         if position not in taken
     ]

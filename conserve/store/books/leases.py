@@ -130,12 +130,12 @@ def abandon(tx: Connection, dead: Collection[str]) -> int:
     return end(tx, tx.scalars(theirs.with_for_update()).all())
 
 
-def end(tx: Connection, epochs: Collection[int]) -> int:
+def end(tx: Connection, epochs: Sequence[int]) -> int:
     """Put the rows of these leases back with their saved tokens, and end the leases; returns how many.
 
     On PostgreSQL the caller has locked them.
     """
-    for chunk in chunks(list(epochs)):
+    for chunk in chunks(epochs):
         spans.dissolve(tx, chunk)
         tx.execute(update(request).where(request.c.epoch.in_(chunk)).values(epoch=None))
         tx.execute(delete(lease).where(lease.c.epoch.in_(chunk)))

@@ -351,8 +351,6 @@ def backlog(
     )
     ours = is_runnable(model), true() if only is None else job.c.id.in_(only)
     live = select(*counted).join(job, job.c.id == request.c.job_id).where(*ours)
-    in_spans = (
-        select(func.coalesce(func.sum(span.c.held), 0)).join(job, job.c.id == span.c.job_id).where(*ours)
-    )
+    in_spans = select(func.sum(span.c.held)).join(job, job.c.id == span.c.job_id).where(*ours)
     leased, back, next_at = tx.execute(live).one()
     return UnclaimableRows(leased + int(tx.scalar(in_spans) or 0), back, next_at)

@@ -385,4 +385,4 @@ def in_failed_shards(
 
 def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
     """A `request` row that waits for its first lease from `now` on."""
-    return {"job_id": job_id, "position": position, "epoch": None, "attempts": 0, "available_at": now}
+    return {"job_id": job_id, "position": position, "attempts": 0, "available_at": now}
