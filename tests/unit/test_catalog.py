@@ -228,8 +228,9 @@ def test_a_damaged_record_hides_no_other_job_and_is_named(store: Store, damage: 
 @pytest.mark.parametrize(
     "damage",
     [
-        *("state = 'gone'", "error = x'00'", "task = '3'", "task = '{'", "priority = 'high'", "submitted_at = 'now'"),
-        *("finished_at = 'now'", "started_at = 'now'", "num_rows = 'many'", "failed = 'x'", "retries = 0.5"),
+        *("state = 'gone'", "error = x'00'", "task = '3'", "task = '{'", "priority = 'high'"),
+        *("submitted_at = 'now'", "finished_at = 'now'", "started_at = 'now'", "num_rows = 'many'"),
+        *("failed = 'x'", "retries = 0.5", "succeeded = 'x'"),
         *("prompt_tokens = 'x'", "resumed_tokens = 'x'", "model = x'00'", "tags = '3'", "tags = '{'"),
         *("deadline = 'soon'", "on_late = 'never'"),
     ],

@@ -22,6 +22,7 @@ from tests.conftest import WriteInput
 from tests.store_rows import job
 from tests.virtual_time import BEGIN_S
 
+DAY_S = 86_400.0
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 QueueUp = Callable[..., str]
 
@@ -271,6 +272,16 @@ def test_time_of_two_harvesters_counts_once(store: Store) -> None:
     note(store, 50, 6.0, 8.0)
     note(store, 10, 20.0, 21.0)
     assert slots(store) == [HarvestedQuarter(0, 210.0, 13.0)]
+
+
+def test_an_interval_of_more_than_a_day_counts_for_its_last_day(store: Store) -> None:
+    note(store, 2000, 0.0, 2 * DAY_S)
+    found = slots(store)
+    assert [slot.slot for slot in found] == list(range(96, 192))
+    assert {(round(slot.tokens, 6), slot.busy_s) for slot in found} == {(10.416667, SLOT_S)}
+    note(store, 5, 7.0, 7.0)
+    note(store, 5, 7.0, 6.0)
+    assert slots(store) == found, "no time has passed"
 
 
 def test_old_slots_are_forgotten(store: Store) -> None:
