@@ -100,9 +100,9 @@ def test_a_batch_is_kept_as_it_was_asked_for(store: Store) -> None:
         name: getattr(given, name) for name in NewBatch.__slots__
     }
     assert (found.id, found.project, found.created_at, found.errors) == (batch_id, "ann", 1.5, ())
-    assert found.job is found.job_id is None
+    assert (found.job, found.job_id) == (None, None)
     plain = batch(store, asked(store))
-    assert plain.metadata is plain.on_late is plain.key_name is None
+    assert (plain.metadata, plain.on_late, plain.key_name) == (None, None, None)
 
 
 def test_a_submitted_job_is_a_batch_of_the_default_project_without_a_file(store: Store) -> None:

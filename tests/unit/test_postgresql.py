@@ -335,6 +335,25 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     listener.close()
 
 
+def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    with store.write() as tx:
+        catalog.move(tx, "job-1", "pause", now=1.0)
+        catalog.refuse(tx, "job-2", "the record is lost", now=1.0)
+    assert not readable(listener)
+    with store.write() as tx:
+        catalog.move(tx, "job-1", "resume", now=2.0)
+    assert readable(listener)
+    assert listener.heard()
+    with store.write() as tx:
+        assert catalog.forgive(tx, "job-2", now=2.0)
+    assert readable(listener)
+    listener.close()
+
+
 def readable(listener: Listener) -> bool:
     return bool(select_files([listener], [], [], 0.2)[0])
 

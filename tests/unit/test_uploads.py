@@ -112,8 +112,8 @@ def test_files_whose_time_is_over_are_removed_and_no_others(store: Store) -> Non
 def test_files_of_an_earlier_delivery_are_forgotten_with_their_paths_named(store: Store) -> None:
     for job_id in ("job-1", "job-2"):
         add_job(store, job_id)
-    for name, job_id in {"a": "job-1", "b": "job-1", "c": "job-2", "d": None}.items():
-        add(store, name, job_id=job_id)
+    for name, of_job in {"a": "job-1", "b": "job-1", "c": "job-2", "d": None}.items():
+        add(store, name, job_id=of_job)
     with store.write() as tx:
         assert sorted(uploads.forget_deliveries(tx, "job-1")) == ["a", "b"]
         assert uploads.forget_deliveries(tx, "job-1") == []
