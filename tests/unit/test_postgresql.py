@@ -4,8 +4,8 @@ import asyncio
 import multiprocessing
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from select import select as select_files
 from typing import Any
@@ -22,7 +22,7 @@ from conserve.jobs.harvest import harvester
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import batches, catalog, hooks, leases, outbox, queue, shards, spans
+from conserve.store.books import batches, catalog, hooks, keys, leases, outbox, queue, shards, spans
 from conserve.store.books.events import Event
 from conserve.store.books.journal import Committed
 from conserve.store.books.readings import read_jobs
@@ -236,9 +236,37 @@ def test_processes_that_open_an_empty_database_at_once_migrate_it_once(
     databases.drop(url)
 
 
+Lock = Callable[[Connection], None]
+
+
 def within_a_second(tx: Connection) -> None:
     """A wait for a lock is an error."""
     tx.execute(text("set local lock_timeout = '1s'"))
+
+
+LOCKS: dict[str, tuple[Lock, Lock]] = {  # of one thing, and of another
+    "key": (lambda tx: keys.lock(tx, "one"), lambda tx: keys.lock(tx, "other")),
+    "job": (lambda tx: catalog.lock_job(tx, "one"), lambda tx: catalog.lock_job(tx, "other")),
+    "jobs": (lambda tx: catalog.lock_jobs(tx, ["one"]), lambda tx: catalog.lock_jobs(tx, ["other"])),
+    "ids": (catalog.lock_ids, lambda tx: catalog.lock_job(tx, "one")),
+}
+
+
+@pytest.mark.parametrize("of", LOCKS)
+def test_a_lock_keeps_others_out_of_the_same_thing_alone(store: Store, of: str) -> None:
+    with store.write() as tx:
+        for name in ("one", "other"):
+            keys.add(tx, name, project="p", now=0.0)
+    for name in ("one", "other"):
+        add_job(store, name)
+    same, another = LOCKS[of]
+    with store.write() as first:
+        same(first)
+        for lock, said in ((another, None), (same, "lock timeout")):
+            refused = nullcontext() if said is None else pytest.raises(StoreError, match=said)
+            with refused, store.write() as second:
+                second.execute(text("set local lock_timeout = '20ms'"))
+                lock(second)
 
 
 def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
