@@ -71,6 +71,8 @@ def test_each_harvester_has_its_own_note_of_a_server(store: Store) -> None:
     with store.write() as tx:
         servers.forget(tx, "a")
     assert [one.owner for one in everything(store)[0].feedings] == ["b"]
+    note(store, owner="b")
+    assert [one.feedings for one in everything(store)] == [[], []], "it feeds none any more"
 
 
 def test_the_last_sign_of_life_is_that_of_a_server_that_answered(store: Store) -> None:
