@@ -8,8 +8,16 @@ import pytest
 from sqlalchemy import text
 
 from conserve.config import Settings, load
-from conserve.errors import JobNotFound, JobRefused, StoreDamaged, StoreError, StoreMoved, StoreTooNew
-from conserve.store.books import catalog
+from conserve.errors import (
+    JobNotFound,
+    JobRefused,
+    StoreDamaged,
+    StoreError,
+    StoreMoved,
+    StoreReadOnly,
+    StoreTooNew,
+)
+from conserve.store.books import catalog, readings
 from conserve.store.books.catalog import InputFile, Source
 from conserve.store.books.readings import (
     JobReading,
@@ -388,6 +396,32 @@ def test_what_is_no_store_is_named(settings: Settings) -> None:
     path.write_bytes(b"this is no database, whatever its name says" * 100)
     with pytest.raises(StoreError, match=r"conserve\.db cannot be read .*not a database"):
         read_jobs(settings, now=0.0)
+
+
+@pytest.mark.sqlite
+def test_a_log_of_another_user_is_told_from_damage(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a reader of an SQLite database writes to its log."""
+
+    def refuse(path: Path, timeout_s: float) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    monkeypatch.setattr(readings, "reader", refuse)
+    with pytest.raises(StoreReadOnly, match="conserve"):
+        read_jobs(settings, now=0.0)
+
+
+def test_a_store_that_was_read_is_closed(settings: Settings) -> None:
+    def open_files() -> list[Path]:
+        found = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return [path for path in found if path.is_relative_to(settings.home)]
+
+    Store.open(settings).close()
+    with opened(settings) as query:
+        assert query is not None
+        assert open_files()
+    assert open_files() == []
 
 
 def test_reading_changes_nothing(store: Store, settings: Settings) -> None:
