@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from select import select as select_files
 from typing import Any
@@ -22,10 +23,24 @@ from conserve.jobs.harvest import harvester
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import batches, catalog, hooks, keys, leases, outbox, queue, shards, spans
+from conserve.store.books import (
+    batches,
+    catalog,
+    harvested,
+    hooks,
+    keys,
+    leases,
+    outbox,
+    queue,
+    servers,
+    shards,
+    spans,
+)
 from conserve.store.books.events import Event
+from conserve.store.books.harvested import HarvestedQuarter
 from conserve.store.books.journal import Committed
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.servers import Sighting
 from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -384,6 +399,21 @@ def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
 
 def readable(listener: Listener) -> bool:
     return bool(select_files([listener], [], [], 0.2)[0])
+
+
+def test_harvesters_add_up_their_tokens_and_note_the_same_server(store: Store) -> None:
+    seen = Sighting(
+        url="http://gpu:8000", state="serving", model="m", version=None, alive=True, in_flight=1, waiting=0,
+        tokens_per_s=9.0, why=None,
+    )  # fmt: skip
+    for owner, alive in (("ann", False), ("ben", True), ("ann", False)):
+        with store.write() as tx:
+            servers.note(tx, owner, [replace(seen, alive=alive)], now=10.0)
+            harvested.note(tx, 100, since=0.0, now=10.0)
+    with store.read() as tx:
+        assert harvested.slots(tx) == [HarvestedQuarter(0, 300.0, 10.0)]
+        (found,) = servers.everything(tx)
+    assert (found.model, found.seen_at, len(found.feedings)) == ("m", 10.0, 2)
 
 
 def test_a_connection_that_ends_is_noticed(store: Store) -> None:

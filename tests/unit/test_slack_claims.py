@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
@@ -285,8 +286,15 @@ def test_an_interval_of_more_than_a_day_counts_for_its_last_day(store: Store) ->
 
 
 def test_old_slots_are_forgotten(store: Store) -> None:
-    note(store, 1, 0.0, 10.0)
-    note(store, 1, 2.0 * SLOT_S, 2.0 * SLOT_S + 10.0)
+    for slot in range(3):
+        note(store, 1, slot * SLOT_S, slot * SLOT_S + 10.0)
     with store.write() as tx:
         harvested.forget_old(tx, now=KEPT_S + 1.5 * SLOT_S)
-    assert [slot.slot for slot in slots(store)] == [2]
+    assert [slot.slot for slot in slots(store)] == [1, 2]
+
+
+def test_a_slot_of_damaged_figures_is_left_out(store: Store) -> None:
+    note(store, 1, 0.0, 10.0)
+    with store.write() as tx:
+        tx.execute(text("insert into harvested values (1, 'x', 2.0, 0.0)"))
+    assert [slot.slot for slot in slots(store)] == [0]
