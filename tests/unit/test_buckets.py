@@ -60,7 +60,10 @@ def test_two_urls_are_one_place_whatever_address_leads_there() -> None:
         f"az://team/a?sig={SECRET}",
         f"s3://team/a?endpoint=http://AKIAKEY@host:9000&region={SECRET}",
         f"s3://team/a?endpoint=http://:{SECRET}%40host",
-        f"gs://team/a?Password={SECRET}",
+        *(
+            f"gs://team/a?{name}={SECRET}"
+            for name in ("Password", "access_key", "client-secret", "TOKEN", "sig")
+        ),
         f"s3://AKIAKEY@team/{SECRET}",
         f"s3://AKIAKEY:{SECRET}",
     ],

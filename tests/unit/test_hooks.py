@@ -1,6 +1,7 @@
 """Hooks: every change of a job is in the outbox, and its message reaches the receiver, signed, at least once."""
 
 import ast
+import base64
 import contextlib
 import json
 import threading
@@ -237,6 +238,10 @@ class TestSignature:
         )
         assert made["webhook-timestamp"] == "1614265330"
         assert made["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+    def test_each_hook_has_a_secret_of_256_random_bits(self, store: Store) -> None:
+        secrets = {hook(store).secret for _ in range(2)}
+        assert [len(base64.b64decode(secret.removeprefix("whsec_"))) for secret in secrets] == [32, 32]
 
     def test_openais_client_accepts_it(self, store: Store) -> None:
         with receiving() as receiver:
