@@ -56,7 +56,7 @@ def test_two_urls_are_one_place_whatever_address_leads_there() -> None:
         f"s3://AKIAKEY:{SECRET}@team/a",
         f"s3://team/a?access_key=AKIAKEY&secret_key={SECRET}",
         f"s3://team/a?endpoint=http://AKIAKEY:{SECRET}@host:9000",
-        f"s3://team/a?X-Amz-Signature={SECRET}",
+        f"s3://team/a?X-Amz-Signature={SECRET}&zone=x",
         f"az://team/a?sig={SECRET}",
         f"s3://team/a?endpoint=http://AKIAKEY@host:9000&region={SECRET}",
         f"s3://team/a?endpoint=http://:{SECRET}%40host",
@@ -85,6 +85,7 @@ def test_a_url_with_credentials_is_refused_and_not_repeated(url: str, settings: 
             (url, "a s3:// URL names a bucket and a prefix of letters")
             for url in ("s3://", "s3:///", "s3://team/a*b", "s3://team/a b", "s3://_team", "s3://team//a")
         ],
+        ("s3://team/a?proxy=", "a s3:// URL takes endpoint and region, not 'proxy'"),
         ("s3://team/a?zone=x&proxy=y", "a s3:// URL takes endpoint and region, not 'proxy'"),
         (f"s3://team/a?{'x' * 50}=y", f"not '{'x' * 40}'"),
         ("gs://team/a?endpoint=host:9000", "the endpoint of a gs:// URL begins with http:// or https://"),
