@@ -239,6 +239,14 @@ def test_folders_are_made_durably_also_where_a_kill_left_one_unflushed(
     assert synced == []
 
 
+def test_folders_are_made_in_an_empty_one_where_the_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home.make_with_parents(Path("a/b"))
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 def test_a_home_in_a_folder_that_may_not_be_read_is_made_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

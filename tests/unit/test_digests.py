@@ -174,13 +174,14 @@ def test_a_memory_that_is_damaged_is_an_empty_one(file: Path, tmp_path: Path, co
     assert list(json.loads((tmp_path / digests.MEMORY).read_bytes())) == [str(file)]
 
 
+@pytest.mark.parametrize("step", ["write_text", "replace"])
 def test_a_memory_that_cannot_be_kept_stops_nothing(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, step, full)
     with memory(tmp_path, now=later(file)) as known:
         assert fault(file, seal(file), known) is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

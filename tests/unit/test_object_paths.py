@@ -310,6 +310,9 @@ class TestHome:
             assert copy.read_bytes() == b"abc"
         with pytest.raises(FileNotFoundError), home.fetched(DATA / "none", tmp_path):
             pass
+        service.refused = frozenset({"open_input_file"})
+        with pytest.raises(StoreUnreachable), home.fetched(DATA / "a", tmp_path):
+            pass
         assert list((tmp_path / home.SENDING).iterdir()) == []
 
     def test_folders_need_not_be_made_and_are_listed_by_name(self, service: Service) -> None:
