@@ -348,6 +348,7 @@ class TestMarks:
         assert keys() == []
         assert marks.of(folder) is None
         marks.change(folder, mark)
+        marks.drop(folder)
         assert (marks.of(folder), keys()) == (mark, ["jobs/a/job.json"])
         marks.register(folder, "ours", {"id": "a"})
         registered = Mark(store_id="ours", registered=True, record={"id": "a"})
