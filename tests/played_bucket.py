@@ -31,6 +31,8 @@ class Service:
     """Names of requests that fail."""
     short: int = 0
     """Bytes that are missing at the end of each object that is put."""
+    listed_too: list[fs.FileInfo] = field(default_factory=list)
+    """What the service lists beside the files of the folder."""
     most_read: int | None = None
     """Bytes of an object that one request reads at most."""
 
@@ -50,6 +52,14 @@ class Service:
         self.asked.append((name, about if isinstance(about, str) else about.base_dir))
         if name in self.refused:
             raise DENIED
+
+    def get_file_info(self, about: str | fs.FileSelector) -> Any:
+        """Describe an object, or those below a path."""
+        self._note("get_file_info", about)
+        found = self._files.get_file_info(about)
+        if isinstance(about, str):
+            return next((info for info in self.listed_too if info.path == about), found)
+        return [*found, *self.listed_too]
 
     @contextmanager
     def open_output_stream(self, at: str) -> Iterator["Put"]:

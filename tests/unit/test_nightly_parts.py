@@ -274,7 +274,9 @@ def test_records_of_runs_are_read_the_oldest_first_and_damaged_ones_left_out(tmp
         nights.folder_of(tmp_path, name).mkdir(parents=True)
         (nights.folder_of(tmp_path, name) / nights.RECORD).write_text(content)
     (nights.folder_of(tmp_path, "folder") / nights.RECORD).mkdir(parents=True)
-    assert list(nights.records(tmp_path)) == [json.loads(records[name]) for name in ("a", "b", "late")]
+    nights.folder_of(tmp_path, "copy").mkdir()
+    (nights.folder_of(tmp_path, "copy") / nights.RECORD).write_text(records["a"])
+    assert list(nights.records(tmp_path)) == [json.loads(records[name]) for name in ("a", "a", "b", "late")]
 
 
 @pytest.mark.parametrize(

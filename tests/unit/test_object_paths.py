@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from conserve.errors import StoreError, StoreUnreachable
 from conserve.store.books.uploads import changes
@@ -17,7 +18,7 @@ from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ListedObject, ObjectPath, RangedFile, below, object_at, source
 from conserve.store.files.probe import probe
-from tests.played_bucket import ConnectionLost, Service, ServiceError, play, play_boto3
+from tests.played_bucket import DENIED, ConnectionLost, Service, ServiceError, play, play_boto3
 
 TEAM = Bucket.parse("s3://lake/team")
 DATA = ObjectPath(TEAM)
@@ -117,6 +118,16 @@ class TestObjects:
         assert dict(changes(DATA)).keys() == {DATA / key for key in keys()}
         assert (DATA / "a/e", 7.5) in list(changes(DATA))
 
+    def test_what_stands_for_a_folder_is_no_object_and_a_service_may_keep_no_times(
+        self, service: Service
+    ) -> None:
+        put("a/b")
+        for path in ("lake/team/a/", "lake/team/c"):
+            service.listed_too.append(fs.FileInfo(path, fs.FileType.File, size=3))
+        assert keys() == ["a/b", "c"]
+        assert ListedObject(DATA / "c", 3, 0.0) in list(DATA.entries())
+        assert (DATA / "c").stat() == objects.ObjectStat(3, 0.0)
+
     def test_a_file_goes_up_and_comes_down_in_blocks(
         self, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -141,7 +152,10 @@ class TestObjects:
             (DATA / "out/a.parquet").replace_by(file(tmp_path))
         assert (DATA / "out/a.parquet").read_bytes() == b"old"
         assert keys() == ["out/a.parquet"]
-        service.short, service.asked = 0, []
+        service.refused = frozenset({"open_output_stream"})
+        with pytest.raises(StoreUnreachable):
+            (DATA / "out/a.parquet").replace_by(file(tmp_path))
+        service.short, service.asked, service.refused = 0, [], frozenset()
         (DATA / "out/a.parquet").replace_by(file(tmp_path))
         assert (DATA / "out/a.parquet").read_bytes() == b"0123456789"
         assert keys() == ["out/a.parquet"]
@@ -248,6 +262,8 @@ class TestReading:
         service.most_read = 5
         assert (DATA / "a").read_bytes() == b"0123456789"
         service.most_read = 4
+        with (DATA / "a").open() as opened:
+            assert (opened.read(6), opened.tell()) == (b"012345", 6)
         with pytest.raises(StoreUnreachable, match="s3://lake/team/a was cut off"):
             (DATA / "a").read_bytes()
         service.most_read, service.asked = None, []
@@ -326,7 +342,8 @@ class TestHome:
     def test_a_trial_of_the_place_leaves_nothing_there(self, service: Service, tmp_path: Path) -> None:
         assert 0.0 <= probe(DATA) < 60.0
         assert keys() == []
-        assert 0.0 <= probe(tmp_path / "data") < 60.0
+        for _ in range(2):
+            assert 0.0 <= probe(tmp_path / "data") < 60.0
         assert [path for path in (tmp_path / "data").rglob("*") if path.is_file()] == []
         service.short = 1
         with pytest.raises(StoreError, match="s3://lake/team does not keep what is written there"):
@@ -374,6 +391,7 @@ class TestTrash:
         later = trash.throw_away(DATA, DATA / "jobs/c", now=2000.0)
         assert later.read_bytes() == b"12345"
         assert keys(DATA / "jobs") == []
+        assert not (service.root / "lake/team/jobs/a/b").exists(), "what object storage keeps of a folder"
         assert [trash.thrown_at(path) for path in trash.contents(DATA)] == [1000.0, 2000.0]
         assert list(trash.found(DATA, "jobs/c")) == [later]
         assert list(trash.found(DATA, "jobs/a/1")) == [thrown / "1"]
@@ -383,6 +401,38 @@ class TestTrash:
         assert trash.empty(DATA, now=1000.0 + WEEK_S) == 0
         assert trash.empty(DATA, now=2000.0, older_than_s=0.0) == 5
         assert keys() == ["uploads/d"]
+
+    def test_what_was_thrown_away_before_a_fault_is_in_one_place(
+        self, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put("jobs/a/1", "jobs/a/2", "jobs/a/3")
+        copy_file, copies = service.copy_file, []
+
+        def fail_at_the_second(at: str, to: str) -> None:
+            copies.append(at)
+            if len(copies) == 2:
+                raise DENIED
+            copy_file(at, to)
+
+        monkeypatch.setattr(service, "copy_file", fail_at_the_second)
+        with pytest.raises(StoreUnreachable):
+            trash.throw_away(DATA, DATA / "jobs/a", now=1000.0)
+        assert len(keys(DATA / "jobs/a")) == 2
+        assert len(keys(DATA / "trash")) == 1
+
+    def test_an_object_that_goes_while_it_is_thrown_away_is_no_error(
+        self, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put("jobs/a/1")
+        copy_file = service.copy_file
+
+        def copy_and_lose(at: str, to: str) -> None:
+            copy_file(at, to)
+            (service.root / at).unlink()
+
+        monkeypatch.setattr(service, "copy_file", copy_and_lose)
+        thrown = trash.throw_away(DATA, DATA / "jobs/a", now=1000.0)
+        assert keys() == [f"{thrown.key}/1"]
 
 
 class TestUnfinishedUploads:

@@ -35,3 +35,12 @@ def test_what_was_thrown_away_is_found_by_its_path_the_newest_first(tmp_path: Pa
     (tmp_path / "b").write_bytes(b"")
     trash.throw_away(tmp_path, tmp_path / "b", now=4000.0)
     assert list(trash.found(tmp_path, "a")) == [thrown[1], thrown[2], thrown[0]]
+
+
+def test_an_entry_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"123")
+    trash.throw_away(tmp_path, tmp_path / "b", now=2000.0)
+    odd = trash.folder(tmp_path) / "1000-a-file"
+    odd.write_bytes(b"")
+    assert trash.empty(tmp_path, now=2000.0, older_than_s=0.0) == 3
+    assert list(trash.folder(tmp_path).iterdir()) == [odd]
