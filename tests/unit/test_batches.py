@@ -109,6 +109,7 @@ def test_a_submitted_job_is_a_batch_of_the_default_project_without_a_file(store:
     found = batch(store, submitted(store))
     assert (found.project, found.created_at, found.job_id, found.file_id) == ("default", 3.0, "job-1", None)
     assert found.job == job(store)
+    assert not found.delivered
 
 
 @pytest.mark.parametrize(
@@ -230,12 +231,15 @@ def test_batches_are_found_in_their_project_alone(store: Store) -> None:
 
 def test_a_damaged_record_of_a_job_hides_no_batch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     made = [asked(store, job_id=f"job-{n}") for n in (1, 2)]
+    end(store, "completed")
+    assert deliver(store, made[0], output="file-2")
     with store.write() as tx:
         tx.execute(text("update job set source = '{' where id = 'job-1'"))
     with store.read() as tx:
         second, first = batches.page(tx, "ann", before=None, limit=9)
     assert [first.id, second.id] == made
     assert (first.job, first.state, second.job is None) == (None, BatchState.IN_PROGRESS, False)
+    assert not first.delivered
     (said,) = caplog.records
     assert "job job-1 is damaged" in said.getMessage()
 
