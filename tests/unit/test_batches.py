@@ -322,7 +322,7 @@ def test_unfinished_rows_of_a_key_are_those_of_its_open_jobs_and_of_its_files(st
 
 def test_tokens_of_a_key_are_counted_from_a_moment_on(store: Store) -> None:
     asked(store, key_name="key", job_id="job-1", rows=2)
-    asked(store, key_name="other", job_id="job-2", rows=2)
+    asked(store, key_name="other", job_id="job-2", rows=3)
     for job_id in ("job-1", "job-2"):
         finish(store, leased(store, only=[job_id]), prompt_tokens=10, completion_tokens=3)
     with store.read() as tx:
