@@ -1,11 +1,15 @@
 """URLs of buckets: what they name, and that none carries credentials."""
 
+import os
+from typing import Any
+
 import pytest
+from pyarrow import fs
 
 from conserve.config import Settings, load
-from conserve.errors import SettingsError
+from conserve.errors import SettingsError, StoreUnreachable
 from conserve.store.database.store import Store
-from conserve.store.files.bucket import Bucket, reason
+from conserve.store.files.bucket import CREDENTIALS, Bucket, connected, reached, reason
 from conserve.store.files.objects import ObjectPath, object_at
 from tests.store_rows import add_job
 
@@ -14,16 +18,36 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
 
 @pytest.mark.parametrize(
     "url",
-    ["s3://team", "s3://team/a/b", "gs://team/a", "az://team/a", "s3://team/a?endpoint=http://host:9000"],
+    [
+        *(
+            "s3://team",
+            "s3://team/a/b",
+            "gs://team/a",
+            "az://team/a",
+            "s3://team/a?endpoint=http://host:9000",
+        ),
+        *("s3://team/a?endpoint=https://host&region=eu-1", "s3://team/a?region=a%26b"),
+    ],
 )
 def test_a_url_is_kept_as_it_was_given(url: str) -> None:
     assert Bucket.parse(url).url == url
+
+
+def test_a_bucket_has_the_parts_of_its_url() -> None:
+    found = Bucket.parse("s3://team/a/b/?region=eu-1&endpoint=http://host:9000")
+    parts = {"scheme": "s3", "root": "team/a/b", "endpoint": "http://host:9000", "region": "eu-1"}
+    assert found == Bucket(**parts)
+    assert found.name == "team"
+    plain = Bucket(scheme="gs", root="team")
+    assert Bucket.parse("gs://team?endpoint=&region=") == Bucket.parse("gs://team/") == plain
+    assert (plain.name, plain.endpoint, plain.region) == ("team", None, None)
 
 
 def test_two_urls_are_one_place_whatever_address_leads_there() -> None:
     inside = Bucket.parse("s3://team/a?endpoint=http://minio:9000&region=eu-1")
     assert inside.is_at(Bucket.parse("s3://team/a"))
     assert not inside.is_at(Bucket.parse("s3://team/b"))
+    assert not inside.is_at(Bucket.parse("gs://team/a"))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +56,16 @@ def test_two_urls_are_one_place_whatever_address_leads_there() -> None:
         f"s3://AKIAKEY:{SECRET}@team/a",
         f"s3://team/a?access_key=AKIAKEY&secret_key={SECRET}",
         f"s3://team/a?endpoint=http://AKIAKEY:{SECRET}@host:9000",
-        f"s3://team/a?X-Amz-Signature={SECRET}",
+        f"s3://team/a?X-Amz-Signature={SECRET}&zone=x",
         f"az://team/a?sig={SECRET}",
+        f"s3://team/a?endpoint=http://AKIAKEY@host:9000&region={SECRET}",
+        f"s3://team/a?endpoint=http://:{SECRET}%40host",
+        *(
+            f"gs://team/a?{name}={SECRET}"
+            for name in ("Password", "access_key", "client-secret", "TOKEN", "sig")
+        ),
+        f"s3://AKIAKEY@team/{SECRET}",
+        f"s3://AKIAKEY:{SECRET}",
     ],
 )
 def test_a_url_with_credentials_is_refused_and_not_repeated(url: str, settings: Settings) -> None:
@@ -41,14 +73,29 @@ def test_a_url_with_credentials_is_refused_and_not_repeated(url: str, settings: 
         Store.open(load({"home": settings.home, "data": url}, environ={}))
     assert "AKIAKEY" not in str(refused.value)
     assert SECRET not in str(refused.value)
+    assert str(refused.value).endswith(CREDENTIALS[url[:2]]), "where they come from instead"
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://team", "s3://", "s3://team/a*b", "s3://team/a b", "s3://team/a?proxy=x"]
+    ("url", "said"),
+    [
+        ("ftp://team", "files of a store lie in a folder, or in s3://, gs:// or az://BUCKET/PREFIX"),
+        ("team/a", "files of a store lie in a folder"),
+        *[
+            (url, "a s3:// URL names a bucket and a prefix of letters")
+            for url in ("s3://", "s3:///", "s3://team/a*b", "s3://team/a b", "s3://_team", "s3://team//a")
+        ],
+        ("s3://team/a?proxy=", "a s3:// URL takes endpoint and region, not 'proxy'"),
+        ("s3://team/a?zone=x&proxy=y", "a s3:// URL takes endpoint and region, not 'proxy'"),
+        (f"s3://team/a?{'x' * 50}=y", f"not '{'x' * 40}'"),
+        ("gs://team/a?endpoint=host:9000", "the endpoint of a gs:// URL begins with http:// or https://"),
+        ("gs://team/a?endpoint=ftp://host", "the endpoint of a gs:// URL begins with http:// or https://"),
+    ],
 )
-def test_a_url_that_names_no_bucket_is_refused(url: str) -> None:
-    with pytest.raises(SettingsError):
+def test_a_url_that_names_no_bucket_is_refused(url: str, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
         Bucket.parse(url)
+    assert said in str(refused.value)
 
 
 def test_a_path_whose_slashes_were_joined_still_names_its_object() -> None:
@@ -67,6 +114,82 @@ def test_the_reason_of_an_error_is_its_code_alone() -> None:
     assert reason(OSError(said)).startswith("network connection, couldn't connect to server")
     refused = "AWS Error INVALID_ACCESS_KEY_ID during PutObject operation: The key AKIAKEY does not exist"
     assert reason(OSError(refused)) == "invalid access key id"
+    slow = "AWS Error SLOW_DOWN (HTTP status 503) during HeadObject operation: reduce your rate"
+    assert reason(OSError(slow)) == "slow down, HTTP 503"
+    assert reason(OSError(28, "No space left on device")) == "No space left on device"
+    assert reason(TimeoutError()) == "TimeoutError"
+
+
+def test_what_a_service_refuses_is_told_from_what_is_not_there() -> None:
+    bucket = Bucket.parse("s3://team/a?endpoint=http://host")
+    with pytest.raises(FileNotFoundError), reached(bucket):
+        raise FileNotFoundError(2, "No such file or directory")
+    with pytest.raises(StoreUnreachable) as said, reached(bucket):
+        raise PermissionError(13, "Permission denied")
+    assert str(said.value).startswith("s3://team/a cannot be reached (Permission denied); nothing that")
+    assert said.value.__cause__ is None
+
+
+def options(bucket: Bucket) -> Any:
+    """Options of the connection to a bucket."""
+    connection = bucket.filesystem()
+    assert connection is bucket.filesystem(), "one for all of a process"
+    return connection.__reduce__()[1][0]
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "found"),
+    [
+        ("region=eu-1", {}, ("eu-1", "", "https")),
+        ("region=eu-1&endpoint=http://host:9000", {"AWS_REGION": "us-9"}, ("eu-1", "host:9000", "http")),
+        ("endpoint=http://host:9000", {}, ("us-east-1", "host:9000", "http")),
+        ("endpoint=https://host", {"AWS_REGION": "us-9"}, ("us-9", "host", "https")),
+        ("endpoint=https://host", {"AWS_DEFAULT_REGION": "us-8"}, ("us-8", "host", "https")),
+        ("region=r", {"AWS_ENDPOINT_URL_S3": "http://s3", "AWS_ENDPOINT_URL": "http://any"}, ("r", "s3", "http")),
+        ("region=eu-1", {"AWS_ENDPOINT_URL": "http://any:1"}, ("eu-1", "any:1", "http")),
+        ("region=eu-1&endpoint=http://url", {"AWS_ENDPOINT_URL_S3": "http://s3"}, ("eu-1", "url", "http")),
+    ],
+)  # fmt: skip
+def test_the_url_goes_before_the_environment_and_that_before_the_service_of_amazon(
+    monkeypatch: pytest.MonkeyPatch, url: str, environ: dict[str, str], found: tuple[str, ...]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    connected.cache_clear()
+    opened = options(Bucket.parse(f"s3://team?{url}"))
+    assert tuple(opened[name] for name in ("region", "endpoint_override", "scheme")) == found
+    assert (opened["connect_timeout"], opened["request_timeout"]) == (3.0, 10.0), "before a lease ends"
+    assert opened["allow_delayed_open"] is True
+
+
+def test_without_any_region_the_bucket_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(fs, "resolve_s3_region", {"team": "ap-2"}.__getitem__)
+    assert options(Bucket.parse("s3://team/a/b"))["region"] == "ap-2"
+
+
+def test_google_and_azure_are_reached_by_their_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
+    connected.cache_clear()
+    azure = options(Bucket.parse("az://team"))
+    assert (azure["account_name"], azure["account_key"]) == ("account", "a2V5")
+    google = options(Bucket.parse("gs://team?endpoint=http://host:1"))
+    assert (google["endpoint_override"], google["scheme"]) == ("host:1", "http")
+    assert options(Bucket.parse("gs://team"))["scheme"] == "https"
+
+
+def test_a_bucket_to_which_no_connection_is_possible_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(5, "no such account")
+
+    monkeypatch.setattr(fs, "AzureFileSystem", refuse)
+    connected.cache_clear()
+    with pytest.raises(StoreUnreachable, match=r"az://team cannot be reached \(no such account\)"):
+        Bucket.parse("az://team").filesystem()
 
 
 def test_a_store_stays_where_its_files_are(settings: Settings, tmp_path: object) -> None:

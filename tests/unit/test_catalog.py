@@ -8,13 +8,33 @@ import pytest
 from sqlalchemy import text
 
 from conserve.config import Settings, load
-from conserve.errors import JobNotFound, JobRefused, StoreError, StoreTooNew
-from conserve.store.books import catalog
-from conserve.store.books.catalog import Source
-from conserve.store.books.readings import JobReading, opened, read_jobs, resolve, row_order, untaken
+from conserve.errors import (
+    JobNotFound,
+    JobRefused,
+    StoreDamaged,
+    StoreError,
+    StoreMoved,
+    StoreReadOnly,
+    StoreTooNew,
+)
+from conserve.store.books import catalog, readings
+from conserve.store.books.catalog import InputFile, Source
+from conserve.store.books.readings import (
+    JobReading,
+    data,
+    opened,
+    read_harvested,
+    read_jobs,
+    resolve,
+    row_order,
+    untaken,
+)
 from conserve.store.books.states import JobState
+from conserve.store.database import moves
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
+from conserve.store.files.digests import Seal
+from conserve.store.files.objects import ObjectPath
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, put_back
 
 SOURCE = Source(path="/data/in.jsonl", format="jsonl", size=7, mtime_ns=8, digest="d", copied=True)
@@ -116,6 +136,178 @@ def test_only_a_queued_job_is_refused(store: Store, verb: str) -> None:
     assert job(store) == before
 
 
+@pytest.mark.parametrize(
+    ("reason", "forgiven"),
+    [
+        ("the requests are damaged", True),
+        ("the record is lost", True),
+        ("its input changed", False),
+        ("of the requests", False),
+    ],
+)
+def test_only_a_job_that_was_refused_for_damage_is_forgiven(
+    store: Store, reason: str, forgiven: bool
+) -> None:
+    add_job(store)
+    with store.write() as tx:
+        catalog.refuse(tx, "job-1", reason, now=5.0)
+        assert catalog.forgive(tx, "job-1", now=6.0) is forgiven
+    found = job(store)
+    refused = (JobState.FAILED, reason, 5.0)
+    assert (found.state, found.error, found.finished_at) == (
+        (JobState.QUEUED, None, None) if forgiven else refused
+    )
+    with store.write() as tx:
+        assert not catalog.forgive(tx, "job-1", now=7.0), "once"
+
+
+def test_forgiving_concerns_one_job_and_none_that_runs(store: Store) -> None:
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    with store.write() as tx:
+        assert catalog.fail(tx, "job-1", "the record is lost", now=5.0)
+        assert not catalog.forgive(tx, "job-2", now=6.0)
+        assert catalog.states(tx, ["job-1", "job-2"]) == {"job-1": JobState.FAILED, "job-2": JobState.QUEUED}
+
+
+@pytest.mark.parametrize(
+    ("state", "fails"),
+    [("queued", True), ("paused", True), ("failed", True), ("cancelled", False), ("expired", False)],
+)
+def test_a_job_with_rows_left_fails_unless_it_was_stopped_for_good(
+    store: Store, state: str, fails: bool
+) -> None:
+    add_job(store)
+    with store.write() as tx:
+        tx.execute(
+            text("update job set state = :state, error = 'before', finished_at = 1.0"), {"state": state}
+        )
+        assert catalog.fail(tx, "job-1", "lost", now=5.0) is fails
+    found = job(store)
+    assert (found.state, found.error, found.finished_at) == (
+        (JobState.FAILED, "lost", 5.0) if fails else (state, "before", 1.0)
+    )
+
+
+def test_a_job_whose_rows_all_have_results_does_not_fail(store: Store) -> None:
+    add_job(store, rows=2)
+    finish(store, leased(store), failed=[1])
+    with store.write() as tx:
+        tx.execute(text("update job set state = 'queued'"))
+        assert not catalog.fail(tx, "job-1", "lost", now=5.0)
+
+
+def test_rows_without_a_result_are_those_left(store: Store, settings: Settings) -> None:
+    add_job(store, rows=9)
+    finish(store, leased(store, limit=5), failed=[0, 1])
+    (reading,) = read_jobs(settings, now=0.0)
+    assert (job(store).unanswered, reading.unanswered, reading.done) == (4, 4, 5)
+
+
+def test_a_file_that_was_made_anew_keeps_the_seals_of_the_others(store: Store) -> None:
+    old, new = Seal(bytes=1, digest="old"), Seal(bytes=2, digest="new")
+    add_job(store, files={"inputs.parquet": old, "requests.parquet": old})
+    add_job(store, "job-2", files={"requests.parquet": old})
+    with store.write() as tx:
+        catalog.keep_seal(tx, "job-1", "requests.parquet", new)
+    assert job(store).files == {"inputs.parquet": old, "requests.parquet": new}
+    assert job(store, "job-2").files == {"requests.parquet": old}
+
+
+DAMAGES = ["source = '{'", "source = '[]'", "task = '3'", "files = '{\"a\": 1}'", "tags = '[1]'"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_hides_no_other_job_and_is_named(store: Store, damage: str) -> None:
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    with store.write() as tx:
+        tx.execute(text(f"update job set {damage.replace(':', chr(92) + ':')} where id = 'job-1'"))
+    with store.read() as tx:
+        assert [found.id for found in catalog.everything(tx)] == ["job-2"]
+        assert [catalog.is_readable(catalog.record(tx, f"job-{n}")) for n in (1, 2)] == [False, True]
+        assert catalog.get_id(tx, "job-1") == "job-1"
+        with pytest.raises(StoreDamaged, match=r"job job-1 is damaged .*; run: conserve check job-1") as said:
+            catalog.get(tx, "job-1")
+        assert said.value.job_id == "job-1"
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("state = 'gone'", "error = x'00'", "task = '3'", "task = '{'", "priority = 'high'"),
+        *("submitted_at = 'now'", "finished_at = 'now'", "started_at = 'now'", "num_rows = 'many'"),
+        *("failed = 'x'", "retries = 0.5", "succeeded = 'x'"),
+        *("prompt_tokens = 'x'", "resumed_tokens = 'x'", "model = x'00'", "tags = '3'", "tags = '{'"),
+        *("deadline = 'soon'", "on_late = 'never'"),
+    ],
+)  # fmt: skip
+def test_status_shows_a_damaged_record_as_a_job_that_failed_for_it(
+    store: Store, settings: Settings, damage: str
+) -> None:
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    with store.write() as tx:
+        tx.exec_driver_sql("pragma ignore_check_constraints = on")
+        tx.execute(text(f"update job set {damage} where id = 'job-1'"))
+    damaged, other = read_jobs(settings, now=0.0)
+    assert (damaged.id, damaged.state) == ("job-1", JobState.FAILED)
+    assert damaged.error == "its record is damaged; run: conserve check job-1"
+    assert (damaged.rows, damaged.waiting, damaged.running, damaged.submitted_at) == (0, 0, 0, 0.0)
+    assert (damaged.row_order, damaged.model, damaged.tags, damaged.deadline) == ("input", None, {}, None)
+    assert (other.state, other.rows) == (JobState.QUEUED, 4)
+
+
+@pytest.mark.sqlite
+def test_an_unknown_state_is_damage(store: Store) -> None:
+    add_job(store)
+    with store.write() as tx:
+        tx.exec_driver_sql("pragma ignore_check_constraints = on")
+        tx.execute(text("update job set state = 'gone'"))
+        assert catalog.states(tx, ["job-1"]) == {"job-1": JobState.FAILED}
+
+
+def test_files_of_an_input_are_its_parts_or_the_one_that_it_is() -> None:
+    whole = InputFile(path="/data/in.jsonl", size=7, mtime_ns=8, digest="d")
+    assert SOURCE.files == (whole,)
+    assert replace(SOURCE, parts=(whole, whole)).files == (whole, whole)
+    assert replace(SOURCE, path=None).files == ()
+
+
+def test_jobs_of_a_name_are_those_with_four_characters_behind_it(store: Store) -> None:
+    for job_id in ("gsm-zzzz", "gsm-aaaa", "gsm-abc", "gsm-hard-aaaa", "xgsm-aaaa"):
+        add_job(store, job_id)
+    with store.read() as tx:
+        assert catalog.named(tx, "gsm") == ["gsm-zzzz", "gsm-aaaa"]
+
+
+def test_queued_jobs_of_other_models_are_named_with_these(store: Store) -> None:
+    for job_id, model in {"job-2": "b", "job-1": "c", "job-3": "a", "job-4": None, "job-5": "b"}.items():
+        add_job(store, job_id, model=model)
+    move(store, "pause", job_id="job-5")
+    with store.write() as tx:
+        assert catalog.of_other_models(tx, "a", None) == {"job-2": "b", "job-1": "c"}
+        assert catalog.of_other_models(tx, "a", ["job-1", "job-3", "job-4"]) == {"job-1": "c"}
+        assert catalog.of_other_models(tx, "a", []) == {}
+        catalog.rebind(tx, ["job-1", "job-4"], "a")
+        assert catalog.of_other_models(tx, "a", None) == {"job-2": "b"}
+    assert [job(store, f"job-{n}").model for n in (1, 2, 4)] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("state", "retried"), [("completed", False), ("cancelled", False), ("expired", True)]
+)
+def test_a_job_that_has_ended_gets_no_deadline(store: Store, state: str, retried: bool) -> None:
+    add_job(store)
+    with store.write() as tx:
+        tx.execute(text("update job set state = :state"), {"state": state})
+    with pytest.raises(JobRefused) as said, store.write() as tx:
+        catalog.set_deadline(tx, "job-1", 9.0)
+    hint = "; run: conserve retry job-1" if retried else ""
+    assert str(said.value) == f"job job-1 is {state}, so it has no deadline any more{hint}"
+
+
 def test_final_states_are_those_that_nothing_but_the_user_changes() -> None:
     assert {state for state in JobState if state.final} == {
         JobState.COMPLETED,
@@ -206,6 +398,32 @@ def test_what_is_no_store_is_named(settings: Settings) -> None:
         read_jobs(settings, now=0.0)
 
 
+@pytest.mark.sqlite
+def test_a_log_of_another_user_is_told_from_damage(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a reader of an SQLite database writes to its log."""
+
+    def refuse(path: Path, timeout_s: float) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    monkeypatch.setattr(readings, "reader", refuse)
+    with pytest.raises(StoreReadOnly, match="conserve"):
+        read_jobs(settings, now=0.0)
+
+
+def test_a_store_that_was_read_is_closed(settings: Settings) -> None:
+    def open_files() -> list[Path]:
+        found = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return [path for path in found if path.is_relative_to(settings.home)]
+
+    Store.open(settings).close()
+    with opened(settings) as query:
+        assert query is not None
+        assert open_files()
+    assert open_files() == []
+
+
 def test_reading_changes_nothing(store: Store, settings: Settings) -> None:
     def delete() -> None:
         with opened(settings) as query:
@@ -251,6 +469,48 @@ def test_a_database_without_a_version_is_read(settings: Settings) -> None:
         database.execute("create table request (job_id text, position integer, epoch integer)")
     database.close()
     assert untaken(settings, "job-1") == []
+
+
+def test_a_store_that_is_being_moved_is_not_read(store: Store, read_settings: Settings) -> None:
+    mark = moves.MoveMark(id="m", state=moves.MoveState.LEFT, other="there", store_id=store.id)
+    with store.write() as tx:
+        tx.execute(
+            text("insert into meta values (:key, :mark)"), {"key": moves.KEY, "mark": moves.to_text(mark)}
+        )
+    with pytest.raises(StoreMoved, match="this store was moved to there"):
+        read_jobs(read_settings, now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [(None, None), ("/files", Path("/files")), ("s3://lake/team?region=eu-1", "s3://lake/team")],
+)
+def test_the_place_of_the_files_is_the_one_that_the_database_names(
+    store: Store, settings: Settings, written: str | None, place: Path | str | None
+) -> None:
+    if written is not None:
+        with store.write() as tx:
+            tx.execute(text("insert into meta values ('data', :data)"), {"data": written})
+    found = data(settings)
+    if isinstance(place, str):
+        assert isinstance(found, ObjectPath)
+        assert (str(found), found.bucket.region) == (f"{place}/{store.id}", "eu-1")
+    else:
+        assert found == (place or settings.home)
+
+
+def test_where_there_is_no_store_its_files_are_to_lie_in_the_home(tmp_path: Path) -> None:
+    nowhere = load({"home": tmp_path / "nowhere"}, environ={})
+    assert data(nowhere) == nowhere.home
+    assert read_harvested(nowhere) == []
+
+
+@pytest.mark.sqlite
+def test_a_slot_of_damaged_figures_is_left_out(store: Store, settings: Settings) -> None:
+    with store.write() as tx:
+        tx.execute(text("insert into harvested values (3, 1.0, 2.0, 0.0), (2, 5.0, 6.0, 0.0)"))
+        tx.execute(text("insert into harvested values (4, 'x', 2.0, 0.0)"))
+    assert read_harvested(settings) == [(2, 5.0, 6.0), (3, 1.0, 2.0)]
 
 
 KNOWN = ["gsm-aaaa", "gsm-bbbb", "mmlu-cccc"]

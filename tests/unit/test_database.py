@@ -3,6 +3,7 @@
 import errno
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,6 +239,14 @@ def test_folders_are_made_durably_also_where_a_kill_left_one_unflushed(
     assert synced == []
 
 
+def test_folders_are_made_in_an_empty_one_where_the_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home.make_with_parents(Path("a/b"))
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 def test_a_home_in_a_folder_that_may_not_be_read_is_made_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +280,38 @@ def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
     home.write_durably(tmp_path / "final", scratch)
     assert synced == ["scratch True", f"{tmp_path.name} True"]
     assert (tmp_path / "final").read_bytes() == b"whole"
+
+
+def test_a_file_is_written_beside_the_one_that_it_will_be(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "a.parquet"
+    path.parent.mkdir()
+    with home.scratch_of(path, tmp_path / "local") as scratch:
+        assert scratch == path.parent / "a.tmp"
+        scratch.write_bytes(b"whole")
+        home.write_durably(path, scratch)
+    with suppress(ZeroDivisionError), home.scratch_of(path, tmp_path / "local") as scratch:
+        scratch.write_bytes(b"half")
+        raise ZeroDivisionError
+    assert [each.name for each in path.parent.iterdir()] == ["a.parquet"]
+    with home.fetched(path, tmp_path / "local") as found:
+        assert found == path
+    assert path.read_bytes() == b"whole"
+    assert not (tmp_path / "local").exists()
+
+
+def test_what_is_in_a_folder_is_listed_by_name(tmp_path: Path) -> None:
+    for name in ("b", "c", "a"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in home.listed(tmp_path)] == ["a", "b", "c"]
+    assert home.listed(tmp_path / "none") == []
+
+
+def test_a_tree_goes_with_what_is_in_it_and_one_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_bytes(b"")
+    for _ in range(2):
+        home.remove_tree(tmp_path / "a")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_files_and_folders_are_flushed_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

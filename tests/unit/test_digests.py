@@ -1,9 +1,12 @@
 """A file is what was written, or it is not read."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conserve.store.files import digests
@@ -72,8 +75,36 @@ def test_what_is_missing_or_cannot_be_read_is_named_so(file: Path, monkeypatch: 
     assert fault(file, None) == "is missing"
 
 
-def test_of_a_file_of_an_earlier_version_its_end_is_read(file: Path) -> None:
-    assert str(fault(file, None)).startswith("is damaged (")
+def test_of_a_file_of_an_earlier_version_its_end_is_read(file: Path, tmp_path: Path) -> None:
+    said = str(fault(file, None))
+    assert said.startswith("is damaged (")
+    assert "\n" not in said
+    pq.write_table(pa.table({"q": [1]}), tmp_path / "whole")
+    assert fault(tmp_path / "whole", None) is None
+
+
+def test_a_file_that_was_found_whole_and_may_not_be_read_any_more_is_named_so(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, seal(file), known) is None
+    monkeypatch.setattr("os.access", lambda path, how: (path, how) != (file, os.R_OK))
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, seal(file), known) == "cannot be read (no permission)"
+
+
+def test_an_error_without_words_is_named_by_itself(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> str:
+        raise OSError("short read")
+
+    written = seal(file)
+    monkeypatch.setattr(digests, "digest_of", broken)
+    assert fault(file, written) == "cannot be read (short read)"
+
+
+def test_a_digest_is_of_all_blocks_of_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "BLOCK_BYTES", 999)
+    assert digests.digest_of(file) == hashlib.blake2b(file.read_bytes(), digest_size=20).hexdigest()
 
 
 def test_a_file_is_read_once_a_day(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +136,34 @@ def test_a_file_with_another_seal_is_read_again(file: Path, tmp_path: Path) -> N
 
 def test_a_file_that_changed_just_now_is_not_remembered(file: Path, tmp_path: Path) -> None:
     """A second change within a tick of the file system's clock would not show."""
-    with memory(tmp_path, now=file.stat().st_ctime + 1) as known:
-        assert fault(file, seal(file), known) is None
-    assert not (tmp_path / digests.MEMORY).exists()
+    for age_s, remembered in ((1.0, False), (1.9, False), (2.1, True)):
+        with memory(tmp_path, now=file.stat().st_ctime + age_s) as known:
+            assert fault(file, seal(file), known) is None
+        assert (tmp_path / digests.MEMORY).exists() is remembered
+
+
+def test_what_was_remembered_long_ago_or_in_the_future_is_forgotten_with_the_next_file(
+    file: Path, tmp_path: Path
+) -> None:
+    """A clock that is set back makes memories of the future."""
+    now = later(file)
+    ages = {"young": 1.0, "old": REMEMBER_S, "future": 1.0 - REMEMBER_S, "later": -REMEMBER_S}
+    known = {name: [1, 2, 3, 4, "digest", now - age] for name, age in ages.items()}
+    (tmp_path / digests.MEMORY).write_text(json.dumps(known))
+    with memory(tmp_path, now=now) as found:
+        assert fault(file, seal(file), found) is None
+    assert list(json.loads((tmp_path / digests.MEMORY).read_bytes())) == ["young", "future", str(file)]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_memory_that_learned_nothing_is_not_written(file: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        with memory(tmp_path, now=later(file)) as known:
+            assert fault(file, seal(file), known) is None
+        os.utime(tmp_path / digests.MEMORY, (7, 7))
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, Seal(bytes=1, digest="d"), known) is not None
+    assert (tmp_path / digests.MEMORY).stat().st_mtime == 7
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"x": 1}', b'{"x": []}', b'{"x": ["a", "b"]}'])
@@ -118,13 +174,14 @@ def test_a_memory_that_is_damaged_is_an_empty_one(file: Path, tmp_path: Path, co
     assert list(json.loads((tmp_path / digests.MEMORY).read_bytes())) == [str(file)]
 
 
+@pytest.mark.parametrize("step", ["write_text", "replace"])
 def test_a_memory_that_cannot_be_kept_stops_nothing(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, step, full)
     with memory(tmp_path, now=later(file)) as known:
         assert fault(file, seal(file), known) is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
@@ -70,6 +71,8 @@ def test_each_harvester_has_its_own_note_of_a_server(store: Store) -> None:
     with store.write() as tx:
         servers.forget(tx, "a")
     assert [one.owner for one in everything(store)[0].feedings] == ["b"]
+    note(store, owner="b")
+    assert [one.feedings for one in everything(store)] == [[], []], "it feeds none any more"
 
 
 def test_the_last_sign_of_life_is_that_of_a_server_that_answered(store: Store) -> None:
@@ -108,6 +111,110 @@ def test_draining_keeps_its_first_moment_and_undraining_ends_it(store: Store) ->
     with store.write() as tx:
         servers.undrain(tx, "gpu-a")
         assert not servers.drained(tx)
+
+
+@pytest.mark.parametrize(
+    ("last", "owner_noted", "drained", "kept"),
+    [
+        (0.0, None, False, True),
+        (0.001, None, False, False),
+        (0.001, None, True, True),
+        (9.0, servers.KEPT_S, False, True),
+        (9.0, servers.KEPT_S + 0.5, False, False),
+        (9.0, -servers.KEPT_S, False, True),
+        (9.0, -servers.KEPT_S - 0.5, False, False),
+    ],
+)
+def test_a_server_is_listed_for_a_week_behind_its_last_sign_of_life_or_note(
+    store: Store, last: float, owner_noted: float | None, drained: bool, kept: bool
+) -> None:
+    """The last sign is `last` seconds more than a week ago; a clock that was set back makes notes of the future."""
+    now = NOW + servers.KEPT_S + last
+    note(store, sighting(), now=NOW)
+    with store.write() as tx:
+        if owner_noted is None:
+            servers.forget(tx, "a")
+        else:
+            tx.execute(text("update feeding set noted_at = :at"), {"at": now - owner_noted})
+        if drained:
+            servers.drain(tx, A, now=NOW)
+        servers.forget_old(tx, now=now)
+    assert [one.url for one in everything(store)] == ([A] if kept else [])
+
+
+def test_a_server_that_never_answered_is_forgotten_once_nobody_feeds_it(store: Store) -> None:
+    note(store, sighting(alive=False, state="down"))
+    (found,) = everything(store)
+    assert (found.seen_at, found.model, found.version, found.drained_at) == (None, None, None, None)
+    for left in (1, 0):
+        with store.write() as tx:
+            servers.forget_old(tx, now=NOW)
+        assert len(everything(store)) == left
+        with store.write() as tx:
+            servers.forget(tx, "a")
+
+
+def test_a_server_that_answers_again_has_its_new_model_and_stays_drained(store: Store) -> None:
+    note(store, sighting(), sighting(B))
+    with store.write() as tx:
+        assert servers.drain(tx, "gpu-a", now=NOW) == [A]
+    note(store, sighting(model="n", version="vLLM 0.33.0", why="slow"), now=NOW + 60)
+    first, second = everything(store)
+    assert (first.model, first.version, first.seen_at, first.drained_at) == (
+        *("n", "vLLM 0.33.0", NOW + 60, NOW),
+    )
+    assert [(one.why, one.waiting, one.tokens_per_s, one.noted_at) for one in first.feedings] == [
+        ("slow", 2, 100.0, NOW + 60)
+    ]
+    assert (second.seen_at, second.feedings) == (NOW, []), "it is not fed any more"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("http://gpu-b:8000/v1/", [B]),
+        ("http://gpu-b:8000/", [B]),
+        ("gpu-b:8000", [B]),
+        ("gpu-b", [B]),
+        ("gpu-c:9", ["http://me@gpu-c:9"]),
+        ("gpu-c", ["http://me@gpu-c:9"]),
+    ],
+)
+def test_drains_concern_the_servers_of_a_name_alone(store: Store, name: str, found: list[str]) -> None:
+    note(store, sighting(), sighting(B), sighting("http://me@gpu-c:9"))
+    with store.write() as tx:
+        assert servers.drain(tx, name, now=NOW) == found
+        assert servers.drained(tx) == set(found)
+        servers.drain(tx, A, now=NOW)
+        assert servers.undrain(tx, name) == found
+        assert servers.drained(tx) == {A}
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "8000", "http://gpu-b", "me@gpu-c:9"])
+def test_a_name_of_no_server_is_said_with_those_that_there_are(store: Store, name: str) -> None:
+    with pytest.raises(UsageError) as said, store.write() as tx:
+        servers.drain(tx, name, now=NOW)
+    assert str(said.value) == f"there is no server {name}; no harvester has seen any yet"
+    note(store, sighting(B), sighting(), sighting("http://me@gpu-c:9"))
+    with pytest.raises(UsageError) as said, store.write() as tx:
+        servers.undrain(tx, name)
+    assert str(said.value) == f"there is no server {name}; there are {A}, {B}, http://me@gpu-c:9"
+
+
+@pytest.mark.parametrize(("ago_s", "fresh"), [(30.0, True), (30.1, False), (-30.0, True), (-30.1, False)])
+def test_a_note_is_fresh_for_half_a_minute_also_under_a_clock_that_was_set_back(
+    ago_s: float, fresh: bool
+) -> None:
+    assert feeding(noted_at=0.0).is_fresh(ago_s) is fresh
+
+
+def test_harvesters_are_listed_by_name(store: Store) -> None:
+    for owner in ("c", "a", "b"):
+        note(store, sighting(B), sighting(), owner=owner)
+    assert [(one.url, [each.owner for each in one.feedings]) for one in everything(store)] == [
+        (A, ["a", "b", "c"]),
+        (B, ["a", "b", "c"]),
+    ]
 
 
 def test_the_state_is_the_worst_that_a_live_harvester_sees() -> None:

@@ -1,6 +1,7 @@
 """Hooks: every change of a job is in the outbox, and its message reaches the receiver, signed, at least once."""
 
 import ast
+import base64
 import contextlib
 import json
 import threading
@@ -159,6 +160,17 @@ class TestOutbox:
             assert batches.deliver(tx, found, output="file-2", errors=None, now=5.0)
         assert told(store) == ["in_progress", "completed"]
 
+    def test_a_job_that_is_forgiven_runs_again_and_is_told_of_once(self, store: Store) -> None:
+        submitted(store)
+        with store.write() as tx:
+            catalog.refuse(tx, "job-1", "the requests are damaged", now=1.0)
+        hook(store)
+        for _ in range(2):
+            with store.write() as tx:
+                catalog.forgive(tx, "job-1", now=2.0)
+        assert told(store) == ["in_progress"]
+        assert messages(store)[0].created_at == 2.0
+
     def test_what_is_rolled_back_is_not_told(self, store: Store) -> None:
         hook(store)
         submitted(store)
@@ -226,6 +238,10 @@ class TestSignature:
         )
         assert made["webhook-timestamp"] == "1614265330"
         assert made["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+    def test_each_hook_has_a_secret_of_256_random_bits(self, store: Store) -> None:
+        secrets = {hook(store).secret for _ in range(2)}
+        assert [len(base64.b64decode(secret.removeprefix("whsec_"))) for secret in secrets] == [32, 32]
 
     def test_openais_client_accepts_it(self, store: Store) -> None:
         with receiving() as receiver:
@@ -375,6 +391,60 @@ class TestDelivery:
             outbox.record(tx, fast, SendAttempt(at=1.0, status=200), state=MessageState.DELIVERED)
             outbox.record(tx, slow, SendAttempt(at=2.0, error="no"), state=MessageState.GIVEN_UP)
             assert outbox.get(tx, fast.id).state is MessageState.DELIVERED
+
+    def test_a_message_is_not_sent_again_while_it_is_being_sent(self, store: Store, to: Hook) -> None:
+        submitted(store)
+        with store.write() as tx:
+            (held,) = claimed(tx, owner="ann", now=0.0)
+            assert outbox.holders(tx) == {"ann"}
+            with pytest.raises(UsageError, match=f"the message {held.id} is being sent now"):
+                outbox.again(tx, held.id, owner="ben", now=outbox.HOLD_S - 1.0)
+            assert outbox.get(tx, held.id) == held
+            later = outbox.again(tx, held.id, owner="ben", now=outbox.HOLD_S)
+            assert (later.owner, later.held_until, later.attempts) == ("ben", 2 * outbox.HOLD_S, 0)
+            outbox.record(tx, later, SendAttempt(at=1.0, error="no", status=500), state=MessageState.GIVEN_UP)
+            assert outbox.holders(tx) == set()
+            again = outbox.again(tx, held.id, owner="cid", now=500.0)
+            assert (again.state, again.attempts, again.next_at) == (MessageState.WAITING, 0, 500.0)
+
+    def test_messages_of_the_dead_are_free_and_those_of_others_stay_held(self, store: Store) -> None:
+        for _ in range(2):
+            hook(store)
+        submitted(store)
+        with store.write() as tx:
+            first, second = outbox.turn(tx, now=0.0, limit=8)
+            assert outbox.claim(tx, [first], owner="ann", now=0.0)[0].id == first
+            assert outbox.claim(tx, [first], owner="ben", now=0.0) == []
+            outbox.claim(tx, [second], owner="ben", now=0.0)
+            assert not outbox.any_due(tx, now=1.0)
+            outbox.release(tx, [])
+            assert outbox.holders(tx) == {"ann", "ben"}
+            outbox.release(tx, ["ann", "dead"])
+            assert outbox.holders(tx) == {"ben"}
+            assert outbox.any_due(tx, now=1.0)
+            assert outbox.turn(tx, now=1.0, limit=8) == [first]
+
+    def test_the_log_shows_the_newest_messages_of_a_hook_or_of_a_state(self, store: Store) -> None:
+        one, two = hook(store), hook(store)
+        for number in range(2):
+            submitted(store, f"job-{number}")
+        with store.write() as tx:
+            ids = [message.id for message in outbox.page(tx, limit=9)]
+            seqs = [message.seq for message in outbox.page(tx, limit=9)]
+            assert seqs == sorted(seqs, reverse=True)
+            assert [message.id for message in outbox.page(tx, limit=3)] == ids[:3]
+            mine = outbox.page(tx, hook_id=one.id, limit=9)
+            assert [message.hook_id for message in mine] == [one.id] * 2
+            (held,) = outbox.claim(tx, [mine[0].id], owner="ann", now=0.0)
+            outbox.record(tx, held, SendAttempt(at=7.0, status=200), state=MessageState.DELIVERED)
+            (done,) = outbox.page(tx, state=MessageState.DELIVERED, limit=9)
+            assert (done.id, done.tried_at, done.owner, done.held_until) == (held.id, 7.0, None, None)
+            assert outbox.page(tx, state=MessageState.DELIVERED, hook_id=two.id, limit=9) == []
+            assert outbox.counts(tx) == {one.id: {"waiting": 1, "delivered": 1}, two.id: {"waiting": 2}}
+            assert hooks.end(tx, two.id, hooks.REMOVED, now=3.0) == 2
+            assert outbox.forget(tx, before=7.0) == 2, "never tried, and made long ago"
+            assert outbox.forget(tx, before=7.1) == 1
+            assert [message.state for message in outbox.page(tx, limit=9)] == [MessageState.WAITING]
 
     def test_a_slow_receiver_does_not_hold_up_others(self, store: Store) -> None:
         slow, quick = hook(store), hook(store)

@@ -8,6 +8,7 @@ import pytest
 
 from conserve.batch_api import access
 from conserve.batch_api.access import KeyRing
+from conserve.errors import UsageError
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, keys
@@ -132,6 +133,22 @@ def test_a_limit_beyond_what_the_database_holds_is_refused(store: Store, flag: s
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"{flag} is at most" in refused.stderr
     assert conserve("keys", "add", "ann", flag, str(2**63 - 1)).returncode == 0
+    named = {flag.removeprefix("--").replace("-", "_"): 2**63}
+    with pytest.raises(UsageError, match=f"^{flag} is at most 9,223,372,036,854,775,807; leave it out"):
+        make(store, "ben", **named)
+
+
+def test_a_key_has_256_random_bits_and_any_text_may_be_asked_about(store: Store) -> None:
+    key = make(store, "ann")
+    assert len(key) == len(keys.PREFIX) + 43, "of six bits each"
+    assert key != make(store, "ben")
+    with store.read() as tx:
+        known = keys.everything(tx)
+    found = keys.of_text(known, key)
+    assert found is not None
+    assert (found.name, found.hash) == ("ann", keys.hashed(key))
+    for other in ("", key[:-1], "\udce9", "é"):
+        assert keys.of_text(known, other) is None
 
 
 def test_unfinished_rows_are_limited(store: Store, url: str) -> None:

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, inspect
+from sqlalchemy import Connection, create_engine, insert, inspect, text
 
 from conserve.config import Settings
 from conserve.store.books import shards
+from conserve.store.books.readings import read_harvested, read_jobs, read_task, untaken
 from conserve.store.books.results import encode
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import first_schema, migrations, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -89,6 +90,37 @@ def test_every_earlier_version_arrives_at_the_schema(settings: Settings, number:
         assert {column["name"] for column in found.get_columns(name)} == set(table.columns.keys())
     assert select(store, "select value from meta where key = 'version'") == [(str(LATEST),)]
     store.close()
+
+
+@pytest.mark.parametrize("number", range(1, LATEST + 1))
+def test_a_store_of_every_earlier_version_is_read_as_it_is(settings: Settings, number: int) -> None:
+    """`conserve status` shows what the version knew, and changes nothing."""
+    known = {
+        "model": 3,
+        "tags": 3,
+        "deadline": 6,
+        "on_late": 8,
+    }  # columns, and the versions that brought them
+    values = {"model": "m", "tags": '{"a":"b"}', "deadline": 7.0, "on_late": "push"}
+    with first_version(settings) as tx:
+        add_old_job(tx)
+        for count, migration in enumerate(migrations.MIGRATIONS[1:number], start=2):
+            migration(tx)
+            migrations.remember(tx, count)
+        for column in [name for name, since in known.items() if number >= since]:
+            tx.execute(text(f"update job set {column} = :value"), {"value": values[column]})
+        if number >= 8:
+            tx.execute(text("insert into harvested values (2, 3.0, 4.0, 5.0)"))
+    (found,) = read_jobs(settings, now=9.0)
+    assert (found.id, found.state, found.row_order) == ("job-1", JobState.RUNNING, "input")
+    assert (found.rows, found.waiting, found.running, found.succeeded) == (4, 2, 1, 1)
+    has = {name for name, since in known.items() if number >= since}
+    assert found.model == ("m" if "model" in has else None)
+    assert found.tags == ({"a": "b"} if "tags" in has else {})
+    assert found.deadline == (7.0 if "deadline" in has else None)
+    assert found.on_late is (OnLate.PUSH if "on_late" in has else None)
+    assert read_harvested(settings) == ([(2, 3.0, 4.0)] if number >= 8 else [])
+    assert (untaken(settings, "job-1"), read_task(settings, "job-1")) == ([2], "{}")
 
 
 def test_the_tables_of_the_first_version_are_not_edited() -> None:

@@ -22,6 +22,7 @@ from conserve.nightly.holding import end, sign
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.redacted import address_of, flags_of, host_of
 from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
+from conserve.store.files import nights
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
 
@@ -273,3 +274,48 @@ def test_a_run_of_another_user_is_not_ended(tmp_path: Path, monkeypatch: pytest.
         sign(file)
         with pytest.raises(JobRefused, match="of another user"):
             end(file, "small")
+
+
+def test_records_of_runs_are_read_the_oldest_first_and_damaged_ones_left_out(tmp_path: Path) -> None:
+    records = {
+        "late": '{"id": "late", "began_at": 9}',
+        "b": '{"id": "b", "began_at": 7.5, "score": 1}',
+        "a": '{"id": "a", "began_at": 7.5}',
+        "half": '{"id": "half"',
+        "timeless": '{"id": "timeless"}',
+        "nameless": '{"began_at": 1}',
+        "list": "[]",
+        "when": '{"id": "when", "began_at": "soon"}',
+        "null": '{"id": "null", "began_at": null}',
+    }
+    assert list(nights.records(tmp_path)) == []
+    for name, content in records.items():
+        nights.folder_of(tmp_path, name).mkdir(parents=True)
+        (nights.folder_of(tmp_path, name) / nights.RECORD).write_text(content)
+    (nights.folder_of(tmp_path, "folder") / nights.RECORD).mkdir(parents=True)
+    nights.folder_of(tmp_path, "copy").mkdir()
+    (nights.folder_of(tmp_path, "copy") / nights.RECORD).write_text(f'{records["a"][:-1]}, "copied": true}}')
+    assert [record["id"] for record in nights.records(tmp_path)] == ["a", "a", "b", "late"]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"baseline": "run-1", "other": 2}', {"baseline": "run-1", "other": "2"}),
+        *[(content, {}) for content in (b"", b"{", b"[]", b"\xff")],
+    ],
+)
+def test_names_of_runs_are_none_if_their_file_is_damaged(
+    tmp_path: Path, content: bytes, found: dict[str, str]
+) -> None:
+    assert nights.names(tmp_path) == {}
+    nights.names_file(tmp_path).parent.mkdir()
+    nights.names_file(tmp_path).write_bytes(content)
+    assert nights.names(tmp_path) == found
+
+
+def test_files_of_evaluations_lie_in_one_folder_of_the_home(tmp_path: Path) -> None:
+    folder = tmp_path / "evals"
+    assert nights.folder_of(tmp_path, "run-1") == folder / "runs" / "run-1"
+    assert nights.lock_file(tmp_path, "small") == folder / "small.lock"
+    assert nights.names_file(tmp_path) == folder / "names.json"

@@ -4,8 +4,9 @@ import asyncio
 import multiprocessing
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from select import select as select_files
 from typing import Any
@@ -26,20 +27,25 @@ from conserve.store.books import (
     batches,
     catalog,
     choice,
+    harvested,
     hooks,
+    keys,
     leases,
     outbox,
     queue,
     saved_tokens,
+    servers,
     shards,
     spans,
 )
 from conserve.store.books.choice import Terms
 from conserve.store.books.events import Event
+from conserve.store.books.harvested import HarvestedQuarter
 from conserve.store.books.journal import Committed
 from conserve.store.books.leases import Lease
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.books.servers import Sighting
 from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -250,9 +256,37 @@ def test_processes_that_open_an_empty_database_at_once_migrate_it_once(
     databases.drop(url)
 
 
+Lock = Callable[[Connection], None]
+
+
 def within_a_second(tx: Connection) -> None:
     """A wait for a lock is an error."""
     tx.execute(text("set local lock_timeout = '1s'"))
+
+
+LOCKS: dict[str, tuple[Lock, Lock]] = {  # of one thing, and of another
+    "key": (lambda tx: keys.lock(tx, "one"), lambda tx: keys.lock(tx, "other")),
+    "job": (lambda tx: catalog.lock_job(tx, "one"), lambda tx: catalog.lock_job(tx, "other")),
+    "jobs": (lambda tx: catalog.lock_jobs(tx, ["one"]), lambda tx: catalog.lock_jobs(tx, ["other"])),
+    "ids": (catalog.lock_ids, lambda tx: catalog.lock_job(tx, "one")),
+}
+
+
+@pytest.mark.parametrize("of", LOCKS)
+def test_a_lock_keeps_others_out_of_the_same_thing_alone(store: Store, of: str) -> None:
+    with store.write() as tx:
+        for name in ("one", "other"):
+            keys.add(tx, name, project="p", now=0.0)
+    for name in ("one", "other"):
+        add_job(store, name)
+    same, another = LOCKS[of]
+    with store.write() as first:
+        same(first)
+        for lock, said in ((another, None), (same, "lock timeout")):
+            refused = nullcontext() if said is None else pytest.raises(StoreError, match=said)
+            with refused, store.write() as second:
+                second.execute(text("set local lock_timeout = '20ms'"))
+                lock(second)
 
 
 def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
@@ -388,8 +422,42 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     listener.close()
 
 
+def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    with store.write() as tx:
+        catalog.move(tx, "job-1", "pause", now=1.0)
+        catalog.refuse(tx, "job-2", "the record is lost", now=1.0)
+    assert not readable(listener)
+    with store.write() as tx:
+        catalog.move(tx, "job-1", "resume", now=2.0)
+    assert readable(listener)
+    assert listener.heard()
+    with store.write() as tx:
+        assert catalog.forgive(tx, "job-2", now=2.0)
+    assert readable(listener)
+    listener.close()
+
+
 def readable(listener: Listener) -> bool:
     return bool(select_files([listener], [], [], 0.2)[0])
+
+
+def test_harvesters_add_up_their_tokens_and_note_the_same_server(store: Store) -> None:
+    seen = Sighting(
+        url="http://gpu:8000", state="serving", model="m", version=None, alive=True, in_flight=1, waiting=0,
+        tokens_per_s=9.0, why=None,
+    )  # fmt: skip
+    for owner, alive in (("ann", False), ("ben", True), ("ann", False)):
+        with store.write() as tx:
+            servers.note(tx, owner, [replace(seen, alive=alive)], now=10.0)
+            harvested.note(tx, 100, since=0.0, now=10.0)
+    with store.read() as tx:
+        assert harvested.slots(tx) == [HarvestedQuarter(0, 300.0, 10.0)]
+        (found,) = servers.everything(tx)
+    assert (found.model, found.seen_at, len(found.feedings)) == ("m", 10.0, 2)
 
 
 def test_a_connection_that_ends_is_noticed(store: Store) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
@@ -22,6 +23,7 @@ from tests.conftest import WriteInput
 from tests.store_rows import job
 from tests.virtual_time import BEGIN_S
 
+DAY_S = 86_400.0
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 QueueUp = Callable[..., str]
 
@@ -273,9 +275,26 @@ def test_time_of_two_harvesters_counts_once(store: Store) -> None:
     assert slots(store) == [HarvestedQuarter(0, 210.0, 13.0)]
 
 
+def test_an_interval_of_more_than_a_day_counts_for_its_last_day(store: Store) -> None:
+    note(store, 2000, 0.0, 2 * DAY_S)
+    found = slots(store)
+    assert [slot.slot for slot in found] == list(range(96, 192))
+    assert {(round(slot.tokens, 6), slot.busy_s) for slot in found} == {(10.416667, SLOT_S)}
+    note(store, 5, 7.0, 7.0)
+    note(store, 5, 7.0, 6.0)
+    assert slots(store) == found, "no time has passed"
+
+
 def test_old_slots_are_forgotten(store: Store) -> None:
-    note(store, 1, 0.0, 10.0)
-    note(store, 1, 2.0 * SLOT_S, 2.0 * SLOT_S + 10.0)
+    for slot in range(3):
+        note(store, 1, slot * SLOT_S, slot * SLOT_S + 10.0)
     with store.write() as tx:
         harvested.forget_old(tx, now=KEPT_S + 1.5 * SLOT_S)
-    assert [slot.slot for slot in slots(store)] == [2]
+    assert [slot.slot for slot in slots(store)] == [1, 2]
+
+
+def test_a_slot_of_damaged_figures_is_left_out(store: Store) -> None:
+    note(store, 1, 0.0, 10.0)
+    with store.write() as tx:
+        tx.execute(text("insert into harvested values (1, 'x', 2.0, 0.0)"))
+    assert [slot.slot for slot in slots(store)] == [0]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from conserve.errors import SettingsError, StoreUnreachable
 
@@ -55,7 +55,7 @@ class Bucket:
         if scheme not in SCHEMES:
             raise SettingsError("files of a store lie in a folder, or in s3://, gs:// or az://BUCKET/PREFIX")
         endpoint = urlsplit(options.get("endpoint", ""))
-        if "@" in rest or ":" in place or endpoint.username or endpoint.password:
+        if "@" in unquote(rest) or ":" in place:
             raise with_credentials(scheme)
         if unknown := sorted(options.keys() - set(OPTIONS)):
             if any(re.search(r"key|secret|token|password|sig", name, re.IGNORECASE) for name in unknown):

@@ -133,9 +133,8 @@ def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str
 def object_fault(path: ObjectPath, seal: Seal | None) -> str | None:
     """Compare an object with its seal, as `fault` does; no memory of it is kept."""
     try:
-        if seal is None:
-            return footer_fault(path)
-        return length_fault(path.stat().st_size, seal) or digest_fault(path, seal)
+        size = path.stat().st_size
+        return footer_fault(path) if seal is None else length_fault(size, seal) or digest_fault(path, seal)
     except FileNotFoundError:
         return "is missing"
 

@@ -101,7 +101,7 @@ def discard_job(data: FilePath, job_id: str) -> None:
 def listed(folder: P) -> list[P]:
     """Files and folders right in a folder, in the order of their names; none if it is missing."""
     try:
-        return sorted(cast("Iterator[P]", folder.iterdir()), key=lambda path: path.name)
+        return sorted(cast("Iterator[P]", folder.iterdir()))
     except OSError:
         return []
 

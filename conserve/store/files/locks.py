@@ -10,7 +10,7 @@ from pathlib import Path
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Hold a file or a folder against other processes that hold it so; a file system without locks lets all in."""
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    held = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX)

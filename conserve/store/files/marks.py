@@ -39,7 +39,7 @@ def held(folder: FilePath, mark: Mark, *, alone: bool) -> Iterator[None]:
     if isinstance(folder, ObjectPath):
         yield
         return
-    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with suppress(OSError):  # a file system without locks: then nothing here is ever swept up
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -68,7 +68,7 @@ def free(folder: FilePath) -> Iterator[None]:
         return
     with ExitStack() as opened:
         with suppress(OSError):
-            file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(folder / MARK, os.O_RDWR)
             opened.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -82,7 +82,7 @@ def seized(folder: FilePath, store_id: str) -> Iterator[Mark | None]:
         yield found if found is not None and found.store_id == store_id != "" else None
         return
     try:
-        file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(folder / MARK, os.O_RDWR)
     except OSError:
         yield None
         return
@@ -113,7 +113,7 @@ def change(folder: FilePath, mark: Mark) -> None:
     if isinstance(folder, ObjectPath):
         (folder / MARK).write_bytes(encoded(mark))
         return
-    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         write(file, mark)
         os.fsync(file)
@@ -129,7 +129,7 @@ def of(folder: FilePath) -> Mark | None:
         except FileNotFoundError:
             return None
     try:
-        file = os.open(folder / MARK, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(folder / MARK, os.O_RDONLY)
     except OSError:
         return None
     try:

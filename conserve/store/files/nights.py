@@ -8,6 +8,7 @@ HOME/evals/<evaluation>.lock              held by the process that works on a ru
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,9 @@ def records(home: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of runs, the oldest first; one that cannot be read is left out."""
     found = []
     for path in runs_folder(home).glob(f"*/{RECORD}"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             found.append((float(record["began_at"]), str(record["id"]), record))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
     for _, _, record in sorted(found, key=lambda one: one[:2]):
         yield record
 

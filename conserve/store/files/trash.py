@@ -44,7 +44,7 @@ def throw_objects(path: ObjectPath, there: ObjectPath) -> None:
         path.copy_to(there)
         path.unlink()
         return
-    for entry in list(path.entries()):
+    for entry in path.entries():
         entry.path.copy_to(there / entry.path.relative_to(path))
         entry.path.unlink(missing_ok=True)
     path.remove_tree()  # what object storage keeps of a folder
@@ -73,7 +73,7 @@ def contents(data: P) -> list[P]:
         ]
     except OSError:
         return []
-    return sorted(found, key=lambda path: path.name)
+    return sorted(found)
 
 
 def thrown_at(thrown: FilePath) -> float:
