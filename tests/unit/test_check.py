@@ -284,30 +284,47 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
     assert [row["row_index"] for row in results(job_id)] == list(range(20))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "update job set succeeded = succeeded + 1",
-        "update job set failed = 7",
-        "update job set prompt_tokens = 5",
-        "update job set next_position = 12",
-        "update job set next_position = 9",
-        "update job set next_position = 0",
-        "delete from request where position = 11",
-        "delete from journal where position = 2",
-        "update request set position = 14 where position = 11",
-        "update request set position = 99 where position = 11",
-        "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
-        "tokens, tokens_by, checksum, deaths from request where position = 11",
-        "delete from span",
-        "update span set stop = 12, held = 1",
-        "update span set gone = x'00', held = 3",
-        "update span set start = 9, held = 4",
-        "update job set state = 'completed'",
+BOOKS = {
+    "update job set succeeded = succeeded + 1": ["its record says succeeded 12 instead of 11"],
+    "update job set failed = 7": ["its record says failed 7 instead of 0"],
+    "update job set prompt_tokens = 5": ["its record says prompt_tokens 5 instead of 0"],
+    "update job set next_position = 12": [
+        "its record says that no row from 12 on was leased, and there are 12, 13"
     ],
-)
+    "update job set next_position = 9": [
+        "its record says that no row from 9 on was leased, and there are 9, 10, 11, 12, 13"
+    ],
+    "update job set next_position = 0": [
+        "its record says that no row from 0 on was leased, and there are 0, 1, 2, 3, 4 and 9 others"
+    ],
+    "delete from request where position = 11": ["the queue lacks rows 11 (+1 beyond its damaged files)"],
+    "delete from journal where position = 2": [
+        "the queue lacks rows 13 (+1 beyond its damaged files)",
+        "its record says succeeded 11 instead of 10",
+    ],
+    "update request set position = 14 where position = 11": [
+        "its record says that no row from 14 on was leased, and there are 14"
+    ],
+    "update request set position = 99 where position = 11": [
+        "the queue lacks rows 11 (+1 beyond its damaged files)"
+    ],
+    "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
+    "tokens, tokens_by, checksum, deaths from request where position = 11": ["the queue has rows 3 twice"],
+    "delete from span": ["the queue lacks rows 10, 12 (+2 beyond its damaged files)"],
+    "update span set stop = 12, held = 1": ["the queue lacks rows 12 (+1 beyond its damaged files)"],
+    "update span set gone = x'00', held = 3": ["the queue has rows 11 twice"],
+    "update span set start = 9, held = 4": [
+        "the queue lacks rows 10 (+1 beyond its damaged files)",
+        "the queue has rows 9, 11 twice",
+    ],
+    "update job set state = 'completed'": ["its record says the state completed with 11 of 16 rows"],
+}
+"""Changes of the books of a job with 16 rows, and what is wrong then."""
+
+
+@pytest.mark.parametrize(("change", "said"), list(BOOKS.items()), ids=list(BOOKS))
 def test_books_that_do_not_add_up_are_found_and_mended(
-    store: Store, submit: Callable[..., str], change: str
+    store: Store, submit: Callable[..., str], change: str, said: list[str]
 ) -> None:
     """Each position is in exactly one place, and the counters are the sums over the results."""
     job_id = submit(rows=16, order="input")
@@ -324,6 +341,7 @@ def test_books_that_do_not_add_up_are_found_and_mended(
         if "journal" in change:
             tx.exec_driver_sql("delete from journal")
     found = check()["damages"]
+    assert [f"{damage['file']} {damage['what']}" for damage in found] == said
     assert {damage["job_id"] for damage in found} == {job_id}
     assert {damage["part"] for damage in found} <= {"rows", "counters"}
     assert check("--repair", code=0)["left"] == []
