@@ -109,9 +109,7 @@ def test_answers_that_cannot_be_read_are_not_taken(store: Store, folder: Path) -
     assert found(store) == []
 
 
-@pytest.mark.parametrize(
-    ("requests", "taken"), [(None, True), (range(10, 13), True), (range(10, 12), False)]
-)
+@pytest.mark.parametrize(("requests", "taken"), [(None, True), (range(10, 13), True), (range(10, 12), False)])
 def test_requests_that_are_lost_forbid_nothing_and_shorter_ones_do(
     store: Store, folder: Path, requests: Sequence[int] | None, taken: bool
 ) -> None:

@@ -94,7 +94,7 @@ def test_counters_that_are_no_numbers_become_0(store: Store) -> None:
     change(store, ", ".join(f"{name} = 2" for name in COUNTERS))
     change(store, "succeeded = 'many', retries = 'x'")
     assert records.mend(store, JOB, now=NOW) == FROM_FOLDER
-    wanted = {name: 2 for name in COUNTERS} | {"succeeded": 0, "retries": 0}
+    wanted = dict.fromkeys(COUNTERS, 2) | {"succeeded": 0, "retries": 0}
     assert {name: record(store)[name] for name in COUNTERS} == wanted
     change(store, ", ".join(f"{name} = 'none'" for name in COUNTERS))
     records.mend(store, JOB, now=NOW)
@@ -147,8 +147,8 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
             return records.differences(tx, JOB, mark)
 
     assert differences(mark) == []
-    moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = '{}', priority = 1"
-    change(store, moving + "".join(f", {name} = 3" for name in COUNTERS))
+    moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = '{}'"
+    change(store, moving + ", priority = 1" + "".join(f", {name} = 3" for name in COUNTERS))
     assert differences(mark) == []
     change(store, "submitted_at = 1, tags = 'x', deadline = 1, num_rows = 5")
     assert differences(mark) == ["submitted_at", "num_rows", "tags", "deadline"]
