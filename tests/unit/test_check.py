@@ -1,7 +1,6 @@
 """`conserve check` finds what is damaged and names the job; `--repair` recovers what the rest allows."""
 
 import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.config import Settings
 from conserve.engine.runtime import spill_file
-from conserve.errors import StoreDamaged, StoreError, StoreUnreachable
+from conserve.errors import StoreDamaged
 from conserve.jobs.harvest.owner import this_process
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.submit import submit as submit_job
@@ -21,7 +19,7 @@ from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
-from conserve.store.upkeep import checking, mending
+from conserve.store.upkeep import checking
 from conserve.store.upkeep.damage import StorePart, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
@@ -286,47 +284,30 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
     assert [row["row_index"] for row in results(job_id)] == list(range(20))
 
 
-BOOKS = {
-    "update job set succeeded = succeeded + 1": ["its record says succeeded 12 instead of 11"],
-    "update job set failed = 7": ["its record says failed 7 instead of 0"],
-    "update job set prompt_tokens = 5": ["its record says prompt_tokens 5 instead of 0"],
-    "update job set next_position = 12": [
-        "its record says that no row from 12 on was leased, and there are 12, 13"
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update job set succeeded = succeeded + 1",
+        "update job set failed = 7",
+        "update job set prompt_tokens = 5",
+        "update job set next_position = 12",
+        "update job set next_position = 9",
+        "update job set next_position = 0",
+        "delete from request where position = 11",
+        "delete from journal where position = 2",
+        "update request set position = 14 where position = 11",
+        "update request set position = 99 where position = 11",
+        "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
+        "tokens, tokens_by, checksum, deaths from request where position = 11",
+        "delete from span",
+        "update span set stop = 12, held = 1",
+        "update span set gone = x'00', held = 3",
+        "update span set start = 9, held = 4",
+        "update job set state = 'completed'",
     ],
-    "update job set next_position = 9": [
-        "its record says that no row from 9 on was leased, and there are 9, 10, 11, 12, 13"
-    ],
-    "update job set next_position = 0": [
-        "its record says that no row from 0 on was leased, and there are 0, 1, 2, 3, 4 and 9 others"
-    ],
-    "delete from request where position = 11": ["the queue lacks rows 11 (+1 beyond its damaged files)"],
-    "delete from journal where position = 2": [
-        "the queue lacks rows 13 (+1 beyond its damaged files)",
-        "its record says succeeded 11 instead of 10",
-    ],
-    "update request set position = 14 where position = 11": [
-        "its record says that no row from 14 on was leased, and there are 14"
-    ],
-    "update request set position = 99 where position = 11": [
-        "the queue lacks rows 11 (+1 beyond its damaged files)"
-    ],
-    "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
-    "tokens, tokens_by, checksum, deaths from request where position = 11": ["the queue has rows 3 twice"],
-    "delete from span": ["the queue lacks rows 10, 12 (+2 beyond its damaged files)"],
-    "update span set stop = 12, held = 1": ["the queue lacks rows 12 (+1 beyond its damaged files)"],
-    "update span set gone = x'00', held = 3": ["the queue has rows 11 twice"],
-    "update span set start = 9, held = 4": [
-        "the queue lacks rows 10 (+1 beyond its damaged files)",
-        "the queue has rows 9, 11 twice",
-    ],
-    "update job set state = 'completed'": ["its record says the state completed with 11 of 16 rows"],
-}
-"""Changes of the books of a job with 16 rows, and what is wrong then."""
-
-
-@pytest.mark.parametrize(("change", "said"), list(BOOKS.items()), ids=list(BOOKS))
+)
 def test_books_that_do_not_add_up_are_found_and_mended(
-    store: Store, submit: Callable[..., str], change: str, said: list[str]
+    store: Store, submit: Callable[..., str], change: str
 ) -> None:
     """Each position is in exactly one place, and the counters are the sums over the results."""
     job_id = submit(rows=16, order="input")
@@ -343,7 +324,6 @@ def test_books_that_do_not_add_up_are_found_and_mended(
         if "journal" in change:
             tx.exec_driver_sql("delete from journal")
     found = check()["damages"]
-    assert [f"{damage['file']} {damage['what']}" for damage in found] == said
     assert {damage["job_id"] for damage in found} == {job_id}
     assert {damage["part"] for damage in found} <= {"rows", "counters"}
     assert check("--repair", code=0)["left"] == []
@@ -465,268 +445,6 @@ def test_a_damage_of_the_database_itself_is_named(store: Store, submit: Callable
     found = check()["damages"]
     assert {(damage["job_id"], damage["part"]) for damage in found} >= {(None, "database"), (job_id, "rows")}
     assert check("--repair", code=0)["left"] == []
-
-
-def test_the_first_five_faults_of_the_database_are_named(store: Store) -> None:
-    """Rows of a table whose rows have no numbers are named once."""
-    add_job(store, rows=9)
-    finish(store, leased(store, limit=1))
-    shards.compact(store, "job-1", now=0.0)
-    finish(store, leased(store, limit=8))
-    raw: Any = store.engine.raw_connection()
-    raw.execute("pragma foreign_keys = off")
-    raw.execute("update journal set job_id = 'nobody' where position < 7")
-    raw.execute("update shard set job_id = 'nobody'")
-    for number in range(4):
-        raw.execute(
-            "insert into shard (job_id, file, failed, num_rows, created_at) values ('nobody', ?, 0, 1, 0)",
-            [number],
-        )
-    raw.commit()
-    raw.close()
-    said = {f"is damaged (row {number} of shard names no job)" for number in range(1, 6)}
-    found = checking.database_damage(store)
-    assert len(found) == 5
-    assert {damage.what for damage in found} < said | {"is damaged (a row of journal names no job)"}
-    assert {(damage.job_id, damage.part, damage.file) for damage in found} == {
-        (None, StorePart.DATABASE, "conserve.db")
-    }
-    assert {damage.fix for damage in found} == {"stop what runs, and run: conserve check --repair"}
-
-
-def test_an_index_that_lacks_rows_is_a_fault_of_the_database(store: Store, settings: Settings) -> None:
-    add_job(store)
-    store.close()
-    path = settings.home / "conserve.db"
-    connection = sqlite3.connect(path)
-    connection.execute("pragma wal_checkpoint(truncate)")
-    (size,), (root,) = (
-        connection.execute("pragma page_size").fetchone(),
-        connection.execute("select rootpage from sqlite_master where name = 'lease_by_job'").fetchone(),
-    )
-    connection.execute("insert into lease values (1, 'job-1', 'x', 0, 0, 0)")
-    connection.commit()
-    connection.close()
-    content = bytearray(path.read_bytes())
-    start = (root - 1) * size
-    content[start + 3 : start + 5] = b"\0\0"  # the number of its entries
-    path.write_bytes(content)
-    again = Store.open(settings)
-    said = [damage.what for damage in checking.database_damage(again)]
-    assert "is damaged (row 1 missing from index lease_by_job)" in said
-    assert mending.mend_database(again) == ["the indexes of the database were made anew"]
-    assert checking.database_damage(again) == []
-    again.close()
-
-
-def test_a_database_that_cannot_be_read_is_one_damage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One out of reach says nothing about the files, so it ends the check."""
-    add_job(store)
-
-    def fails(error: Exception) -> Callable[..., Any]:
-        def ids(tx: object) -> Any:
-            raise error
-
-        return ids
-
-    monkeypatch.setattr(catalog, "ids", fails(StoreError("no page 7; call it a day")))
-    (found,) = checking.check(store).damages
-    assert (found.part, found.what) == (StorePart.DATABASE, "is damaged (no page 7)")
-    monkeypatch.setattr(catalog, "ids", fails(StoreUnreachable("no answer")))
-    with pytest.raises(StoreUnreachable):
-        checking.check(store)
-
-
-def fixes(store: Store) -> dict[str, tuple[str, str, str]]:
-    """What is damaged in each part, and what repairing does."""
-    return {damage.part: (damage.file, damage.what, damage.fix) for damage in checking.check(store).damages}
-
-
-def repairs(job_id: str, does: str) -> str:
-    return f"run: conserve check --repair {job_id} ({does})"
-
-
-def test_each_part_that_is_damaged_is_named_with_what_repairing_does(
-    store: Store, submit: Callable[..., str]
-) -> None:
-    job_id = submit(rows=9, order="input")
-    finish(store, leased(store, limit=1))
-    shards.compact(store, job_id, now=0.0)
-    finish(store, leased(store, limit=2))
-    (one,) = shard_files(store, job_id)
-    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
-    one.rename(one.with_name("other.parquet"))
-    home.requests_file(store.home, job_id).unlink()
-    flip(home.inputs_file(store.home, job_id))
-    leased(store, limit=2)
-    with store.write() as tx:
-        tx.exec_driver_sql("update journal set checksum = 1 where position = 1")
-        tx.exec_driver_sql("delete from span")
-    of = f"jobs/{job_id}"
-    assert fixes(store) == {
-        "requests": (
-            f"{of}/requests.parquet",
-            "is missing",
-            repairs(job_id, "they are rendered again if the input is as it was"),
-        ),
-        "inputs": (
-            f"{of}/inputs.parquet",
-            "is not what was written",
-            repairs(job_id, "they are copied again if the input is as it was"),
-        ),
-        "mark": (f"{of}/job.json", "is missing", repairs(job_id, "it is written anew")),
-        "shard": (
-            str(one.relative_to(store.home)),
-            "is missing",
-            repairs(job_id, "its 1 row is computed again"),
-        ),
-        "orphan": (
-            f"{of}/results/other.parquet",
-            "has 1 answer, and the database does not name it: it went back in time",
-            repairs(job_id, "its answers are taken in"),
-        ),
-        "journal": (
-            "row 1 of the journal",
-            "is not what was written",
-            repairs(job_id, "the row is computed again"),
-        ),
-        "rows": (
-            "the queue",
-            "lacks rows 0, 3, 4 (+2 beyond its damaged files)",
-            repairs(job_id, "rows that are nowhere are computed again"),
-        ),
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("num_rows = 1", "it says 1 rows, and row 1 has a result"),
-        ("num_rows = 5", "it says 5 rows, and there are 4 requests"),
-        ("state = 'x'", "the record of job JOB is damaged (Invalid enum value 'x' - at `$.state`)"),
-    ],
-)
-def test_what_is_wrong_with_a_record_is_said(
-    store: Store, submit: Callable[..., str], change: str, said: str
-) -> None:
-    job_id = submit(rows=4, order="input")
-    finish(store, leased(store, limit=2))
-    shards.compact(store, job_id, now=0.0)
-    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
-    with store.write() as tx:
-        tx.exec_driver_sql(f"update job set {change}")
-    found = fixes(store)
-    assert found["record"][:2] == ("its record", f"is damaged ({said.replace('JOB', job_id)})")
-
-
-def test_a_record_is_counted_again_or_taken_from_the_folder(store: Store, submit: Callable[..., str]) -> None:
-    job_id = submit(rows=4)
-    with store.write() as tx:
-        tx.exec_driver_sql("update job set succeeded = 1, submitted_at = 1, tags = '{}'")
-    assert fixes(store) == {
-        "record": (
-            "its record",
-            "is damaged (not what was submitted: submitted_at, tags)",
-            repairs(job_id, "it is taken from the job's folder"),
-        ),
-        "counters": ("its record", "says succeeded 1 instead of 0", repairs(job_id, "it is counted again")),
-    }
-
-
-@pytest.mark.parametrize(
-    ("state", "rows", "said"),
-    [
-        ("completed", 3, "says the state completed with 3 of 4 rows"),
-        ("queued", 4, "says the state queued with 4 of 4 rows"),
-        ("paused", 4, "says the state paused with 4 of 4 rows"),
-        ("completed", 4, None),
-        ("queued", 3, None),
-        ("cancelled", 4, None),
-        ("expired", 4, None),
-        ("cancelled", 3, None),
-    ],
-)
-def test_a_state_that_does_not_follow_from_the_rows_is_said(
-    store: Store, submit: Callable[..., str], state: str, rows: int, said: str | None
-) -> None:
-    submit(rows=4)
-    finish(store, leased(store, limit=rows), failed=[2])
-    with store.write() as tx:
-        tx.exec_driver_sql(f"update job set state = '{state}'")
-    assert [damage.what for damage in checking.check(store).damages] == ([said] if said else [])
-
-
-def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(
-    store: Store, submit: Callable[..., str]
-) -> None:
-    job_id = submit()
-    (home.job_folder(store.home, job_id) / marks.MARK).write_text("{")
-    assert fixes(store)["mark"][1] == "is not what was written"
-    with store.write() as tx:
-        tx.exec_driver_sql("update job set files = null")
-    assert fixes(store) == {}
-
-
-def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(
-    store: Store, submit: Callable[..., str]
-) -> None:
-    """Its length and digest were not kept; all of its columns are read."""
-    job_id = submit(rows=4, order="input")
-    finish(store, leased(store, limit=4), prompt_tokens=5)
-    shards.compact(store, job_id, now=0.0)
-    with store.write() as tx:
-        tx.exec_driver_sql("update shard set digest = null, bytes = null")
-    assert fixes(store) == {}
-    (path,) = shard_files(store, job_id)
-    column = next(
-        column
-        for number in range(pq.read_metadata(path).row_group(0).num_columns)
-        if (column := pq.read_metadata(path).row_group(0).column(number)).path_in_schema == "text"
-    )
-    content = path.read_bytes()
-    damaged = bytearray(content)
-    damaged[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 4
-    path.write_bytes(damaged)
-    assert fixes(store)["shard"][1].startswith("is damaged (")
-    path.write_bytes(content)
-    with store.write() as tx:
-        tx.exec_driver_sql("update shard set num_rows = 5")
-    assert fixes(store)["shard"][1] == "has 4 of its 5 rows"
-
-
-def test_files_and_bytes_that_were_read_are_counted_once(store: Store, submit: Callable[..., str]) -> None:
-    """Though the files of a damaged job are looked at twice; one that is missing is not read."""
-    one, two = submit(rows=4), submit("two", rows=4)
-    finish(store, leased(store, only=[one], limit=4))
-    shards.compact(store, one, now=0.0)
-    files = [*home.jobs_folder(store.home).rglob("*.parquet")]
-    checked = checking.check(store)
-    assert (checked.jobs, checked.files, checked.damages) == (2, 5, [])
-    assert checked.bytes == sum(path.stat().st_size for path in files)
-    home.inputs_file(store.home, two).unlink()
-    checked = checking.check(store, only=[two])
-    assert (checked.jobs, checked.files, len(checked.damages)) == (1, 1, 1)
-    assert checked.bytes == home.requests_file(store.home, two).stat().st_size
-
-
-def test_a_damage_that_is_gone_at_the_second_look_is_none(
-    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`conserve retry` may remove a shard after its name was read."""
-    job_id = submit(rows=4)
-    finish(store, leased(store, limit=4), failed=[0, 1, 2, 3])
-    shards.compact(store, job_id, now=0.0)
-    (path,) = shard_files(store, job_id, failed=True)
-    kept = path.read_bytes()
-    real, looks = checking.audit, iter([b"", kept])
-
-    def audit(*arguments: Any, **named: Any) -> Any:
-        path.write_bytes(next(looks))
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(checking, "audit", audit)
-    assert checking.check_job(store, job_id, checking.Checked()) == []
-    assert list(looks) == []
 
 
 def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store) -> None:
