@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import insert
 
+from conserve.errors import StoreFull
 from conserve.store.books import batches, hooks, shards
 from conserve.store.books.events import Event
 from conserve.store.database import schema
@@ -229,6 +231,22 @@ def test_a_file_comes_back_from_its_newest_whole_copy_in_the_trash(store: Store)
     assert list(folder.iterdir()) == [file]
     assert len(trash.contents(store.home)) == 3
     assert job(store).succeeded == 2
+
+
+def test_a_full_disk_leaves_nothing_of_a_file_that_was_to_come_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, scratch: Path) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    queued(store, rows=2)
+    file = finished(store, 2)
+    trash.throw_away(store.home, file, now=1e9)
+    monkeypatch.setattr(home, "write_durably", full)
+    with pytest.raises(StoreFull, match=f"no space left in {store.home}"):
+        mending.mend_rows(store, JOB, now=NOW)
+    assert list(file.parent.iterdir()) == []
+    assert len(rows_of(store, "shard")) == 1
 
 
 def test_a_whole_file_is_not_fetched_from_the_trash(store: Store) -> None:

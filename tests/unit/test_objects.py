@@ -20,6 +20,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import bucket, home, marks, multipart, trash
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
+from conserve.store.upkeep import mending
 from conserve.store.upkeep import sweep as sweeping
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import conserve, process
@@ -186,6 +187,16 @@ def test_damage_is_found_and_mended(remote: Store, job_id: str) -> None:
     assert mended.returncode == 0, mended.stdout + mended.stderr
     assert conserve("run", "--endpoint", "fake:").returncode == 0
     assert len(conserve("results", job_id).stdout.splitlines()) == ROWS
+
+
+def test_a_file_comes_back_from_the_trash_of_the_bucket(remote: Store, job_id: str) -> None:
+    assert isinstance(remote.data, ObjectPath)
+    with remote.read() as tx:
+        (shard,) = shards.files(tx, [job_id])
+    content = (remote.data / shard.file).read_bytes()
+    trash.throw_away(remote.data, remote.data / shard.file, now=1e9)
+    assert mending.mend_rows(remote, job_id, now=1e9) == [f"{shard.file} was found in the trash"]
+    assert (remote.data / shard.file).read_bytes() == content
 
 
 def test_removed_jobs_leave_no_object(remote: Store, job_id: str) -> None:
