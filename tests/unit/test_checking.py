@@ -151,6 +151,7 @@ def test_the_first_five_faults_of_the_database_are_named(store: Store) -> None:
         (None, StorePart.DATABASE, "conserve.db")
     }
     assert {damage.fix for damage in found} == {"stop what runs, and run: conserve check --repair"}
+    assert checking.check(store).damages[:5] == found
 
 
 def test_an_index_that_lacks_rows_is_a_fault_of_the_database(store: Store, settings: Settings) -> None:
@@ -188,6 +189,9 @@ def test_a_database_that_cannot_be_read_is_one_damage(store: Store, monkeypatch:
 
         return ids
 
+    with monkeypatch.context() as patch:
+        patch.setattr(checking, "foreign_keys", fails(StoreError("no page 6; call it a day")))
+        assert checking.check(store).damages[0].what == "is damaged (no page 6)"
     monkeypatch.setattr(catalog, "ids", fails(StoreError("no page 7; call it a day")))
     (found,) = checking.check(store).damages
     assert (found.part, found.what) == (StorePart.DATABASE, "is damaged (no page 7)")
