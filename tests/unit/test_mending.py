@@ -283,6 +283,33 @@ def test_requests_and_inputs_come_back_from_the_trash(store: Store) -> None:
     assert (folder / home.REQUESTS).read_bytes() == home.REQUESTS.encode()
 
 
+def test_results_that_can_be_read_say_which_rows_they_answer(store: Store) -> None:
+    """Requests that are rendered anew must fit them."""
+    queued(store, rows=9)
+    lease = leased(store, limit=9)
+
+    def answer(*of: int, row_index: int) -> None:
+        finish(store, lease, of=of, row_index=row_index)
+
+    def answers() -> list[tuple[int, int]]:
+        with store.read() as tx:
+            found, rows = mending.answered(tx, store.home, JOB)
+        return list(zip(found.tolist(), rows.tolist(), strict=True))
+
+    assert answers() == []
+    answer(0, 3, row_index=70)
+    shards.compact(store, JOB, now=0.0)
+    answer(1, row_index=80)
+    shards.compact(store, JOB, now=0.0)
+    answer(2, 4, row_index=90)
+    add_job(store, "job-2")
+    finish(store, leased(store, only=["job-2"]))
+    assert answers() == [(0, 70), (3, 70), (1, 80), (2, 90), (4, 90)]
+    change(store, "update journal set checksum = 1 where position = 2")
+    (store.home / select(store, "select file from shard order by id")[0][0]).write_bytes(b"damaged")
+    assert answers() == [(1, 80), (4, 90)]
+
+
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
