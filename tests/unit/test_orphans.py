@@ -121,6 +121,13 @@ def test_requests_that_are_lost_forbid_nothing_and_shorter_ones_do(
     assert bool(found(store)) is taken
 
 
+def test_nothing_of_a_job_that_was_removed_is_taken(store: Store, folder: Path) -> None:
+    lying(folder, own(0))
+    with store.write() as tx:
+        tx.exec_driver_sql("delete from job")
+    assert found(store) == []
+
+
 def test_answers_that_the_database_has_are_no_orphans(store: Store, folder: Path) -> None:
     """A row in a shard is enough; of those in the journal one must lack."""
     finish(store, leased(store, limit=2))
@@ -171,7 +178,7 @@ def test_answers_are_registered_and_late_writers_stay_late(
 
 def test_a_registered_file_of_which_another_shard_has_rows_keeps_them(store: Store, folder: Path) -> None:
     """Rows beyond the job in a registered shard are damage, and do not disturb the search."""
-    path = lying(folder, own(0, 99), name="registered")
+    path = lying(folder, own(0, ROWS), name="registered")
     seal = digests.seal(path)
     values = {"job_id": JOB, "file": f"jobs/{JOB}/results/registered.parquet", "failed": False, "num_rows": 2}
     with store.write() as tx:
