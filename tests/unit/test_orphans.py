@@ -128,6 +128,15 @@ def test_nothing_of_a_job_that_was_removed_is_taken(store: Store, folder: Path) 
     assert found(store) == []
 
 
+@pytest.mark.parametrize("position", [-1, ROWS])
+def test_positions_that_the_job_does_not_have_are_not_taken_without_its_requests_either(
+    store: Store, folder: Path, position: int
+) -> None:
+    home.requests_file(store.home, JOB).unlink()
+    lying(folder, own(2, position))
+    assert found(store) == []
+
+
 def test_answers_that_the_database_has_are_no_orphans(store: Store, folder: Path) -> None:
     """A row in a shard is enough; of those in the journal one must lack."""
     finish(store, leased(store, limit=2))
