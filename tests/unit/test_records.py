@@ -53,7 +53,8 @@ def test_what_was_submitted_comes_from_the_folder_and_what_has_moved_stays(store
     finish(store, leased(store, limit=2, model="small"), failed=[1], prompt_tokens=4)
     shards.compact(store, JOB, now=0.0)
     before = record(store)
-    change(store, "task = '{', tags = '{', source = '{', submitted_at = 9, deadline = 8, priority = 7")
+    change(store, "task = '{', tags = '{', source = '{', submitted_at = 9, deadline = 8, files = '{'")
+    change(store, "priority = 7")
     assert records.mend(store, JOB, now=NOW) == FROM_FOLDER
     assert record(store) == before
     assert (before["succeeded"], before["failed"], before["model"]) == (1, 1, "small")
