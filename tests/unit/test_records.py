@@ -1,5 +1,6 @@
 """A damaged record of a job is mended from the record at submit in the job's folder, which keeps what has moved."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -115,6 +116,22 @@ def test_the_number_of_rows_is_that_of_the_requests_or_as_many_as_have_results(
     change(store, f"num_rows = {said}")
     if not requests:
         home.requests_file(store.home, JOB).unlink()
+    records.mend(store, JOB, now=NOW)
+    assert record(store)["num_rows"] == rows
+
+
+@pytest.mark.parametrize(("lost", "rows"), [((), 4), ((0,), 4), ((1,), 3), ((0, 1), 0)])
+def test_without_requests_the_last_answer_that_can_be_read_tells_how_many_rows(
+    store: Store, lost: Sequence[int], rows: int
+) -> None:
+    submitted(store, marked=False)
+    for limit in (3, 1):
+        finish(store, leased(store, limit=limit))
+        shards.compact(store, JOB, now=0.0)
+    files = [store.home / file for (file,) in select(store, "select file from shard order by id")]
+    for path in (home.requests_file(store.home, JOB), *(files[number] for number in lost)):
+        path.unlink()
+    change(store, "num_rows = 'x'")
     records.mend(store, JOB, now=NOW)
     assert record(store)["num_rows"] == rows
 
