@@ -166,7 +166,7 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
 
     assert differences(mark) == []
     moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = '{}'"
-    change(store, moving + ", priority = 1" + "".join(f", {name} = 3" for name in COUNTERS))
+    change(store, moving + ", priority = 1, seq = 9" + "".join(f", {name} = 3" for name in COUNTERS))
     assert differences(mark) == []
     change(store, "submitted_at = 1, tags = 'x', deadline = 1, num_rows = 5")
     assert differences(mark) == ["submitted_at", "num_rows", "tags", "deadline"]
