@@ -165,7 +165,7 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
             return records.differences(tx, JOB, mark)
 
     assert differences(mark) == []
-    moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = '{}'"
+    moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = null"
     change(store, moving + ", priority = 1, seq = 9" + "".join(f", {name} = 3" for name in COUNTERS))
     assert differences(mark) == []
     change(store, "submitted_at = 1, tags = 'x', deadline = 1, num_rows = 5")
