@@ -271,6 +271,15 @@ def test_what_is_wrong_with_a_record_is_said(store: Store, wrong: str, said: lis
     assert {damage.file for damage in found} == {"its record"}
 
 
+def test_what_the_caller_finds_wrong_with_a_task_is_damage_of_the_record(store: Store) -> None:
+    for job_id in ("one", "two"):
+        queued(store, job_id)
+    found = checking.check(store, judge=lambda job: "nonsense; run: this" if job.id == "two" else None)
+    assert [(damage.job_id, damage.part, damage.what) for damage in found.damages] == [
+        ("two", StorePart.RECORD, "is damaged (nonsense)")
+    ]
+
+
 def test_a_record_is_counted_again_or_taken_from_the_folder(store: Store) -> None:
     job_id = queued(store, rows=4)
     change(store, "update job set succeeded = 1, submitted_at = 1, tags = '{}'")

@@ -177,9 +177,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
         return []  # removed since its id was read
     except StoreDamaged as error:
         return [record_damage(job_id, str(error))]
-    files = [
-        file for file in recorded_files(store.data, [audited.job], []) if file.part is not StorePart.SHARD
-    ]
+    files = list(recorded_files(store.data, [audited.job], []))
     found = [one for file in files if (one := file_damage(store.data, file, audited.job))]
     if (
         said := judge(audited.job)
