@@ -74,7 +74,7 @@ def repairs(job_id: str, does: str) -> str:
 BOOKS = {
     "update job set succeeded = succeeded + 1": ["its record says succeeded 12 instead of 11"],
     "update job set failed = 7": ["its record says failed 7 instead of 0"],
-    "update job set prompt_tokens = 5": ["its record says prompt_tokens 5 instead of 0"],
+    "update job set prompt_tokens = 5": ["its record says prompt_tokens 5 instead of 2"],
     "update job set next_position = 12": [
         "its record says that no row from 12 on was leased, and there are 12, 13"
     ],
@@ -87,7 +87,7 @@ BOOKS = {
     "delete from request where position = 11": ["the queue lacks rows 11 (+1 beyond its damaged files)"],
     "delete from journal where position = 2": [
         "the queue lacks rows 13 (+1 beyond its damaged files)",
-        "its record says succeeded 11 instead of 10",
+        "its record says succeeded 11 instead of 10, prompt_tokens 2 instead of 0",
     ],
     "update request set position = 14 where position = 11": [
         "its record says that no row from 14 on was leased, and there are 14"
@@ -118,7 +118,7 @@ def test_books_that_do_not_add_up_are_found(store: Store, statement: str, said: 
     with store.write() as tx:  # so that row 11 has a record, and 10 and 12 are in a span
         save_tokens(tx, [SavedTokens(held.epoch, job_id, 11, b"", "model")])
     shards.compact(store, job_id, now=0.0)
-    finish(store, leased(store, limit=1))
+    finish(store, leased(store, limit=1), prompt_tokens=2)
     assert checking.check(store).damages == []
     change(store, statement, *["delete from journal"] * ("journal" in statement))
     found = checking.check(store).damages
@@ -323,6 +323,13 @@ def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(store: Store) -> No
     assert damaged(store) == {}
 
 
+def test_a_row_of_the_journal_that_is_no_result_is_damage(store: Store) -> None:
+    queued(store)
+    finish(store, leased(store, limit=2))
+    change(store, "update journal set payload = x'00' where position = 1")
+    assert damaged(store)["journal"][0] == "row 1 of the journal"
+
+
 def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(store: Store) -> None:
     """Its length and digest were not kept; all of its columns are read."""
     job_id = queued(store, rows=4)
@@ -331,11 +338,11 @@ def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(store
     change(store, "update shard set digest = null, bytes = null")
     assert damaged(store) == {}
     (path,) = shard_files(store, job_id)
-    group = pq.read_metadata(path).row_group(0)
-    columns = {(column := group.column(n)).path_in_schema: column for n in range(group.num_columns)}
-    column = columns["text"]
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pq.read_table(path), path, **options)
+    assert damaged(store) == {}
     content = path.read_bytes()
-    flip(path, column.dictionary_page_offset + column.total_compressed_size - 1)
+    flip(path, content.index(b"yes"))
     assert damaged(store)["shard"][1].startswith("is damaged (")
     path.write_bytes(content)
     change(store, "update shard set num_rows = 5")
