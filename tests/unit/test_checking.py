@@ -271,6 +271,24 @@ def test_what_is_wrong_with_a_record_is_said(store: Store, wrong: str, said: lis
     assert {damage.file for damage in found} == {"its record"}
 
 
+def test_a_record_of_fewer_rows_than_have_results_is_damaged_if_they_can_be_read(store: Store) -> None:
+    job_id = queued(store)
+    for limit in (3, 1):
+        finish(store, leased(store, limit=limit))
+        shards.compact(store, job_id, now=0.0)
+
+    def said() -> list[str]:
+        found = [damage.what for damage in checking.check(store).damages if damage.part is StorePart.RECORD]
+        return [what for what in found if "has a result" in what]
+
+    change(store, "update job set num_rows = 3")
+    assert said() == ["is damaged (it says 3 rows, and row 3 has a result)"]
+    change(store, "update job set num_rows = 1")
+    for path in shard_files(store, job_id):
+        path.write_bytes(b"damaged")
+    assert said() == []
+
+
 def test_what_the_caller_finds_wrong_with_a_task_is_damage_of_the_record(store: Store) -> None:
     for job_id in ("one", "two"):
         queued(store, job_id)
@@ -342,7 +360,7 @@ def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(store
     pq.write_table(pq.read_table(path), path, **options)
     assert damaged(store) == {}
     content = path.read_bytes()
-    flip(path, content.index(b"yes"))
+    flip(path, content.index(b"yes\3\0\0\0yes"))
     assert damaged(store)["shard"][1].startswith("is damaged (")
     path.write_bytes(content)
     change(store, "update shard set num_rows = 5")
