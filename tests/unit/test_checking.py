@@ -273,6 +273,7 @@ def test_what_is_wrong_with_a_record_is_said(store: Store, wrong: str, said: lis
 
 def test_a_record_of_fewer_rows_than_have_results_is_damaged_if_they_can_be_read(store: Store) -> None:
     job_id = queued(store)
+    queued(store, "none-done", rows=1)
     for limit in (3, 1):
         finish(store, leased(store, limit=limit))
         shards.compact(store, job_id, now=0.0)
