@@ -25,8 +25,11 @@ def queued(store: Store, job_id: str = "job-1", rows: int = 4) -> str:
     """A job with requests, a copy of its inputs and a mark, as a submit leaves it."""
     folder = home.job_folder(store.home, job_id)
     folder.mkdir(parents=True)
-    for name in (home.REQUESTS, home.INPUTS):
-        pq.write_table(pa.table({"row_index": list(range(rows))}), folder / name)
+    for name, length in ((home.REQUESTS, rows), (home.INPUTS, rows + 1)):  # of which one is left out
+        table = pa.table({"row_index": list(range(length)), "text": ["a question"] * length})
+        pq.write_table(
+            table, folder / name, compression="none", use_dictionary=False, write_page_checksum=True
+        )
     with store.write() as tx:
         catalog.add(
             tx,
@@ -338,6 +341,8 @@ def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(store: Store) -> No
     job_id = queued(store)
     (home.job_folder(store.home, job_id) / marks.MARK).write_text("{")
     assert damaged(store)["mark"][1] == "is not what was written"
+    marks.change(home.job_folder(store.home, job_id), marks.Mark(store_id="another"))
+    assert damaged(store)["mark"][1] == "is of another store (another)"
     change(store, "update job set files = null")
     assert damaged(store) == {}
 
@@ -366,6 +371,16 @@ def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(store
     path.write_bytes(content)
     change(store, "update shard set num_rows = 5")
     assert damaged(store)["shard"][1] == "has 4 of its 5 rows"
+
+
+def test_requests_of_an_earlier_version_are_read_to_their_end(store: Store) -> None:
+    """Nothing but the checksums of their pages tells that a letter is another."""
+    job_id = queued(store)
+    change(store, "update job set files = null")
+    assert damaged(store) == {}
+    path = home.requests_file(store.home, job_id)
+    flip(path, path.read_bytes().rindex(b"a question\n\0\0\0a question"))
+    assert damaged(store)["requests"][1].startswith("is damaged (")
 
 
 def test_files_and_bytes_that_were_read_are_counted_once(store: Store) -> None:
