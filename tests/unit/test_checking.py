@@ -347,6 +347,17 @@ def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(store: Store) -> No
     assert damaged(store) == {}
 
 
+def test_rows_and_counters_that_a_damaged_file_explains_are_not_told(store: Store) -> None:
+    job_id = queued(store)
+    finish(store, leased(store, limit=2))
+    shards.compact(store, job_id, now=0.0)
+    (path,) = shard_files(store, job_id)
+    path.write_bytes(b"damaged")
+    found = damaged(store)
+    assert set(found) == {"shard"}
+    assert found["shard"][2] == repairs(job_id, "its 2 rows are computed again")
+
+
 def test_a_row_of_the_journal_that_is_no_result_is_damage(store: Store) -> None:
     queued(store)
     finish(store, leased(store, limit=2))
