@@ -337,6 +337,13 @@ def test_a_state_that_does_not_follow_from_the_rows_is_said(
     assert [damage.what for damage in checking.check(store).damages] == ([said] if said else [])
 
 
+def test_a_state_is_judged_once_the_counters_are_right(store: Store) -> None:
+    queued(store, rows=4)
+    finish(store, leased(store, limit=4))
+    change(store, "update job set state = 'queued', succeeded = 1234, failed = 5")
+    assert damaged(store)["counters"][1] == "says succeeded 1,234 instead of 4, failed 5 instead of 0"
+
+
 def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(store: Store) -> None:
     job_id = queued(store)
     (home.job_folder(store.home, job_id) / marks.MARK).write_text("{")
@@ -362,7 +369,9 @@ def test_a_row_of_the_journal_that_is_no_result_is_damage(store: Store) -> None:
     queued(store)
     finish(store, leased(store, limit=2))
     change(store, "update journal set payload = x'00' where position = 1")
-    assert damaged(store)["journal"][0] == "row 1 of the journal"
+    found = damaged(store)
+    assert set(found) == {"journal"}
+    assert found["journal"][0] == "row 1 of the journal"
 
 
 def test_a_shard_of_an_earlier_version_has_as_many_rows_as_were_registered(store: Store) -> None:
