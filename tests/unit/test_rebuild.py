@@ -191,8 +191,8 @@ def marked(store: Store, name: str, **mark: Any) -> Path:
     """A job's folder, of this store and once registered unless said otherwise."""
     folder = home.job_folder(store.home, name)
     folder.mkdir(parents=True)
-    values = {"store_id": store.id, "registered": True, "record": {"id": name}} | mark
-    marks.change(folder, Mark(**values))
+    values: dict[str, Any] = {"store_id": store.id, "registered": True, "record": {"id": name}}
+    marks.change(folder, Mark(**values | mark))
     return folder
 
 
@@ -310,12 +310,16 @@ def test_the_new_database_has_the_id_and_the_place_of_the_old_one(
 ) -> None:
     """An id that the home knows of comes before one that was read."""
     place = str(tmp_path / "data")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"key": "store_id", "value": 7},
         {"key": "store_id", "value": "read"},
         {"key": "other", "value": "x"},
     ]
-    places = [{"key": "data", "value": 7}, {"key": "data", "value": place}, {"key": "x", "value": "y"}]
+    rows += [
+        {"key": "data", "value": 7},
+        {"key": "data", "value": place},
+        {"key": "x", "value": "y"},
+    ]
     for known, wanted in ((["first", "last"], "last"), ([], "read")):
         store.close()
         (settings.home / lineage.FILE).unlink()
@@ -324,7 +328,7 @@ def test_the_new_database_has_the_id_and_the_place_of_the_old_one(
         (settings.home / lineage.FILE).unlink()
         for store_id in (*known, store.id):
             lineage.note(store.home, store.place, store_id)
-        rebuild.refill(store, salvaged(meta=[*rows, *places]), now=1.0)
+        rebuild.refill(store, salvaged(meta=rows), now=1.0)
         again = Store.open(settings)
         assert (again.id, str(again.data)) == (wanted, place)
         again.close()
