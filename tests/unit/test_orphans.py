@@ -149,6 +149,14 @@ def test_answers_that_the_database_has_are_no_orphans(store: Store, folder: Path
     assert found(store) == [("one more than the journal.parquet", [3, 4])]
 
 
+def test_a_registered_file_that_was_changed_since_is_no_orphan(store: Store, folder: Path) -> None:
+    lying(folder, own(0))
+    values = {"job_id": JOB, "file": f"jobs/{JOB}/results/a.parquet", "failed": False, "num_rows": 1}
+    with store.write() as tx:
+        tx.execute(insert(schema.shard).values(created_at=0.0, digest="another", bytes=1, **values))
+    assert found(store) == []
+
+
 def test_of_two_files_with_one_row_the_older_is_taken(store: Store, folder: Path) -> None:
     lying(folder, own(0, 1), name="newer", at=200)
     lying(folder, own(1, 2), name="older", at=100)
