@@ -20,11 +20,12 @@ from conserve.store.database.store import Store
 from conserve.store.files import bucket, home, marks, multipart, trash
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
+from conserve.store.upkeep import mending
 from conserve.store.upkeep import sweep as sweeping
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import conserve, process
 from tests.s3 import KEYS, Fault, Proxy, Request, make_bucket, proxied, s3_server
-from tests.store_rows import finish, leased
+from tests.store_rows import add_job, finish, leased
 
 pytest.importorskip("moto.server")
 pytest.importorskip("fsspec")
@@ -188,11 +189,29 @@ def test_damage_is_found_and_mended(remote: Store, job_id: str) -> None:
     assert len(conserve("results", job_id).stdout.splitlines()) == ROWS
 
 
+def test_a_file_comes_back_from_the_trash_of_the_bucket(remote: Store, job_id: str) -> None:
+    assert isinstance(remote.data, ObjectPath)
+    with remote.read() as tx:
+        (shard,) = shards.files(tx, [job_id])
+    content = (remote.data / shard.file).read_bytes()
+    trash.throw_away(remote.data, remote.data / shard.file, now=1e9)
+    assert mending.mend_rows(remote, job_id, now=1e9) == [f"{shard.file} was found in the trash"]
+    assert (remote.data / shard.file).read_bytes() == content
+
+
 def test_removed_jobs_leave_no_object(remote: Store, job_id: str) -> None:
+    add_job(remote, "empty")
+    assert isinstance(remote.data, ObjectPath)
+    lengths = {entry.path.relative_to(remote.data).as_posix(): entry.bytes for entry in remote.data.entries()}
     sizes = json.loads(conserve("store", "size", "--json").stdout)
-    (usage,) = sizes["jobs"]
-    assert usage["results_bytes"] > 0
-    assert usage["bytes"] > usage["requests_bytes"] + usage["results_bytes"]
+    usage, empty = sizes["jobs"]
+    assert usage["requests_bytes"] == lengths[f"jobs/{job_id}/requests.parquet"]
+    assert usage["inputs_bytes"] == lengths[f"jobs/{job_id}/inputs.parquet"]
+    assert usage["results_bytes"] == sum(n for name, n in lengths.items() if "/results/" in name) > 0
+    assert usage["bytes"] == sum(lengths.values())
+    assert {empty[name] for name in ("requests_bytes", "inputs_bytes", "results_bytes", "bytes")} == {0}
+    assert sizes["total_bytes"] == sum(lengths.values()) + trash.size(remote.home)
+    assert conserve("rm", "empty", "--yes", "--force").returncode == 0
     removed = conserve("rm", job_id, "--yes")
     assert removed.returncode == 0, removed.stderr
     assert not names(remote)
@@ -204,6 +223,7 @@ def test_orphans_go_a_day_later_and_only_this_stores(
     assert isinstance(remote.data, ObjectPath)
     kept = names(remote)
     (remote.data / "jobs" / job_id / "results" / "000-orphan.parquet").write_bytes(b"of a killed process")
+    (remote.data / "jobs" / job_id / "deliveries" / "file-1.jsonl").write_bytes(b"of another")
     for name, mark in {
         "begun": marks.Mark(store_id=remote.id),
         "theirs": marks.Mark(store_id="another"),
@@ -217,14 +237,33 @@ def test_orphans_go_a_day_later_and_only_this_stores(
     }
     monkeypatch.setattr(sweeping, "BETWEEN_S", 0.0)
     assert sweep(remote, now=time.time() + DAY_S / 2) == 0
-    assert sweep(remote, now=time.time() + 2 * DAY_S) == 3
+    assert sweep(remote, now=time.time() + 2 * DAY_S) == 4
     assert {name for name in names(remote) if not name.startswith("trash/")} == kept
-    assert len(trash.contents(remote.data)) == 3
+    assert len(trash.contents(remote.data)) == 4
     sweep(remote, now=time.time() + 12 * DAY_S)
     assert names(remote) == kept
 
 
-def test_unfinished_uploads_end(remote: Store, place: str) -> None:
+def test_an_orphan_that_cannot_be_moved_stays_for_now_and_the_others_go(
+    remote: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(remote.data, ObjectPath)
+    for name in ("a", "b"):
+        (remote.data / "jobs" / name / "results" / "000.parquet").write_bytes(b"after a removal")
+    real = trash.throw_away
+
+    def refuses(data: ObjectPath, path: ObjectPath, *, now: float) -> ObjectPath:
+        if path.name == "a":
+            raise StoreUnreachable("no answer")
+        return real(data, path, now=now)
+
+    monkeypatch.setattr(trash, "throw_away", refuses)
+    assert sweep(remote, now=time.time() + 2 * DAY_S) == 1
+    assert caplog.messages == [f"{remote.data}/jobs/a stays for now: no answer"]
+    assert {name for name in names(remote) if name.startswith("jobs/")} == {"jobs/a/results/000.parquet"}
+
+
+def test_unfinished_uploads_end(remote: Store, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boto3")
     assert isinstance(remote.data, ObjectPath)
     client, name = multipart.client_of(remote.data.bucket), remote.data.bucket.name
@@ -235,6 +274,11 @@ def test_unfinished_uploads_end(remote: Store, place: str) -> None:
     assert multipart.abort_older(remote.data, before=time.time() + DAY_S) == 1
     left = client.list_multipart_uploads(Bucket=name)["Uploads"]
     assert [upload["Key"] for upload in left] == ["team/another/jobs/a"]
+    monkeypatch.setattr(sweeping, "BETWEEN_S", 0.0)
+    client.create_multipart_upload(Bucket=name, Key=f"team/{remote.id}/jobs/a")
+    for now, uploads in ((1.2e9, 2), (time.time(), 1)):
+        assert sweep(remote, now=now) == 0
+        assert len(client.list_multipart_uploads(Bucket=name)["Uploads"]) == uploads
 
 
 def test_a_bucket_out_of_reach_is_named_in_one_sentence(

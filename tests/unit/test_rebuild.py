@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from conserve.config import Settings, load
-from conserve.store.books import batches, keys
+from conserve.errors import StoreError
+from conserve.store.books import batches, catalog, keys, shards
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import lineage
 from conserve.store.database.migrations import batch_of_tags
 from conserve.store.database.store import Store
+from conserve.store.files import home, marks
+from conserve.store.files.marks import Mark
 from conserve.store.upkeep import rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve
-from tests.store_rows import claim, select
+from tests.store_rows import add_job, claim, finish, job, leased, select
 
 ROWS = 20
 
@@ -180,6 +183,212 @@ def test_rows_on_both_sides_of_a_damaged_page_are_read(tmp_path: Path) -> None:
 def test_a_store_on_another_database_is_not_rebuilt(tmp_path: Path) -> None:
     settings = load({"home": tmp_path, "store": "postgresql://x/y"}, environ={})
     assert settings.sqlite_file is None
+    with pytest.raises(StoreError, match="only an SQLite store can be rebuilt; restore the database"):
+        rebuild.rebuild(settings, now=0.0)
+
+
+def marked(store: Store, name: str, **mark: Any) -> Path:
+    """A job's folder, of this store and once registered unless said otherwise."""
+    folder = home.job_folder(store.home, name)
+    folder.mkdir(parents=True)
+    values: dict[str, Any] = {"store_id": store.id, "registered": True, "record": {"id": name}}
+    marks.change(folder, Mark(**values | mark))
+    return folder
+
+
+def test_jobs_of_earlier_databases_at_the_place_are_strangers(store: Store) -> None:
+    lineage.note(store.home, store.place, "earlier")
+    lineage.note(store.home, "elsewhere.db", "other")
+    marked(store, "ours")
+    marked(store, "earlier", store_id="earlier")
+    marked(store, "others", store_id="other")
+    marked(store, "never-registered", registered=False)
+    marked(store, "no-record", record=None)
+    marked(store, ".new-1")
+    (home.jobs_folder(store.home) / "no-mark").mkdir()
+    add_job(store, "known")
+    marks.register(home.job_folder(store.home, "known"), store.id, {"id": "known"})
+    found = rebuild.strangers(store)
+    assert [(stranger.job_id, stranger.mark.store_id) for stranger in found] == [
+        ("earlier", "earlier"),
+        ("ours", store.id),
+    ]
+
+
+def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Store) -> None:
+    """Answers are registered before errors; what is no file of results is passed over."""
+    add_job(store, "job-1", rows=5, priority=3, tags={"by": "ann"})
+    with store.read() as tx:
+        record = catalog.record(tx, "job-1")
+    marks.register(home.job_folder(store.home, "job-1"), store.id, record)
+    finish(store, leased(store, limit=4), failed=[0], prompt_tokens=0)
+    shards.compact(store, "job-1", now=0.0)
+    named = "select file, failed, num_rows, digest, bytes from shard order by failed"
+    before = select(store, named)
+    assert [(failed, rows) for _, failed, rows, *_ in before] == [(0, 3), (1, 1)]
+    folder = home.job_folder(store.home, "job-1") / home.RESULTS
+    (folder / "half.tmp").write_bytes(b"no file of results")
+    (folder / "damaged.parquet").write_bytes(b"nor this")
+    with store.write() as tx:
+        tx.exec_driver_sql("delete from shard")
+        tx.exec_driver_sql("delete from job")
+    add_job(store, "job-2")
+    marked(store, "job-3", record={"id": "job-3"})  # which is not enough for a job
+    said = rebuild.adopt(store, rebuild.strangers(store), now=7.0)
+    assert said == ["job job-1 was taken in from its folder"]
+    assert select(store, f"{named}, id") == before
+    assert select(store, "select created_at from shard") == [(7.0,), (7.0,)]
+    found = job(store)
+    assert (found.seq, found.priority, found.tags, found.state) == (2, 3, {"by": "ann"}, "queued")
+    assert (found.succeeded, found.failed, found.next_position) == (3, 1, 4)
+    assert select(store, "select job_id from batch order by seq") == [("job-2",), ("job-1",)]
+    mark = marks.of(home.job_folder(store.home, "job-1"))
+    assert mark == Mark(store_id=store.id, registered=True, record=record)
+    assert leased(store, only=["job-1"], limit=1).epoch > 7000
+    assert [stranger.job_id for stranger in rebuild.strangers(store)] == ["job-3"]
+
+
+def salvaged(**tables: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What was read of a damaged database."""
+    return {name: [] for name in rebuild.TABLES} | tables
+
+
+def test_rows_that_can_be_used_are_put_into_the_new_database(store: Store, settings: Settings) -> None:
+    """Rows of jobs that are not there, and rows that make no sense, are left out."""
+    add_job(store, "job-1", rows=6)
+    finish(store, leased(store, limit=3))
+    store.close()
+    rows = rebuild.salvage(database(settings))
+    (record,) = rows["job"]
+    half, whole, damaged = rows["journal"]
+    database(settings).unlink()
+    waiting = {
+        "job_id": "job-1",
+        "position": 3,
+        "epoch": 9,
+        "attempts": 2,
+        "failures": 1,
+        "available_at": 5.0,
+    }
+    again = Store.open(settings)
+    said = rebuild.refill(
+        again,
+        salvaged(
+            job=[record, {**record, "id": "job-2", "seq": 2, "state": None}, {"id": "job-3", "seq": 3}],
+            journal=[
+                {name: value for name, value in half.items() if name != "checksum"},
+                whole,
+                {**damaged, "checksum": 1},
+                {**whole, "job_id": "nobody"},
+            ],
+            request=[
+                {**waiting, "unknown": 1},
+                {**waiting, "position": 3},
+                {**waiting, "job_id": "nobody"},
+                {**waiting, "position": 4, "attempts": None},
+            ],
+            shard=[{"job_id": "job-1", "file": 7}, {"job_id": "nobody", "file": "x"}],
+        ),
+        now=1.0,
+    )
+    assert said == ["1 job was read from it", "1 row is back in the queue", *COUNTED]
+    assert select(again, "select id from job") == [("job-1",)]
+    assert select(again, "select position from journal order by 1") == [(0,), (1,)]
+    assert select(again, "select position, epoch, attempts, failures from request order by 1") == [
+        (2, None, 0, 0),
+        (3, None, 2, 1),
+    ]
+    assert select(again, "select file from shard") == []
+    again.close()
+
+
+COUNTED = ["the counters were counted again"]
+
+
+def test_the_new_database_has_the_id_and_the_place_of_the_old_one(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    """An id that the home knows of comes before one that was read."""
+    place = str(tmp_path / "data")
+    rows: list[dict[str, Any]] = [
+        {"key": "store_id", "value": 7},
+        {"key": "store_id", "value": "read"},
+        {"key": "other", "value": "x"},
+    ]
+    rows += [
+        {"key": "data", "value": 7},
+        {"key": "data", "value": place},
+        {"key": "x", "value": "y"},
+    ]
+    for known, wanted in ((["first", "last"], "last"), ([], "read")):
+        store.close()
+        (settings.home / lineage.FILE).unlink()
+        database(settings).unlink()
+        store = Store.open(settings)
+        (settings.home / lineage.FILE).unlink()
+        for store_id in (*known, store.id):
+            lineage.note(store.home, store.place, store_id)
+        rebuild.refill(store, salvaged(meta=rows), now=1.0)
+        again = Store.open(settings)
+        assert (again.id, str(again.data)) == (wanted, place)
+        again.close()
+    store.close()
+
+
+def test_what_was_done_is_told(jobs: Jobs, settings: Settings) -> None:
+    database(settings).write_bytes(b"garbage" * 1000)
+    assert rebuild.rebuild(settings, now=7.9) == [
+        "the damaged database is kept as conserve.db.damaged-7",
+        "0 jobs were read from it",
+        *(f"job {job_id} was taken in from its folder" for job_id in sorted(jobs[:3])),
+        rebuild.KEYS_UNREAD,
+        rebuild.HOOKS_UNREAD,
+    ]
+
+
+def test_rows_that_are_in_the_log_of_the_database_alone_are_read(store: Store, settings: Settings) -> None:
+    add_job(store)
+    assert (settings.home / "conserve.db-wal").stat().st_size > 0
+    assert rebuild.rebuild(settings, now=7.0)[:2] == [
+        "the damaged database is kept as conserve.db.damaged-7",
+        "1 job was read from it",
+    ]
+
+
+def test_a_database_that_can_be_read_is_told_so(jobs: Jobs, settings: Settings) -> None:
+    assert rebuild.rebuild(settings, now=7.0) == [
+        "the damaged database is kept as conserve.db.damaged-7",
+        "3 jobs were read from it",
+    ]
+    assert results(jobs.half) == jobs.expected[jobs.half]
+    assert results(jobs.done) == jobs.expected[jobs.done]
+
+
+def test_a_table_that_an_earlier_version_never_had_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    assert not rebuild.is_whole_table(path, "hook"), "there is no database"
+    path.write_bytes(b"")
+    assert not rebuild.is_whole_table(path, "hook"), "nothing of it is left"
+    connection = sqlite3.connect(path)
+    connection.execute("create table api_key (seq integer primary key, name text)")
+    connection.executemany("insert into api_key values (?, ?)", [(n, "x" * 900) for n in range(90)])
+    connection.commit()
+    connection.close()
+    assert rebuild.is_whole_table(path, "hook")
+    assert rebuild.is_whole_table(path, "api_key")
+    overwrite(path, 40_960, 45_056, b"\xff")
+    assert not rebuild.is_whole_table(path, "api_key")
+
+
+def test_of_a_damaged_text_what_can_be_decoded_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.db"
+    connection = sqlite3.connect(path)
+    connection.execute("create table meta (key text primary key, value text)")
+    connection.execute("insert into meta values ('a', cast(x'61ff62' as text))")
+    connection.commit()
+    connection.close()
+    assert rebuild.salvage(path)["meta"] == [{"key": "a", "value": "a\ufffdb"}]
+    assert rebuild.salvage(tmp_path / "gone" / "rows.db") == {name: [] for name in rebuild.TABLES}
 
 
 def test_the_ids_of_each_place_are_kept(tmp_path: Path) -> None:

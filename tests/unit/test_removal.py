@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased, select
 
-TABLES = ("job", "request", "journal", "shard", "lease")
+TABLES = ("job", "request", "journal", "shard", "span", "lease")
 
 
 @pytest.fixture
@@ -279,6 +280,84 @@ def test_folders_of_another_database_are_counted_as_unknown(store: Store, submit
     other.mkdir()
     (other / "file").write_bytes(bytes(5000))
     assert json.loads(conserve("store", "size", "--json").stdout)["unknown_bytes"] == 5000
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the home", "in another folder"])
+def test_each_part_of_a_store_is_measured(
+    store: Store, settings: Settings, tmp_path: Path, elsewhere: bool
+) -> None:
+    """Files of each job, oldest first; the database, the trash, and folders that no job has."""
+    if elsewhere:
+        store.keep_place(str(tmp_path / "data"))
+        store = Store.open(settings)
+    for job_id in ("b", "a"):
+        (home.job_folder(store.local, job_id) / home.RESULTS).mkdir(parents=True)
+        with store.write() as tx:
+            source = catalog.Source(path=None, format="jsonl")
+            catalog.add(tx, job_id=job_id, source=source, task="{}", num_rows=7, priority=0, now=0.0)
+    folder = home.job_folder(store.local, "b")
+    sizes = {"requests.parquet": 300, "inputs.parquet": 20, "results/x": 1, "results/y": 1, "job.json": 5000}
+    for name, length in sizes.items():
+        (folder / name).write_bytes(bytes(length))
+    (home.jobs_folder(store.local) / "other").mkdir()
+    (home.jobs_folder(store.local) / "other" / "file").write_bytes(bytes(7))
+    (store.local / "thrown").write_bytes(bytes(40))
+    trash.throw_away(store.local, store.local / "thrown", now=1e9)
+    with store.write() as tx:
+        catalog.move(tx, "a", "cancel", now=8.0)
+    found = removal.room(store)
+    used = [(job.job_id, job.requests_bytes, job.inputs_bytes, job.results_bytes) for job in found.jobs]
+    assert used == [("b", 300, 20, 2), ("a", 0, 0, 0)]
+    assert [(job.bytes, job.rows, job.finished_at, job.finished) for job in found.jobs] == [
+        (5322, 7, None, False),
+        (0, 7, 8.0, True),
+    ]
+    assert (found.trash_bytes, found.unknown_bytes) == (40, 7)
+    databases = [path for path in store.home.iterdir() if path.name.startswith("conserve.db")]
+    assert found.database_bytes == sum(path.stat().st_size for path in databases)
+    files = {path for place in (store.home, store.local) for path in place.rglob("*") if path.is_file()}
+    assert found.total_bytes == sum(path.stat().st_size for path in files)
+    if elsewhere:
+        store.close()
+
+
+def test_jobs_that_ended_by_a_moment_are_those_that_are_finished() -> None:
+    def used(name: str, state: str, finished_at: float | None) -> removal.DiskUsage:
+        sizes = {"requests_bytes": 0, "inputs_bytes": 0, "results_bytes": 0, "bytes": 0}
+        return removal.DiskUsage(job_id=name, state=state, rows=1, finished_at=finished_at, **sizes)
+
+    jobs = [
+        used("before", "completed", 9.0),
+        used("then", "cancelled", 10.0),
+        used("later", "completed", 10.5),
+        used("failed", "failed", 1.0),
+        used("at no known time", "completed", None),
+    ]
+    ended = removal.finished_before(jobs, 10.0)
+    assert [job.job_id for job in ended] == ["before", "then", "at no known time"]
+    assert [job.job_id for job in removal.finished_before(jobs, 0.0)] == ["at no known time"]
+
+
+def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit()
+    held = leased(store, limit=2)
+    shutil.rmtree(home.job_folder(store.home, job_id))
+    with pytest.raises(
+        JobRefused, match=f"job {job_id} is queued and not finished; add --force to remove it"
+    ):
+        removal.remove(store, job_id, now=0.0)
+    assert removal.remove(store, job_id, now=0.0, force=True) == 0
+    assert (rows_of(store, job_id), finish(store, held).written) == (0, [])
+
+
+def test_the_bytes_that_a_removal_frees_are_those_of_the_folder(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    job_id = submit()
+    run()
+    (used,) = removal.usage(store)
+    assert 0 <= removal.remove(store, job_id, now=0.0) - used.bytes < 100, "its mark tells of the removal"
+    assert list(trash.folder(store.home).iterdir()) == []
 
 
 def finished_in_journal(store: Store, submit: Callable[..., str]) -> str:

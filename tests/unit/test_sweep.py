@@ -21,7 +21,7 @@ from conserve.store.books import catalog, shards
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import MARK, Mark
-from conserve.store.upkeep.sweep import STALE_AFTER_S, modified_at, sweep
+from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, is_due, modified_at, sweep
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, leased, select
@@ -393,6 +393,57 @@ def test_a_home_that_was_copied_is_swept_like_the_first(store: Store, tmp_path: 
     assert sweep(copy, now=LATER) == 1
     copy.close()
     assert folder.is_dir()
+
+
+def test_what_was_to_be_uploaded_and_was_left_goes_after_an_hour(store: Store) -> None:
+    sending = store.home / home.SENDING
+    sending.mkdir()
+    for name, at in (("left", 999.0), ("young", 1000.0)):
+        (sending / name).write_bytes(b"part of an object")
+        os.utime(sending / name, (at, at))
+    assert sweep(store, now=1000.0 + HOUR_S) == 0
+    assert [path.name for path in sending.iterdir()] == ["young"]
+    assert not trash.folder(store.home).exists()
+
+
+def test_a_bucket_is_swept_once_an_hour_by_each_machine(tmp_path: Path) -> None:
+    """A clock that was turned back by hours does not put the next sweep off."""
+    begun = tmp_path.stat().st_mtime
+    assert is_due(tmp_path, now=begun)
+    noted = (tmp_path / SWEPT).stat().st_mtime
+    assert noted >= begun - 1
+    assert not is_due(tmp_path, now=noted + HOUR_S - 1)
+    assert not is_due(tmp_path, now=noted - HOUR_S + 1)
+    assert is_due(tmp_path, now=noted + HOUR_S)
+    os.utime(tmp_path / SWEPT, (9e9, 9e9))
+    assert is_due(tmp_path, now=noted)
+    assert (tmp_path / SWEPT).stat().st_mtime < 9e9
+    assert is_due(tmp_path / "gone", now=noted), "what cannot be noted is no reason to wait"
+
+
+def test_a_folder_that_is_registered_while_the_sweep_looks_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep looks again under the lock that registering takes; the mark is changed only after that."""
+    folder = orphan(store)
+    real = catalog.ids
+    monkeypatch.setattr(catalog, "ids", lambda tx: [])
+    with store.write() as tx:
+        source = catalog.Source(path=None, format="jsonl")
+        catalog.add(tx, job_id=folder.name, source=source, task="{}", num_rows=1, priority=0, now=0.0)
+        assert real(tx) == [folder.name]
+    assert sweep(store, now=LATER) == 0
+    assert folder.is_dir()
+
+
+def test_files_of_a_folder_of_another_store_stay(store: Store) -> None:
+    """The database names a job of the same id, say one that was copied by hand."""
+    job_id = compacted_job(store)
+    marks.change(home.job_folder(store.home, job_id), Mark(store_id="another", registered=True))
+    left = home.job_folder(store.home, job_id) / home.RESULTS / "crashed.parquet"
+    left.write_bytes(b"of whom?")
+    assert sweep(store, now=LATER) == 0
+    assert left.is_file()
 
 
 def test_a_mark_says_which_store_the_job_is_of_and_what_was_submitted(

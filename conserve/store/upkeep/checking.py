@@ -127,15 +127,21 @@ def database_damage(store: Store) -> list[Damage]:
     try:
         with store.read() as tx:
             found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
-            found += [f"row {row[1]} of {row[0]} names no {row[2]}" for row in foreign_keys(tx)]
+            found += [names_nothing(*row) for row in foreign_keys(tx)]
     except StoreError as error:
         found = [str(error)]
-    return [database_is(store.place, said) for said in found[:MOST_NAMED] if said != "ok"]
+    faults = [said for said in dict.fromkeys(found) if said != "ok"]
+    return [database_is(store.place, said) for said in faults[:MOST_NAMED]]
 
 
 def foreign_keys(tx: Connection) -> Sequence[Any]:
     """Rows that name a job that does not exist."""
     return tx.execute(text("pragma foreign_key_check")).all()
+
+
+def names_nothing(table: str, number: int | None, parent: str, *_: object) -> str:
+    """Describe a row that names a missing one; rows of some tables have no numbers."""
+    return f"{'a row' if number is None else f'row {number}'} of {table} names no {parent}"
 
 
 def database_is(place: str, said: str) -> Damage:
@@ -171,9 +177,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
         return []  # removed since its id was read
     except StoreDamaged as error:
         return [record_damage(job_id, str(error))]
-    files = [
-        file for file in recorded_files(store.data, [audited.job], []) if file.part is not StorePart.SHARD
-    ]
+    files = list(recorded_files(store.data, [audited.job], []))
     found = [one for file in files if (one := file_damage(store.data, file, audited.job))]
     if (
         said := judge(audited.job)

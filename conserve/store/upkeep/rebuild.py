@@ -26,6 +26,7 @@ from conserve.store.files import digests, home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import mending
+from conserve.words import count
 
 job, request, journal, shard, meta = (
     schema.job,
@@ -99,7 +100,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
             if row.get("job_id") in known and isinstance(row.get("file"), str):
                 put(tx, shard, row)
         put_batches(tx, salvaged)
-    said = [f"{len(known):,} jobs were read from it"]
+    said = [f"{count(len(known), 'job was', 'jobs were')} read from it"]
     again = Store.over(store.home, store.engine)
     said += adopt(again, strangers(again), now=now, batches=False)
     with again.write() as tx:

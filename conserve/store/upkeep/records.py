@@ -59,8 +59,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
             said = f"the record of job {job_id} is lost; the results it has stay, and nothing of it is run any more"
             right |= {"state": JobState.CANCELLED.value, "error": said, "finished_at": now, "files": "{}"}
             right |= {"task": '{"kind":"prompt"}', "source": to_json(Source(path=None, format="unknown"))}
-        if right:
-            tx.execute(update(job).where(job.c.id == job_id).values(right))
+        tx.execute(update(job).where(job.c.id == job_id).values(right))
         if "state" in right:
             events.of_jobs(tx, [job_id], now=now)
     return said
