@@ -47,7 +47,7 @@ job = Table(
     Column("id", Text, nullable=False, unique=True),
     Column("state", Text, nullable=False),  # JobState
     Column("error", Text),  # why state is "failed"
-    Column("priority", Integer, nullable=False, default=0),
+    Column("priority", Integer, nullable=False),
     Column("submitted_at", Float, nullable=False),
     Column("started_at", Float),
     Column("finished_at", Float),
@@ -242,7 +242,7 @@ message = Table(
     Column("body", Text, nullable=False),  # the JSON that is sent, the same at every attempt
     Column("created_at", Float, nullable=False),
     Column("state", Text, nullable=False),  # store.books.outbox.MessageState
-    Column("attempts", Integer, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False),
     Column("next_at", Float, nullable=False),  # not sent before
     Column("owner", Text),  # the process that sends it
     Column("held_until", Float),  # others leave it alone until then
