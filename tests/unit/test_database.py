@@ -1,8 +1,11 @@
 """The database and the folder below the store: transactions, and errors in the user's words."""
 
 import errno
+import gc
 import os
 import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +16,16 @@ from sqlalchemy.exc import NoResultFound, OperationalError
 from conserve.config import Settings, load
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
 from conserve.store.database import connection as database
-from conserve.store.database import migrations
+from conserve.store.database import guard, migrations
+from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import home
 from conserve.store.files.marks import MARK
 from conserve.whole import sync
-from tests.store_rows import select
+from tests.store_rows import add_job, select
+
+BOTH = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 
 
 def test_a_transaction_counts_as_a_whole_or_not_at_all(store: Store) -> None:
@@ -80,6 +86,48 @@ def test_a_reader_sees_one_moment(store: Store) -> None:
 def test_a_url_that_names_no_database_is_the_users_mistake(tmp_path: Path, url: str) -> None:
     with pytest.raises(SettingsError, match="CONSERVE_STORE is not a database URL"):
         Store.open(load({"home": tmp_path, "store": url}, environ={}))
+
+
+def refused_as_newer(settings: Settings, store: Store) -> Settings:
+    with store.write() as tx:
+        tx.execute(text(f"update meta set value = '{LATEST + 1}' where key = 'version'"))
+    return settings
+
+
+def refused_as_moved(settings: Settings, store: Store) -> Settings:
+    mark = MoveMark(id="x", state=MoveState.LEFT, other="sqlite:///there.db", store_id=store.id)
+    with store.write() as tx:
+        guard.put_mark(tx, mark)
+    return settings
+
+
+def refused_elsewhere(settings: Settings, store: Store) -> Settings:
+    add_job(store)
+    return replace(settings, data=str(settings.home / "elsewhere"))
+
+
+@BOTH
+@pytest.mark.parametrize("refused", [refused_as_newer, refused_as_moved, refused_elsewhere])
+@pytest.mark.parametrize("opening", [Store.open, Store.open_to_read])
+def test_a_store_that_is_refused_is_not_left_open(
+    settings: Settings,
+    store: Store,
+    refused: Callable[[Settings, Store], Settings],
+    opening: Callable[[Settings], Store],
+) -> None:
+    """A connection that is left open says so itself on PostgreSQL, where the test fails for its warning."""
+    changed = refused(settings, store)
+    store.close()
+    with pytest.raises(ConserveError):
+        opening(changed)
+    assert open_databases(settings.home) == []
+    gc.collect()
+
+
+def open_databases(home: Path) -> list[str]:
+    """Files of a database that this process has open."""
+    names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [name for name in names if name.startswith(f"{home}/conserve.db")]
 
 
 @pytest.mark.parametrize("missing", ["psycopg", "somewhere.else"])
