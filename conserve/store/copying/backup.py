@@ -137,15 +137,12 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 
 def copy_database(store: Store, path: Path) -> None:
-    """Copy the database as it is at one moment to a new SQLite file."""
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    """Copy the database as it is at one moment to an SQLite file, in place of an earlier copy."""
     source = store.engine.url.database
     if store.engine.dialect.name == "sqlite" and source:
         copy_sqlite(Path(source), path)
     else:
         export(store, path)
-    whole(path)
 
 
 def copy_sqlite(source: Path, path: Path) -> None:
