@@ -14,7 +14,7 @@ from sqlalchemy import inspect, make_url, text
 from sqlalchemy.exc import NoResultFound, OperationalError
 
 from conserve.config import Settings, load
-from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
+from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly, StoreTooNew
 from conserve.store.database import connection as database
 from conserve.store.database import guard, migrations
 from conserve.store.database.moves import MoveMark, MoveState
@@ -130,7 +130,25 @@ def open_databases(home: Path) -> list[str]:
     return [name for name in names if name.startswith(f"{home}/conserve.db")]
 
 
-@pytest.mark.parametrize("missing", ["psycopg", "somewhere.else"])
+@pytest.mark.parametrize("number", [LATEST - 1, LATEST + 1])
+def test_a_store_of_another_version_is_neither_written_nor_left_open_by_a_reader(
+    store: Store, settings: Settings, number: int
+) -> None:
+    """A newer one is told also where nothing can be written; an older one is for `connect` to bring up to date."""
+    with store.write() as tx:
+        tx.execute(text(f"update meta set value = '{number}' where key = 'version'"))
+    store.close()
+    if number > LATEST:
+        with pytest.raises(
+            StoreTooNew, match=f"has version {number} .* only up to {LATEST}; upgrade ConServe"
+        ):
+            database.connect_to_read(settings.store_url)
+    else:
+        assert database.connect_to_read(settings.store_url) is None
+    assert open_databases(settings.home) == []
+
+
+@pytest.mark.parametrize("missing", ["psycopg", "psycopg_binary", "somewhere.else"])
 def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
     tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +158,7 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
     monkeypatch.setattr("conserve.store.database.connection.create_engine", no_driver)
     with pytest.raises(SettingsError, match=r"postgres\b|needs a package") as error:
         Store.open(load({"home": tmp_path, "store": "postgresql+psycopg://x/y"}, environ={}))
-    assert ("run: " in str(error.value)) is (missing == "psycopg")
+    assert ("run: " in str(error.value)) is missing.startswith("psycopg")
 
 
 @pytest.mark.parametrize(

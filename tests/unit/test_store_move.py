@@ -736,6 +736,65 @@ def test_holders_of_rows_are_named_by_machine_and_process() -> None:
     assert moves.named({f"{name}:1:x:y" for name in "edcba"}) == "a:1, b:1, c:1 and 2 others"
 
 
+@pytest.fixture
+def from_postgresql(databases: Databases, tmp_path: Path) -> Iterator[tuple[Store, moves.Ends]]:
+    """A store on PostgreSQL, and an empty SQLite database."""
+    where = load({"home": tmp_path / "home", "store": databases.new()}, environ={})
+    with (
+        closing(Store.open(where)) as store,
+        closing(moves.Ends.of(where.store_url, f"sqlite:///{tmp_path / 'other.db'}")) as found,
+    ):
+        add_job(store)
+        yield store, found
+
+
+def test_a_move_waits_for_transactions_that_write(
+    from_postgresql: tuple[Store, moves.Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ends = from_postgresql
+    real = moves.lock
+    with store.write() as writer:
+        writer.execute(text("update job set priority = 7"))
+        tries: list[Connection] = []
+
+        def lock(tx: Connection) -> None:
+            tries.append(tx)
+            if len(tries) == 3:
+                writer.commit()
+            real(tx)
+
+        monkeypatch.setattr(moves, "lock", lock)
+        assert go(load({"home": store.home}, environ={}), ends)
+    assert len(tries) == 3
+    with transaction(ends.target, read_only=True) as tx:
+        assert tx.scalar(text("select priority from job")) == 7
+
+
+def test_a_move_that_writers_never_let_in_ends(
+    from_postgresql: tuple[Store, moves.Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ends = from_postgresql
+    monkeypatch.setattr(moves, "LOCK_TRIES", 2)
+    with store.write() as writer:
+        writer.execute(text("update job set priority = 7"))
+        with pytest.raises(StoreInUse, match="other processes write all the time"):
+            go(load({"home": store.home}, environ={}), ends)
+    assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
+def test_a_refusal_to_freeze_is_told_at_once(settings: Settings, ends: moves.Ends) -> None:
+    asked: list[Connection] = []
+
+    def ask(tx: Connection) -> None:
+        asked.append(tx)
+        raise StoreInUse("rows are with ann")
+
+    with pytest.raises(StoreInUse, match="rows are with ann"):
+        moves.move(settings.home, ends, lambda *_: None, ask)
+    assert len(asked) == 1
+    assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
 # Pages and digests
 
 
