@@ -290,6 +290,12 @@ def elsewhere(tmp_path: Path, **named: str) -> Settings:
     return load({"home": tmp_path / "again", **named}, environ={})
 
 
+def open_files(part: str) -> list[str]:
+    """Files that this process has open and whose paths have this part."""
+    names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [name for name in names if part in name]
+
+
 def files(folder: Path) -> list[str]:
     """Files in a folder, relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -309,6 +315,7 @@ def test_the_manifest_says_what_a_backup_holds(stored: Store, tmp_path: Path) ->
     assert made.tables.keys() == set(schema.metadata.tables)
     assert [made.tables[name] for name in ("job", "shard", "lease", "hook")] == [1, 2, 0, 0]
     assert backed_up(stored, tmp_path / "tuesday").id != made.id
+    assert open_files("monday") == []
     assert json.loads((folder / manifest.MANIFEST).read_text())["format"] == 1
 
 
@@ -350,10 +357,11 @@ def test_evaluations_and_profiles_are_taken_and_locks_are_not(stored: Store, tmp
 def test_all_inputs_of_a_job_are_taken(stored: Store, tmp_path: Path) -> None:
     (job_id,) = (row[0] for row in select(stored, "select id from job"))
     folder = home.job_folder(stored.home, job_id)
+    (folder / home.INPUTS).unlink()
     (folder / home.PARTS).mkdir()
     for name in ("00000.parquet", "00001.parquet"):
         (folder / home.PARTS / name).write_text(name)
-    backed_up(stored, tmp_path / "monday")
+    assert backed_up(stored, tmp_path / "monday").missing == ()
     assert files(tmp_path / "monday" / "jobs" / job_id) == files(folder)
 
 
@@ -405,6 +413,7 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(StoreFull):
         backed_up(stored, tmp_path / name)
     assert not list(tmp_path.glob("*monday*"))
+    assert open_files("monday") == []
 
 
 @pytest.mark.parametrize("name", ["monday", "monday.tar"])
@@ -440,13 +449,17 @@ def test_files_that_stay_away_are_looked_for_once_more_and_those_that_go_five_ti
     monkeypatch.setattr(
         backups, "copy_database", lambda store, path: copied.append(path) or real(store, path)
     )
-    home.requests_file(stored.home, select(stored, "select id from job")[0][0]).unlink()
+    gone = sorted(
+        name for name in files(stored.home) if name.endswith("requests.parquet") or "/results/" in name
+    )
+    for name in gone:
+        (stored.home / name).unlink()
     said: list[str] = []
     made = backups.backup(stored, tmp_path / "monday", now=5.0, copy=False, say=said.append)
-    assert (len(copied), said) == (2, ["1 files went meanwhile; the database is copied again"])
-    assert len(made.missing) == 1
-    gone = iter(range(100))
-    monkeypatch.setattr(contents, "take", lambda *_, **__: [f"jobs/{next(gone)}"])
+    assert (len(copied), said) == (2, ["3 files went meanwhile; the database is copied again"])
+    assert made.missing == tuple(gone)
+    numbers = iter(range(100))
+    monkeypatch.setattr(contents, "take", lambda *_, **__: [f"jobs/{next(numbers)}"])
     copied.clear()
     with pytest.raises(StoreError):  # the made-up files are not there
         backups.backup(stored, tmp_path / "tuesday", now=5.0, copy=False, say=said.append)
@@ -504,6 +517,20 @@ def test_another_file_system_gets_copies(folders: tuple[Path, Path], monkeypatch
     assert contents.take(NAMES, source, target, copy=False) == []
     assert (target / NAMES[0]).read_bytes() == b"new"
     assert (target / NAMES[0]).stat().st_nlink == 1
+
+
+def test_a_file_that_cannot_be_flushed_is_not_left_half_done(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = folders
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(contents, "sync", full)
+    with pytest.raises(OSError, match="No space"):
+        contents.take(NAMES, source, target, copy=True)
+    assert files(target) == []
 
 
 def test_a_mark_that_was_just_being_rewritten_is_read_again(
@@ -602,6 +629,7 @@ def test_a_backup_of_an_earlier_version_is_brought_up_to_date(stored: Store, tmp
 def test_a_store_without_rows_is_restored_over(stored: Store, tmp_path: Path) -> None:
     backed_up(stored, tmp_path / "monday")
     Store.open(elsewhere(tmp_path)).close()
+    (tmp_path / "again" / restore.SCRATCH / "backup").mkdir(parents=True)  # of a restore that was killed
     brought_back(elsewhere(tmp_path), tmp_path / "monday")
     with closing(Store.open(elsewhere(tmp_path))) as again:
         assert again.id == stored.id

@@ -87,11 +87,18 @@ Shape = dict[str, dict[str, Any]]
 def shape(engine: Engine) -> Shape:
     """What the database itself says of each table, in no order."""
     found = inspect(engine)
+    said: dict[str, str] = {}
+    if engine.dialect.name == "sqlite":
+        with engine.connect() as tx:
+            rows = tx.execute(text("select name, sql from sqlite_master where type = 'table'"))
+            said = {row.name: row.sql for row in rows}
+
     return {
         name: {
             "columns": {c["name"]: (str(c["type"]), c["nullable"]) for c in found.get_columns(name)},
+            "options": [each for each in ("AUTOINCREMENT", "WITHOUT ROWID") if each in said.get(name, "")],
             "key": found.get_pk_constraint(name)["constrained_columns"],
-            "indexes": sorted((i["column_names"], i["unique"]) for i in found.get_indexes(name)),
+            "indexes": sorted((i["name"], i["column_names"], i["unique"]) for i in found.get_indexes(name)),
             "unique": sorted(each["column_names"] for each in found.get_unique_constraints(name)),
             "refers": sorted(
                 (each["constrained_columns"], each["referred_table"], each["options"])

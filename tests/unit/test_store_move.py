@@ -26,7 +26,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.copying import filling, tables
 from conserve.store.copying import move as moves
 from conserve.store.copying.tables import TableDigest
-from conserve.store.database import guard, lineage, schema
+from conserve.store.database import connection, guard, lineage, schema
 from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.moves import MoveMark, MoveState, said_by_guard
 from conserve.store.database.store import Store
@@ -734,6 +734,24 @@ def test_holders_of_rows_are_named_by_machine_and_process() -> None:
     assert moves.named({"b:2:x:y"}) == "b:2"
     assert moves.named({"c:3:x:y", "a:1:x:y", "b:2:x:y"}) == "a:1, b:2, c:3"
     assert moves.named({f"{name}:1:x:y" for name in "edcba"}) == "a:1, b:1, c:1 and 2 others"
+
+
+def test_a_look_at_both_databases_waits_for_no_writer(
+    small: Store, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.0)
+    target = at(f"sqlite:///{tmp_path / 'other.db'}", settings)
+    with (
+        closing(Store.open(target)) as there,
+        closing(moves.Ends.of(settings.store_url, target.store_url)) as ends,
+        small.write(),
+        there.write(),
+    ):
+        moves.require_store(ends.source)
+        assert moves.mark_on(ends.source) is None
+        moves.require_place(ends)
+        with pytest.raises(StoreError, match="locked"):
+            moves.freeze(ends, nobody)
 
 
 @pytest.fixture

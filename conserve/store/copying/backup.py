@@ -79,7 +79,7 @@ def scratch_folder(to: Path) -> Iterator[Path]:
     """Yield an empty folder beside the backup, held by this process; removed unless it was renamed."""
     folder = to.parent / f".{to.name}.partial"
     folder.mkdir(exist_ok=True)
-    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    held = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,14 +116,14 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
         say(f"{len(missing):,} files went meanwhile; the database is copied again")
     names -= set(missing)
     names |= set(contents.beside(store.home))
-    contents.take(sorted(names), store.home, folder, copy=copy)
+    contents.take(names, store.home, folder, copy=copy)
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
 
 
 def read_names(store: Store, path: Path) -> list[str]:
     """Files that a copy of the database names."""
-    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine, read_only=True) as tx:
+    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine) as tx:
         return list(contents.named(tx, store.home))
 
 
@@ -178,7 +178,7 @@ def whole(path: Path) -> None:
 def describe(store: Store, folder: Path, taken: Taken, now: float) -> Manifest:
     """Manifest of a backup whose files are all there."""
     path = f"sqlite:///{folder / DATABASE}"
-    with closing_engine(engine_of(path)) as engine, transaction(engine, read_only=True) as tx:
+    with closing_engine(engine_of(path)) as engine, transaction(engine) as tx:
         rows = {name: found.rows for name, found in tables.digests(tx).items()}
     whole(folder / DATABASE)
     return Manifest(

@@ -101,13 +101,11 @@ def put_files(source: Path, where: Path, *, copy: bool) -> None:
 def fill(path: Path, scratch: Path, target: Engine, told: Told) -> None:
     """Fill the target from the database of a backup, which is brought up to date in a copy, and compare."""
     shutil.copyfile(path, scratch)
-    with closing_engine(engine_of(f"sqlite:///{scratch}")) as engine:
-        with transaction(engine) as tx:
-            migrate(tx)
-        with transaction(engine, read_only=True) as source:
-            filling.fill(source, target, told)
-            with transaction(target) as tx:
-                filling.end(source, tx)
+    with closing_engine(engine_of(f"sqlite:///{scratch}")) as engine, transaction(engine) as source:
+        migrate(source)
+        filling.fill(source, target, told)
+        with transaction(target) as tx:
+            filling.end(source, tx)
 
 
 def finish(target: Engine, now: float) -> None:

@@ -74,7 +74,7 @@ job = Table(
 lease = Table(
     "lease",
     metadata,
-    Column("epoch", Serial, primary_key=True, autoincrement=True),
+    Column("epoch", Serial, primary_key=True),
     Column("job_id", Text, ForeignKey("job.id"), nullable=False),
     Column("owner", Text, nullable=False),
     Column("claimed_at", Float, nullable=False),
@@ -88,7 +88,7 @@ lease = Table(
 span = Table(
     "span",
     metadata,
-    Column("epoch", BigInteger, ForeignKey("lease.epoch"), primary_key=True, autoincrement=False),
+    Column("epoch", BigInteger, ForeignKey("lease.epoch"), primary_key=True),
     Column("job_id", Text, nullable=False),
     Column("start", BigInteger, nullable=False),
     Column("stop", BigInteger, nullable=False),
@@ -101,7 +101,7 @@ request = Table(
     "request",
     metadata,
     Column("job_id", Text, ForeignKey("job.id"), primary_key=True),
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True),
     Column("epoch", BigInteger),  # the lease it is under; null while it waits
     Column("attempts", Integer, nullable=False),  # times leased
     Column(
@@ -122,7 +122,7 @@ journal = Table(
     "journal",
     metadata,
     Column("job_id", Text, ForeignKey("job.id"), primary_key=True),
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True),
     Column("failed", Boolean, nullable=False),
     Column("payload", LargeBinary, nullable=False),  # JSON of store.books.results.Result
     Column("checksum", BigInteger),  # CRC-32 of the row; null for one of an earlier version
