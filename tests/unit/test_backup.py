@@ -446,9 +446,12 @@ def test_files_that_stay_away_are_looked_for_once_more_and_those_that_go_five_ti
 ) -> None:
     copied: list[Path] = []
     real = backups.copy_database
-    monkeypatch.setattr(
-        backups, "copy_database", lambda store, path: copied.append(path) or real(store, path)
-    )
+
+    def copy_database(store: Store, path: Path) -> None:
+        copied.append(path)
+        real(store, path)
+
+    monkeypatch.setattr(backups, "copy_database", copy_database)
     gone = sorted(
         name for name in files(stored.home) if name.endswith("requests.parquet") or "/results/" in name
     )

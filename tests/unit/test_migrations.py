@@ -37,7 +37,7 @@ def add(tx: Connection, table: str, **values: Any) -> None:
     """Insert a row, with the values that the first version gave to columns that are not named."""
     counters = ("next_position", "succeeded", "failed", "retries", "prompt_tokens", "completion_tokens",
                 "cached_tokens", "resumed_tokens")  # fmt: skip
-    first = {"job": {"priority": 0, **dict.fromkeys(counters, 0)},
+    first: dict[str, dict[str, Any]] = {"job": {"priority": 0, **dict.fromkeys(counters, 0)},
              "request": {"failures": 0, "available_at": 0.0, "suspect": False}}  # fmt: skip
     tx.execute(insert(first_schema.metadata.tables[table]).values({**first.get(table, {}), **values}))
 
