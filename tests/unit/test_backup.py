@@ -629,6 +629,28 @@ def test_a_backup_of_an_earlier_version_is_brought_up_to_date(stored: Store, tmp
         assert select(again, "select * from feeding") == []
 
 
+def test_a_backup_that_goes_while_it_is_read_is_no_store(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database stays marked, and the same command goes on once the backup is back."""
+    backed_up(stored, tmp_path / "monday")
+    real = contents.put
+
+    def put(path: Path, to: Path, *, copy: bool) -> None:
+        if path.name == home.REQUESTS:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        real(path, to, copy=copy)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contents, "put", put)
+        with pytest.raises(StoreError, match=r"requests\.parquet went while it was read; run this again"):
+            brought_back(elsewhere(tmp_path), tmp_path / "monday")
+    with pytest.raises(StoreError, match=f"is being filled from {tmp_path / 'monday'}"):
+        Store.open(elsewhere(tmp_path))
+    brought_back(elsewhere(tmp_path), tmp_path / "monday")
+    Store.open(elsewhere(tmp_path)).close()
+
+
 def test_a_store_without_rows_is_restored_over(stored: Store, tmp_path: Path) -> None:
     backed_up(stored, tmp_path / "monday")
     Store.open(elsewhere(tmp_path)).close()

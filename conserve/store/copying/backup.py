@@ -148,7 +148,7 @@ def copy_database(store: Store, path: Path) -> None:
 def copy_sqlite(source: Path, path: Path) -> None:
     """Copy an SQLite database by its backup API in one step, which holds up no writer of a write-ahead log."""
     with closing(reader(source, timeout_s=TIMEOUT_S)) as read, closing(sqlite3.connect(path)) as written:
-        read.backup(written, pages=-1)
+        read.backup(written)
 
 
 def export(store: Store, path: Path) -> None:
@@ -207,4 +207,4 @@ def archive(folder: Path, to: Path) -> None:
         scratch.replace(to)
     finally:
         with suppress(OSError):
-            scratch.unlink(missing_ok=True)
+            scratch.unlink()
