@@ -347,11 +347,33 @@ def test_evaluations_and_profiles_are_taken_and_locks_are_not(stored: Store, tmp
     for name in (*taken, "evals/nightly.lock", "profiles/.cpu.json.17", "notes/mine.txt"):
         (stored.home / name).parent.mkdir(parents=True, exist_ok=True)
         (stored.home / name).write_text(name)
-    backed_up(stored, tmp_path / "monday")
+    made = backed_up(stored, tmp_path / "monday")
+    assert made.files == len(files(tmp_path / "monday")) - len([manifest.DATABASE, manifest.MANIFEST])
     kept = [name for name in files(tmp_path / "monday") if not name.startswith("jobs/")]
     assert kept == sorted([manifest.DATABASE, manifest.MANIFEST, *taken])
     brought_back(elsewhere(tmp_path), tmp_path / "monday")
     assert [(tmp_path / "again" / name).read_text() for name in taken] == taken
+
+
+def test_a_file_that_the_last_copy_does_not_name_is_left_out(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry drops the shard of failed rows after it was taken, and another file makes a second look needed."""
+    ((job_id,),) = select(stored, "select id from job")
+    real, first = contents.take, iter([True])
+
+    def take(*arguments: Any, **named: Any) -> list[str]:
+        missing = real(*arguments, **named)
+        if next(first, False):
+            assert shards.retry_failed(stored, job_id, now=0.0) == 1
+            missing.append("another")
+        return missing
+
+    monkeypatch.setattr(contents, "take", take)
+    made = backed_up(stored, tmp_path / "monday")
+    held = files(tmp_path / "monday")
+    assert sum("/results/" in name for name in held) == made.tables["shard"] == 1
+    assert (made.files, made.missing) == (len(held) - 2, ())
 
 
 def test_all_inputs_of_a_job_are_taken(stored: Store, tmp_path: Path) -> None:
