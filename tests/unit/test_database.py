@@ -68,6 +68,12 @@ def test_who_writes_has_the_lock_from_the_start_and_who_reads_needs_none(
     impatient.close()
 
 
+def test_no_piece_of_work_keeps_another_out_on_sqlite(store: Store) -> None:
+    """There two processes that do the same are rare, and harmless."""
+    with store.alone("sweep") as one, store.alone("sweep", wait=True) as other:
+        assert (one, other) == (True, True)
+
+
 def test_a_writer_waits_for_a_minute(store: Store) -> None:
     with store.read() as tx:
         assert tx.exec_driver_sql("pragma busy_timeout").scalar() == 60_000
