@@ -14,9 +14,17 @@ from sqlalchemy import inspect, make_url, text
 from sqlalchemy.exc import NoResultFound, OperationalError
 
 from conserve.config import Settings, load
-from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly, StoreTooNew
+from conserve.errors import (
+    ConserveError,
+    SettingsError,
+    StoreDamaged,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreTooNew,
+)
 from conserve.store.database import connection as database
-from conserve.store.database import guard, migrations
+from conserve.store.database import guard, migrations, reader
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -134,6 +142,25 @@ def open_databases(home: Path) -> list[str]:
     """Files of a database that this process has open."""
     names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [name for name in names if name.startswith(f"{home}/conserve.db")]
+
+
+@BOTH
+@pytest.mark.parametrize("opening", [Store.open, Store.open_to_read])
+def test_a_version_that_is_no_number_is_damage(
+    store: Store, settings: Settings, opening: Callable[[Settings], Store]
+) -> None:
+    with store.write() as tx:
+        tx.execute(text("update meta set value = 'ten' where key = 'version'"))
+    with pytest.raises(StoreDamaged, match=r"version is damaged \('ten'\); run: conserve check"):
+        opening(settings)
+
+
+def test_a_file_that_is_no_database_is_not_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "conserve.db"
+    path.write_bytes(b"nothing like a database" * 100)
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        reader.reader(path, timeout_s=0.0)
+    assert open_databases(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [LATEST - 1, LATEST + 1])
