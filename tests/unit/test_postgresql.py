@@ -14,7 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import Connection, event, text
+from sqlalchemy import BigInteger, Boolean, Column, Connection, Float, Integer, LargeBinary, event, text
+from sqlalchemy import select as query
 
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
@@ -46,10 +47,11 @@ from conserve.store.books.leases import Lease
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
-from conserve.store.database import bulk, schema
+from conserve.store.database import bulk, schema, trial
+from conserve.store.database.connection import engine_of
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
-from conserve.store.database.wakeup import Listener
+from conserve.store.database.wakeup import CHANNEL, Listener
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from conserve.store.upkeep.sweep import sweep
@@ -109,6 +111,63 @@ def test_a_commit_is_durable_whatever_the_servers_default_is(
     finally:
         with closing(Store.open(postgres)) as store, store.write() as tx:
             tx.execute(text(f'alter database "{name}" reset synchronous_commit'))
+
+
+def test_a_connection_that_the_server_ended_is_replaced(store: Store) -> None:
+    """A server that was started anew, or a network that dropped an idle connection, fails no command."""
+    with store.read() as tx:
+        (pid,) = tx.execute(text("select pg_backend_pid()")).one()
+    with closing(Store.over(store.home, engine_of(store.engine.url.render_as_string(False)))) as other:
+        with other.write() as tx:
+            tx.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
+        until(lambda: select(other, f"select 1 from pg_stat_activity where pid = {pid}") == [])
+    assert select(store, "select count(*) from job") == [(0,)]
+
+
+def test_a_transaction_that_writes_sees_what_others_commit(store: Store) -> None:
+    with store.write() as tx:
+        assert tx.scalar(text("show transaction_isolation")) == "read committed"
+        assert tx.scalar(text("show transaction_read_only")) == "off"
+
+
+@pytest.mark.parametrize("works", [("compact a", "compact b"), ("sweep", "deliver job-1")])
+def test_pieces_of_work_keep_each_other_out_by_name(store: Store, works: tuple[str, str]) -> None:
+    one, other = works
+    with store.alone(one) as mine, store.alone(one) as again, store.alone(other) as another:
+        assert (mine, again, another) == (True, False, True)
+
+
+def test_work_that_is_to_be_waited_for_begins_when_the_other_is_done(store: Store) -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with store.alone("sweep", wait=True) as alone:
+            done.append(f"second {alone}")
+
+    thread = threading.Thread(target=work)
+    with store.alone("sweep") as alone:
+        assert alone
+        thread.start()
+        until(lambda: select(store, "select 1 from pg_locks where not granted") != [])
+        done.append("first")
+    thread.join()
+    assert done == ["first", "second True"]
+
+
+def test_the_servers_clock_is_read(store: Store) -> None:
+    """The moment at which the statement runs, not that at which its transaction began."""
+    with store.read() as tx:
+        begun, first = tx.execute(
+            text("select extract(epoch from now()), extract(epoch from clock_timestamp())")
+        ).one()
+        found = trial.server_time_s(tx)
+        assert found is not None
+        assert (
+            float(begun)
+            < float(first)
+            <= found
+            <= float(tx.scalar(text("select extract(epoch from clock_timestamp())")) or 0)
+        )
 
 
 def test_a_read_may_not_write(store: Store) -> None:
@@ -378,6 +437,61 @@ def test_a_row_that_is_in_the_journal_already_is_an_error_of_the_store(store: St
         bulk.insert_rows(tx, schema.journal, rows)
 
 
+def sample(column: Column[Any], number: int) -> Any:
+    """Value of a column's type; equal numbers refer to each other."""
+    if column.nullable and number % 3 == 0:
+        return None
+    if isinstance(column.type, LargeBinary):
+        return bytes([0, 255, number])
+    if isinstance(column.type, Boolean):
+        return number % 2 == 0
+    if isinstance(column.type, Float):
+        return number + 0.25
+    if isinstance(column.type, BigInteger):
+        return 2**40 + number
+    return number if isinstance(column.type, Integer) else f"\t{number}\n\\N ü"
+
+
+@pytest.mark.parametrize("rows", [0, 1, bulk.FEWEST, 40])
+def test_rows_of_every_table_arrive_as_they_are(store: Store, rows: int) -> None:
+    """By COPY and by single inserts."""
+    for table in schema.metadata.sorted_tables:
+        if table is schema.meta:
+            continue
+        values = [{column.name: sample(column, n) for column in table.columns} for n in range(rows)]
+        with store.write() as tx:
+            bulk.insert_rows(tx, table, values)
+        with store.read() as tx:
+            found = tx.execute(query(table).order_by(*table.primary_key)).mappings().all()
+        assert sorted(map(dict, found), key=repr) == sorted(values, key=repr), table.name
+
+
+def test_many_rows_are_one_statement_and_few_are_not_copied(store: Store) -> None:
+    """The server parses and plans nothing of a COPY."""
+    values = [{"slot": n, "tokens": 1.0, "busy_s": 2.0, "busy_until": 3.0} for n in range(bulk.FEWEST)]
+    said: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *told: said.append(told[2]))
+    with store.write() as tx:
+        bulk.insert_rows(tx, schema.harvested, values)
+    assert not said
+    with store.write() as tx:
+        tx.execute(text("delete from harvested"))
+        bulk.insert_rows(tx, schema.harvested, values[1:])
+    assert [statement.split()[0].lower() for statement in said] == ["delete", "insert"]
+
+
+def test_values_are_one_array_and_not_cut_into_parts(store: Store) -> None:
+    add_job(store, rows=700)
+    finish(store, leased(store, limit=700))
+    wanted = list(range(0, 1400, 2))
+    with store.read() as tx:
+        (part,) = bulk.slices(tx, wanted)
+        among = bulk.among(tx, schema.journal.c.position, part)
+        found = tx.scalars(query(schema.journal.c.position).where(among)).all()
+    assert sorted(found) == list(range(0, 700, 2))
+    assert "ANY" in str(among.compile(dialect=store.engine.dialect))
+
+
 def test_results_of_all_kinds_are_copied_as_they_are(store: Store) -> None:
     add_job(store, rows=40)
     finish(store, leased(store, limit=40), failed=range(20))
@@ -439,6 +553,39 @@ def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
         assert catalog.forgive(tx, "job-2", now=2.0)
     assert readable(listener)
     listener.close()
+
+
+def test_all_calls_are_taken_at_once(store: Store) -> None:
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    for number in range(3):
+        with store.write() as tx:
+            tx.execute(text(f"notify {CHANNEL}, 'call {number}'"))
+    assert readable(listener)
+    assert listener.heard()
+    assert not readable(listener)
+    assert list(listener._driver.notifies(timeout=0)) == []
+    listener.close()
+    assert select(store, LISTENING) == []
+
+
+LISTENING = "select 1 from pg_stat_activity where datname = current_database() and query like 'listen%'"
+
+
+def test_a_listener_is_a_connection_of_its_own(store: Store) -> None:
+    """The pool, whose connections may be closed, never has it."""
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    store.engine.dispose()
+    add_job(store)
+    assert readable(listener)
+    assert listener.heard()
+    listener.close()
+
+
+def test_where_no_server_answers_there_is_no_listener(tmp_path: Path) -> None:
+    engine = engine_of(f"postgresql://ann@/store?host={tmp_path}")
+    assert Listener.of(engine) is None
 
 
 def readable(listener: Listener) -> bool:

@@ -1,6 +1,7 @@
 """A database that is damaged, emptied, gone or an older copy: the jobs come back from it and from their folders."""
 
 import json
+import os
 import shutil
 import sqlite3
 import threading
@@ -15,6 +16,7 @@ from conserve.errors import StoreError
 from conserve.store.books import batches, catalog, keys, shards
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import lineage
+from conserve.store.database.connection import engine_of
 from conserve.store.database.migrations import batch_of_tags
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -402,6 +404,53 @@ def test_the_ids_of_each_place_are_kept(tmp_path: Path) -> None:
         assert lineage.ids(tmp_path, "conserve.db") == []
         lineage.note(tmp_path, "conserve.db", "d")
         assert lineage.ids(tmp_path, "conserve.db") == ["d"]
+
+
+def test_a_place_is_a_path_in_the_home_or_an_address(store: Store, tmp_path: Path) -> None:
+    assert store.place == "conserve.db"
+    for url, expected in (
+        (f"sqlite:///{store.home}/more/a.db", "more/a.db"),
+        (f"sqlite:///{tmp_path}/a.db", f"sqlite:///{tmp_path}/a.db"),
+        ("sqlite://", "sqlite://"),
+        ("postgresql://me:secret@there/store", "postgresql+psycopg://me:***@there/store"),
+    ):
+        assert lineage.place(store.home, engine_of(url)) == expected
+
+
+def test_the_latest_id_of_a_place_stands_last(tmp_path: Path) -> None:
+    """An id that is noted already stays where it is, and nothing is written."""
+    for store_id in ("a", "b", "c"):
+        lineage.note(tmp_path, "conserve.db", store_id)
+    os.utime(tmp_path / lineage.FILE, (0, 0))
+    lineage.note(tmp_path, "conserve.db", "a")
+    assert lineage.ids(tmp_path, "conserve.db") == ["a", "b", "c"]
+    assert (tmp_path / lineage.FILE).stat().st_mtime == 0
+
+
+def test_the_id_of_a_store_that_was_moved_is_forgotten_at_its_place_alone(tmp_path: Path) -> None:
+    for at, store_id in (("one", "a"), ("one", "b"), ("two", "a")):
+        lineage.note(tmp_path, at, store_id)
+    lineage.forget(tmp_path, "one", "a")
+    assert (lineage.ids(tmp_path, "one"), lineage.ids(tmp_path, "two")) == (["b"], ["a"])
+    lineage.forget(tmp_path, "three", "a")
+    assert lineage.ids(tmp_path, "three") == []
+
+
+def test_scratch_files_of_killed_processes_go_after_an_hour(tmp_path: Path) -> None:
+    for name, age_s in ((f".{lineage.FILE}.1", 3700), (f".{lineage.FILE}.2", 3500), (".other.json.1", 3700)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1e9 - age_s,) * 2)
+    lineage.drop_scratch(tmp_path, now=1e9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.json.1", f".{lineage.FILE}.2"]
+    lineage.note(tmp_path, "conserve.db", "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.json.1", lineage.FILE]
+
+
+def test_ids_that_cannot_be_written_hold_nothing_up(tmp_path: Path) -> None:
+    (tmp_path / lineage.FILE).mkdir()
+    lineage.note(tmp_path, "conserve.db", "a")
+    lineage.forget(tmp_path, "conserve.db", "a")
+    assert lineage.ids(tmp_path, "conserve.db") == []
 
 
 def test_two_processes_that_note_their_ids_at_once_lose_none(

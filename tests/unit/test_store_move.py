@@ -1,30 +1,34 @@
 """`conserve store move`: the database arrives whole, also after kills, and the old one is left alone."""
 
 import asyncio
+import dataclasses
 import json
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import Connection, event, insert, text
 from sqlalchemy.engine import Engine
 
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.errors import SettingsError, StoreInUse, StoreMoved
+from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreInUse, StoreMoved
 from conserve.jobs.harvest import owner
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.release import Release, waited
 from conserve.store.books import hooks, keys, leases
 from conserve.store.books.events import Event
 from conserve.store.books.readings import read_jobs
+from conserve.store.copying import filling, tables
 from conserve.store.copying import move as moves
-from conserve.store.copying import tables
-from conserve.store.database import guard, lineage, schema
-from conserve.store.database.connection import engine_of, transaction
+from conserve.store.copying.tables import TableDigest
+from conserve.store.database import connection, guard, lineage, schema
+from conserve.store.database.connection import address, engine_of, transaction
+from conserve.store.database.moves import MoveMark, MoveState, said_by_guard
 from conserve.store.database.store import Store
 from tests.commands import Done, conserve
 from tests.postgres import Databases
@@ -40,15 +44,15 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return databases.new(empty=True)
 
 
-def fill(store: Store) -> None:
+def fill(store: Store, rows: int = 3000, done: int = 2500) -> None:
     """Put a row into every place: waiting with saved tokens, journalled, in a shard, and never leased."""
     add_job(store, "one", rows=6)
-    add_job(store, "two", rows=3000)
+    add_job(store, "two", rows=rows)
     first = leased(store, only=["one"], limit=4)
     finish(store, first, of=(0, 1), failed=(1,))
     put_back(store, first, 2, failed=True, suspect=True)
     put_back(store, first, 3)
-    second = leased(store, only=["two"], limit=2500)
+    second = leased(store, only=["two"], limit=done)
     finish(store, second)
     with store.write() as tx:
         leases.end_if_empty(tx, {first.epoch, second.epoch})
@@ -435,3 +439,448 @@ def test_a_lease_that_comes_between_holds_the_move_up(
         moves.move(settings.home, ends, lambda *_: None, Release(lease_s=60.0).require)
     ends.close()
     assert read_jobs(settings, now=0.0)[0].running == 4
+
+
+# Parts of a move
+
+
+@pytest.fixture
+def small(store: Store) -> Store:
+    fill(store, rows=30, done=25)
+    return store
+
+
+@pytest.fixture
+def ends(small: Store, settings: Settings, target: str) -> Iterator[moves.Ends]:
+    found = moves.Ends.of(source_of(settings), target)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def to_sqlite(small: Store, settings: Settings, tmp_path: Path) -> Iterator[moves.Ends]:
+    found = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
+    yield found
+    found.close()
+
+
+def nobody(tx: Connection) -> None:
+    """No harvester holds a lease."""
+
+
+def go(settings: Settings, ends: moves.Ends) -> dict[str, TableDigest]:
+    return moves.move(settings.home, ends, lambda *_: None, nobody)
+
+
+def mark_at(engine: Engine) -> MoveMark | None:
+    with transaction(engine, read_only=True) as tx:
+        return guard.mark_of(tx)
+
+
+def guards(engine: Engine) -> int:
+    """Number of triggers and functions by which a database refuses changes."""
+    sqlite = "select count(*) from sqlite_master where type = 'trigger'"
+    postgresql = (
+        "select (select count(*) from pg_trigger where not tgisinternal) + "
+        "(select count(*) from pg_proc where proname = 'conserve_moved')"
+    )
+    with transaction(engine, read_only=True) as tx:
+        return int(tx.scalar(text(sqlite if engine.dialect.name == "sqlite" else postgresql)) or 0)
+
+
+def test_a_move_tells_its_pages_and_leaves_a_mark_with_its_address(
+    small: Store, settings: Settings, ends: moves.Ends
+) -> None:
+    told: Counter[str] = Counter()
+
+    def tell(name: str, rows: int) -> None:
+        told[name] += rows
+
+    found = moves.move(settings.home, ends, tell, nobody)
+    assert dict(told) == {name: digest.rows for name, digest in found.items() if digest.rows}
+    assert found.keys() == set(schema.metadata.tables)
+    mark = mark_at(ends.source)
+    assert mark is not None
+    assert (mark.state, mark.other, mark.store_id) == (MoveState.LEFT, address(ends.target), small.id)
+    assert mark.sentence.startswith(f"this store was moved to {address(ends.target)}; ")
+    assert mark_at(ends.target) is None
+    assert (guards(ends.source) > 0, guards(ends.target)) == (True, 0)
+    assert lineage.ids(settings.home, small.place) == []
+    assert lineage.ids(settings.home, lineage.place(settings.home, ends.target)) == [small.id]
+    assert go(settings, ends) == {}
+
+
+def test_a_frozen_database_refuses_every_change_until_the_move_is_cancelled(
+    small: Store, settings: Settings, tmp_path: Path, target: str
+) -> None:
+    """On both databases, which take turns as the source."""
+    first = moves.Ends.of(source_of(settings), target)
+    go(settings, first)
+    ends = moves.Ends(source=first.target, target=engine_of(f"sqlite:///{tmp_path / 'third.db'}"))
+    moves.freeze(ends, nobody)
+    verbs = ["insert into meta values ('a', 'b')", "update meta set value = ''", "delete from hook"]
+    if ends.source.dialect.name == "postgresql":
+        verbs.append("truncate hook")
+    for statement in verbs:
+        with pytest.raises(StoreMoved, match=r"is being moved to .*third"), transaction(ends.source) as tx:
+            tx.execute(text(statement))
+    assert guards(ends.source) >= len(schema.metadata.tables)
+    moves.cancel(ends)
+    assert guards(ends.source) == 0
+    assert mark_at(ends.source) is None
+    with transaction(ends.source) as tx:
+        for statement in verbs[:1]:
+            tx.execute(text(statement))
+    for each in (first, ends):
+        each.close()
+
+
+def test_a_move_that_was_begun_goes_on_where_it_was(
+    small: Store, settings: Settings, ends: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that have arrived are not copied again."""
+    monkeypatch.setattr(tables, "PAGE_ROWS", 9)
+    told: list[str] = []
+
+    def break_off(name: str, rows: int) -> None:
+        told.append(f"{name} {rows}")
+        if name == "journal":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        moves.move(settings.home, ends, break_off, nobody)
+    begun = mark_at(ends.target)
+    assert begun is not None
+    assert (begun.state, begun.other, begun.store_id) == (MoveState.ARRIVING, address(ends.source), small.id)
+    assert begun.after["journal"] == ["two", 9 - 2 - 1]
+    frozen = mark_at(ends.source)
+    assert frozen is not None
+    assert (frozen.id, frozen.state) == (begun.id, MoveState.LEAVING)
+    found = moves.move(settings.home, ends, lambda name, rows: told.append(f"{name} {rows}"), nobody)
+    assert sum(int(each.split()[1]) for each in told) == sum(digest.rows for digest in found.values())
+    assert told.count("job 2") == told.count("journal 9") - 2 == 1
+
+
+def test_a_move_goes_on_only_to_the_database_that_it_began_with(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, tmp_path: Path
+) -> None:
+    moves.freeze(to_sqlite, nobody)
+    third = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'third.db'}")
+    for attempt in (lambda: go(settings, third), lambda: moves.cancel(third)):
+        with pytest.raises(StoreMoved, match=r"is being moved to .*other\.db"):
+            attempt()
+    assert guards(third.source) > 0
+    third.close()
+
+
+def test_a_store_that_is_just_leaving_is_no_target(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, tmp_path: Path
+) -> None:
+    """It may be the only whole copy."""
+    moves.freeze(to_sqlite, nobody)
+    third = load({"home": settings.home, "store": f"sqlite:///{tmp_path / 'third.db'}"}, environ={})
+    Store.open(third).close()
+    ends = moves.Ends.of(third.store_url, source_of(settings))
+    with pytest.raises(StoreMoved, match="is being moved to"):
+        go(settings, ends)
+    ends.close()
+
+
+def test_a_place_that_the_store_left_takes_it_again_also_from_a_third_one(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, tmp_path: Path
+) -> None:
+    before = contents(source_of(settings))
+    go(settings, to_sqlite)
+    for source, goal in (
+        (to_sqlite.target.url, f"sqlite:///{tmp_path / 'third.db'}"),
+        (None, source_of(settings)),
+    ):
+        where = str(source or f"sqlite:///{tmp_path / 'third.db'}")
+        step = moves.Ends.of(where, goal)
+        assert go(settings, step)
+        step.close()
+    assert contents(source_of(settings)) == before
+    assert mark_at(small.engine) is None
+
+
+def test_a_place_that_another_store_left_is_no_target(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, tmp_path: Path
+) -> None:
+    go(settings, to_sqlite)
+    other = load({"home": tmp_path / "elsewhere"}, environ={})
+    with closing(Store.open(other)) as there:
+        add_job(there)
+    ends = moves.Ends.of(other.store_url, source_of(settings))
+    with pytest.raises(SettingsError, match="holds another store"):
+        go(settings, ends)
+    ends.close()
+
+
+def test_a_move_that_is_cancelled_meanwhile_ends(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it copies, and after it has compared."""
+
+    def cancel(*_: object) -> None:
+        moves.cancel(to_sqlite)
+
+    with pytest.raises(StoreError, match="was cancelled meanwhile"):
+        moves.move(settings.home, to_sqlite, cancel, nobody)
+    assert mark_at(to_sqlite.source) is None
+    with closing(Store.open(settings)) as store:
+        add_job(store, "three")
+
+    def changed(source: Connection, tx: Connection) -> dict[str, TableDigest]:
+        guard.put_mark(tx, None)
+        return {}
+
+    monkeypatch.setattr(filling, "end", changed)
+    real = moves.mark_on
+    looks = iter([real(to_sqlite.source)])
+    monkeypatch.setattr(moves, "mark_on", lambda engine: next(looks, None))
+    with pytest.raises(StoreError, match="was changed by another process; run this again"):
+        go(settings, to_sqlite)
+
+
+def test_a_source_that_is_marked_anew_meanwhile_is_not_left(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = filling.end
+
+    def compared(source: Connection, tx: Connection) -> dict[str, TableDigest]:
+        found = real(source, tx)
+        source.rollback()
+        return found
+
+    def end(source: Connection, tx: Connection) -> dict[str, TableDigest]:
+        found = compared(source, tx)
+        with transaction(to_sqlite.source) as other, guard.lifted(other):
+            guard.put_mark(other, None)
+        return found
+
+    monkeypatch.setattr(filling, "end", end)
+    with pytest.raises(StoreError, match="the move was cancelled meanwhile"):
+        go(settings, to_sqlite)
+    assert mark_at(to_sqlite.source) is None
+    assert guards(to_sqlite.source) == 0
+
+
+def test_rows_that_are_missing_are_counted(
+    small: Store, settings: Settings, ends: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(source: Connection, tx: Connection) -> None:
+        tx.execute(text("delete from journal where position > 9"))
+
+    monkeypatch.setattr("conserve.store.copying.filling.counters.carry", lose)
+    with pytest.raises(StoreDamaged, match="journal has 12 rows instead of 27; nothing was lost"):
+        go(settings, ends)
+    assert mark_at(ends.target) is not None, "it is no store yet"
+
+
+def test_what_another_move_fills_is_not_emptied(ends: moves.Ends) -> None:
+    mark = MoveMark(id="this", state=MoveState.ARRIVING, other="x", store_id="y")
+    filling.begin(ends.target, mark)
+    filling.discard(ends.target, "another")
+    assert mark_at(ends.target) == mark
+    filling.discard(ends.target, "this")
+    with transaction(ends.target, read_only=True) as tx:
+        assert guard.tables(tx) == []
+
+
+def test_another_move_begins_with_empty_tables(ends: moves.Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same move goes on; one with another name, or after the target was a store, starts anew."""
+
+    monkeypatch.setattr(tables, "PAGE_ROWS", 20)
+
+    def begin(name: str) -> dict[str, int]:
+        mark = MoveMark(id=name, state=MoveState.ARRIVING, other="x", store_id="y")
+        filling.begin(ends.target, mark)
+        with transaction(ends.source, read_only=True) as source:
+            pages = [filling.add_page(source, ends.target, table) for table in tables.in_order()]
+        return dict(zip([table.name for table in tables.in_order()], pages, strict=True))
+
+    assert begin("one")["journal"] == 20
+    assert begin("one")["journal"] == 7
+    assert begin("two")["journal"] == 20
+    with transaction(ends.target) as tx:
+        guard.put_mark(tx, MoveMark(id="two", state=MoveState.LEFT, other="x", store_id="y"))
+        guard.add(tx, "moved")
+    assert begin("two")["journal"] == 20
+    assert guards(ends.target) == 0
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"state": "left"}', '{"state": "nowhere", "id": "x"}'])
+def test_a_mark_that_is_damaged_is_told_with_the_repair(
+    small: Store, settings: Settings, damaged: str
+) -> None:
+    with small.write() as tx:
+        tx.execute(text("insert into meta values ('move', :value)"), {"value": damaged})
+    with pytest.raises(
+        StoreMoved, match=r"mark of a move in this store is damaged; run: conserve check --repair"
+    ):
+        Store.open(settings)
+
+
+def test_only_the_refusal_of_a_guard_is_taken_for_one() -> None:
+    left = MoveMark(id="x", state=MoveState.LEFT, other="postgresql://db/it's", store_id="y")
+    for state in (MoveState.LEFT, MoveState.LEAVING):
+        sentence = dataclasses.replace(left, state=state).sentence
+        assert said_by_guard(f"ERROR: {sentence}\nCONTEXT: a function") == sentence
+    assert said_by_guard(dataclasses.replace(left, state=MoveState.ARRIVING).sentence) is None
+    assert said_by_guard("disk I/O error") is None
+
+
+def test_holders_of_rows_are_named_by_machine_and_process() -> None:
+    assert moves.named({"b:2:x:y"}) == "b:2"
+    assert moves.named({"c:3:x:y", "a:1:x:y", "b:2:x:y"}) == "a:1, b:2, c:3"
+    assert moves.named({f"{name}:1:x:y" for name in "edcba"}) == "a:1, b:1, c:1 and 2 others"
+
+
+def test_a_look_at_both_databases_waits_for_no_writer(
+    small: Store, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.0)
+    target = at(f"sqlite:///{tmp_path / 'other.db'}", settings)
+    with (
+        closing(Store.open(target)) as there,
+        closing(moves.Ends.of(settings.store_url, target.store_url)) as ends,
+        small.write(),
+        there.write(),
+    ):
+        moves.require_store(ends.source)
+        assert moves.mark_on(ends.source) is None
+        moves.require_place(ends)
+        with pytest.raises(StoreError, match="locked"):
+            moves.freeze(ends, nobody)
+
+
+@pytest.fixture
+def from_postgresql(databases: Databases, tmp_path: Path) -> Iterator[tuple[Store, moves.Ends]]:
+    """A store on PostgreSQL, and an empty SQLite database."""
+    where = load({"home": tmp_path / "home", "store": databases.new()}, environ={})
+    with (
+        closing(Store.open(where)) as store,
+        closing(moves.Ends.of(where.store_url, f"sqlite:///{tmp_path / 'other.db'}")) as found,
+    ):
+        add_job(store)
+        yield store, found
+
+
+def test_a_move_waits_for_transactions_that_write(
+    from_postgresql: tuple[Store, moves.Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ends = from_postgresql
+    real = moves.lock
+    with store.write() as writer:
+        writer.execute(text("update job set priority = 7"))
+        tries: list[Connection] = []
+
+        def lock(tx: Connection) -> None:
+            tries.append(tx)
+            if len(tries) == 3:
+                writer.commit()
+            real(tx)
+
+        monkeypatch.setattr(moves, "lock", lock)
+        assert go(load({"home": store.home}, environ={}), ends)
+    assert len(tries) == 3
+    with transaction(ends.target, read_only=True) as tx:
+        assert tx.scalar(text("select priority from job")) == 7
+
+
+def test_a_move_that_writers_never_let_in_ends(
+    from_postgresql: tuple[Store, moves.Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ends = from_postgresql
+    monkeypatch.setattr(moves, "LOCK_TRIES", 2)
+    with store.write() as writer:
+        writer.execute(text("update job set priority = 7"))
+        with pytest.raises(StoreInUse, match="other processes write all the time"):
+            go(load({"home": store.home}, environ={}), ends)
+    assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
+def test_a_refusal_to_freeze_is_told_at_once(settings: Settings, ends: moves.Ends) -> None:
+    asked: list[Connection] = []
+
+    def ask(tx: Connection) -> None:
+        asked.append(tx)
+        raise StoreInUse("rows are with ann")
+
+    with pytest.raises(StoreInUse, match="rows are with ann"):
+        moves.move(settings.home, ends, lambda *_: None, ask)
+    assert len(asked) == 1
+    assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
+# Pages and digests
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
+@pytest.mark.parametrize("size", [1, 7, 400])
+def test_pages_hold_every_row_once_in_the_order_of_its_key(
+    store: Store, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "PAGE_ROWS", size)
+    for name in ("a", "B", "ä"):
+        add_job(store, name, rows=4)
+        finish(store, leased(store, only=[name], limit=4))
+    with store.read() as tx:
+        for table in tables.in_order():
+            after, pages = None, []
+            while rows := tables.page(tx, table, after):
+                assert len(rows) <= size
+                pages += rows
+                after = tables.key_of(table, rows[-1])
+            assert sorted(pages, key=repr) == sorted(tables.every(tx, table), key=repr), table.name
+            assert len({tuple(tables.key_of(table, row)) for row in pages}) == len(pages)
+
+
+def test_a_page_ends_with_the_row_that_makes_it_large(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that long answers do not fill the memory; at least one row goes across whatever its size."""
+    add_job(store, rows=4)
+    finish(store, leased(store), text="x" * 1000)
+    with store.read() as tx:
+        first, *_ = tables.page(tx, schema.journal, None)
+        one = sum(len(value) for value in first if isinstance(value, (bytes, str)))
+        for bound, rows in ((1, 1), (one, 1), (one + 1, 2), (2 * one, 2), (10 * one, 4)):
+            monkeypatch.setattr(tables, "PAGE_BYTES", bound)
+            assert len(tables.page(tx, schema.journal, None)) == rows
+
+
+def test_a_digest_depends_on_each_value_and_on_no_order(store: Store) -> None:
+    def digest() -> TableDigest:
+        with store.read() as tx:
+            return tables.digest(tx, schema.message)
+
+    def put(seq: int, body: str) -> None:
+        values = {"seq": seq, "id": f"m{seq}", "hook_id": "h", "event": "e", "body": body, "created_at": 0.0,
+                  "state": "s", "attempts": 0, "next_at": 0.0}  # fmt: skip
+        with store.write() as tx:
+            tx.execute(insert(schema.message).values(**values))
+
+    empty = digest()
+    assert empty == TableDigest(0, "0" * 32)
+    for seq in (1, 2, 3):
+        put(seq, f"body {seq}")
+    three = digest()
+    assert (three.rows, len(three.digest), set(three.digest) <= set("0123456789abcdef")) == (3, 32, True)
+    with store.write() as tx:
+        tx.execute(text("delete from message where seq = 1"))
+    two = digest()
+    assert two != three
+    put(1, "body 1")
+    assert digest() == three
+    with store.write() as tx:
+        tx.execute(text("update message set body = 'body 2 ' where seq = 2"))
+    assert (digest().rows, digest() != three) == (3, True)
+
+
+def test_the_mark_of_a_move_is_no_row_of_the_store(store: Store) -> None:
+    with store.read() as tx:
+        before = tables.digests(tx)["meta"]
+    with store.write() as tx:
+        guard.put_mark(tx, MoveMark(id="x", state=MoveState.LEAVING, other="x", store_id="y"))
+    with store.read() as tx:
+        assert tables.digests(tx)["meta"] == before
+        assert [row.key for row in tables.page(tx, schema.meta, None)] == ["store_id", "version"]

@@ -309,7 +309,7 @@ def deliver(
 
 def fence(tx: Connection, job_id: str) -> None:
     """End all leases of a job that was stopped, so that no result comes after those that are delivered."""
-    leases.end(tx, spans.locked(tx, leases.of_job(tx, job_id)))
+    leases.end(tx, list(spans.locked(tx, leases.of_job(tx, job_id))))
 
 
 def unfinished_rows(tx: Connection, key_name: str) -> int:

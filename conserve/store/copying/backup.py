@@ -79,7 +79,7 @@ def scratch_folder(to: Path) -> Iterator[Path]:
     """Yield an empty folder beside the backup, held by this process; removed unless it was renamed."""
     folder = to.parent / f".{to.name}.partial"
     folder.mkdir(exist_ok=True)
-    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    held = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,14 +116,14 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
         say(f"{len(missing):,} files went meanwhile; the database is copied again")
     names -= set(missing)
     names |= set(contents.beside(store.home))
-    contents.take(sorted(names), store.home, folder, copy=copy)
+    contents.take(names, store.home, folder, copy=copy)
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
 
 
 def read_names(store: Store, path: Path) -> list[str]:
     """Files that a copy of the database names."""
-    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine, read_only=True) as tx:
+    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine) as tx:
         return list(contents.named(tx, store.home))
 
 
@@ -137,21 +137,18 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 
 def copy_database(store: Store, path: Path) -> None:
-    """Copy the database as it is at one moment to a new SQLite file."""
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    """Copy the database as it is at one moment to an SQLite file, in place of an earlier copy."""
     source = store.engine.url.database
     if store.engine.dialect.name == "sqlite" and source:
         copy_sqlite(Path(source), path)
     else:
         export(store, path)
-    whole(path)
 
 
 def copy_sqlite(source: Path, path: Path) -> None:
     """Copy an SQLite database by its backup API in one step, which holds up no writer of a write-ahead log."""
     with closing(reader(source, timeout_s=TIMEOUT_S)) as read, closing(sqlite3.connect(path)) as written:
-        read.backup(written, pages=-1)
+        read.backup(written)
 
 
 def export(store: Store, path: Path) -> None:
@@ -181,7 +178,7 @@ def whole(path: Path) -> None:
 def describe(store: Store, folder: Path, taken: Taken, now: float) -> Manifest:
     """Manifest of a backup whose files are all there."""
     path = f"sqlite:///{folder / DATABASE}"
-    with closing_engine(engine_of(path)) as engine, transaction(engine, read_only=True) as tx:
+    with closing_engine(engine_of(path)) as engine, transaction(engine) as tx:
         rows = {name: found.rows for name, found in tables.digests(tx).items()}
     whole(folder / DATABASE)
     return Manifest(
@@ -210,4 +207,4 @@ def archive(folder: Path, to: Path) -> None:
         scratch.replace(to)
     finally:
         with suppress(OSError):
-            scratch.unlink(missing_ok=True)
+            scratch.unlink()

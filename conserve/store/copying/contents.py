@@ -38,14 +38,14 @@ def of_job(where: Path, job_id: str) -> Iterator[str]:
     for name in (marks.MARK, home.REQUESTS, home.INPUTS):
         if name == home.REQUESTS or (folder / name).exists():
             yield str((folder / name).relative_to(where))
-    for path in sorted((folder / home.PARTS).glob("*")):
+    for path in (folder / home.PARTS).glob("*"):
         yield str(path.relative_to(where))
 
 
 def beside(where: Path) -> Iterator[str]:
     """Yield the files of a home that no database names: evaluations and latency profiles."""
     for name in BESIDE:
-        for path in sorted((where / name).rglob("*")):
+        for path in (where / name).rglob("*"):
             if path.is_file() and path.suffix != ".lock" and not path.name.startswith("."):
                 yield str(path.relative_to(where))
 

@@ -77,7 +77,7 @@ def unpacked(backup: Path, folder: Path) -> Iterator[Path]:
 def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
     """Mark the target as being filled from this backup; raises `SettingsError` unless it and the home are empty."""
     mark = MoveMark(id=made.id, state=MoveState.ARRIVING, other=str(backup), store_id=made.store_id)
-    with transaction(target, read_only=True) as tx:
+    with transaction(target) as tx:
         there = guard.mark_of(tx)
         if there is None or there.id != mark.id:
             if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):
@@ -91,7 +91,7 @@ def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
 
 def put_files(source: Path, where: Path, *, copy: bool) -> None:
     """Copy or link the files of a backup into the home."""
-    names = [str(path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
+    names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
     wanted = [name for name in names if name not in (DATABASE, MANIFEST)]
     if missing := contents.take(wanted, source, where, copy=copy):
         raise StoreError(f"{source / missing[0]} went while it was read; run this again")
@@ -101,13 +101,11 @@ def put_files(source: Path, where: Path, *, copy: bool) -> None:
 def fill(path: Path, scratch: Path, target: Engine, told: Told) -> None:
     """Fill the target from the database of a backup, which is brought up to date in a copy, and compare."""
     shutil.copyfile(path, scratch)
-    with closing_engine(engine_of(f"sqlite:///{scratch}")) as engine:
-        with transaction(engine) as tx:
-            migrate(tx)
-        with transaction(engine, read_only=True) as source:
-            filling.fill(source, target, told)
-            with transaction(target) as tx:
-                filling.end(source, tx)
+    with closing_engine(engine_of(f"sqlite:///{scratch}")) as engine, transaction(engine) as source:
+        migrate(source)
+        filling.fill(source, target, told)
+        with transaction(target) as tx:
+            filling.end(source, tx)
 
 
 def finish(target: Engine, now: float) -> None:

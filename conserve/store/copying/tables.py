@@ -84,7 +84,7 @@ def every(tx: Connection, table: Table) -> Iterator[Row[Any]]:
 
 def as_bytes(row: Row[Any]) -> bytes:
     """A row as bytes, the same from every database."""
-    return repr(tuple(row)).encode("utf-8", "surrogatepass")
+    return repr(tuple(row)).encode()
 
 
 def digests(tx: Connection) -> dict[str, TableDigest]:

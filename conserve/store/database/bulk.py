@@ -11,13 +11,6 @@ from conserve.store.database.connection import chunks
 T = TypeVar("T")
 
 FEWEST = 16  # rows for which a COPY takes less time than single inserts
-NAMES = {
-    "bigint": "int8",
-    "integer": "int4",
-    "float": "float8",
-    "double precision": "float8",
-    "boolean": "bool",
-}
 
 
 def insert_rows(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -65,4 +58,4 @@ def postgresql_type(table: Table, name: str) -> str:
     from sqlalchemy.dialects import postgresql
 
     said = table.c[name].type.compile(postgresql.dialect()).lower()  # type: ignore[no-untyped-call]
-    return NAMES.get(said, said)
+    return "float8" if said == "float" else said  # psycopg knows the other names

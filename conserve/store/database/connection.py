@@ -33,14 +33,20 @@ T = TypeVar("T")
 def connect(url: str) -> Engine:
     """Open the database at `url` and bring it up to date; raises `StoreMoved` if the store is elsewhere now."""
     engine = engine_of(url)
+    with closed_on_error(engine), transaction(engine) as tx:
+        moves.refuse(guard.mark_text(tx) if guard.is_store(tx) else None)
+        migrate(tx)
+    return engine
+
+
+@contextmanager
+def closed_on_error(engine: Engine) -> Iterator[None]:
+    """Close the connections of an engine if that for which it was opened fails."""
     try:
-        with transaction(engine) as tx:
-            moves.refuse(guard.mark_text(tx) if guard.is_store(tx) else None)
-            migrate(tx)
+        yield
     except BaseException:
         engine.dispose()
         raise
-    return engine
 
 
 def engine_of(url: str) -> Engine:
@@ -96,16 +102,13 @@ def connect_to_read(url: str) -> Engine | None:
         parsed, creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S), poolclass=StaticPool
     )
     event.listen(engine, "begin", begin_sqlite)
-    try:
+    with closed_on_error(engine):
         with transaction(engine, read_only=True) as tx:
             current = version(tx)
             if current:
                 guard.require_here(tx)
         if current > LATEST:
             raise StoreTooNew(too_new(current))
-    except StoreError:
-        engine.dispose()
-        raise
     if current == LATEST:
         return engine
     engine.dispose()

@@ -18,11 +18,12 @@ def last(tx: Connection, table: Table) -> int:
 
 
 def counter(tx: Connection, table: Table) -> int:
-    """Counter that the database keeps for a table; 0 if it keeps none."""
+    """Counter that the database keeps for a table; 0 if it keeps none.
+
+    SQLite itself keeps that of leases alone; those of other tables come from a database that was moved.
+    """
     if tx.dialect.name == "postgresql":
         return int(tx.scalar(text(f"select pg_sequence_last_value({SEQUENCE})"), named(table)) or 0)
-    if not keeps_counter(table):
-        return 0
     found = text("select seq from sqlite_sequence where name = :name")
     return int(tx.scalar(found, {"name": table.name}) or 0)
 
@@ -48,7 +49,7 @@ def raise_to(tx: Connection, table: Table, least: int) -> None:
         return
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"select setval({SEQUENCE}, :least)"), {**named(table), "least": least})
-    elif keeps_counter(table):
+    else:
         values = {"name": table.name, "least": least}
         tx.execute(text("delete from sqlite_sequence where name = :name"), values)
         tx.execute(text("insert into sqlite_sequence (name, seq) values (:name, :least)"), values)
@@ -62,8 +63,3 @@ def named(table: Table) -> dict[str, str]:
     column = table.autoincrement_column
     assert column is not None
     return {"table": table.name, "column": column.name}
-
-
-def keeps_counter(table: Table) -> bool:
-    """True if SQLite remembers the last number of a table beyond the life of its row."""
-    return bool(table.dialect_options["sqlite"]["autoincrement"])

@@ -63,7 +63,7 @@ def drop_scratch(home: Path, *, now: float) -> None:
     with suppress(OSError):
         for path in home.glob(f".{FILE}.*"):
             if path.stat().st_mtime < now - STALE_AFTER_S:
-                path.unlink(missing_ok=True)
+                path.unlink()
 
 
 def read(home: Path) -> dict[str, object]:

@@ -47,7 +47,7 @@ job = Table(
     Column("id", Text, nullable=False, unique=True),
     Column("state", Text, nullable=False),  # JobState
     Column("error", Text),  # why state is "failed"
-    Column("priority", Integer, nullable=False, default=0),
+    Column("priority", Integer, nullable=False),
     Column("submitted_at", Float, nullable=False),
     Column("started_at", Float),
     Column("finished_at", Float),
@@ -74,7 +74,7 @@ job = Table(
 lease = Table(
     "lease",
     metadata,
-    Column("epoch", Serial, primary_key=True, autoincrement=True),
+    Column("epoch", Serial, primary_key=True),
     Column("job_id", Text, ForeignKey("job.id"), nullable=False),
     Column("owner", Text, nullable=False),
     Column("claimed_at", Float, nullable=False),
@@ -88,7 +88,7 @@ lease = Table(
 span = Table(
     "span",
     metadata,
-    Column("epoch", BigInteger, ForeignKey("lease.epoch"), primary_key=True, autoincrement=False),
+    Column("epoch", BigInteger, ForeignKey("lease.epoch"), primary_key=True),
     Column("job_id", Text, nullable=False),
     Column("start", BigInteger, nullable=False),
     Column("stop", BigInteger, nullable=False),
@@ -101,7 +101,7 @@ request = Table(
     "request",
     metadata,
     Column("job_id", Text, ForeignKey("job.id"), primary_key=True),
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True),
     Column("epoch", BigInteger),  # the lease it is under; null while it waits
     Column("attempts", Integer, nullable=False),  # times leased
     Column(
@@ -122,7 +122,7 @@ journal = Table(
     "journal",
     metadata,
     Column("job_id", Text, ForeignKey("job.id"), primary_key=True),
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True),
     Column("failed", Boolean, nullable=False),
     Column("payload", LargeBinary, nullable=False),  # JSON of store.books.results.Result
     Column("checksum", BigInteger),  # CRC-32 of the row; null for one of an earlier version
@@ -242,7 +242,7 @@ message = Table(
     Column("body", Text, nullable=False),  # the JSON that is sent, the same at every attempt
     Column("created_at", Float, nullable=False),
     Column("state", Text, nullable=False),  # store.books.outbox.MessageState
-    Column("attempts", Integer, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False),
     Column("next_at", Float, nullable=False),  # not sent before
     Column("owner", Text),  # the process that sends it
     Column("held_until", Float),  # others leave it alone until then

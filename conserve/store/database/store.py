@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, func, select
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.store.database import data, lineage
-from conserve.store.database.connection import connect, connect_to_read, transaction
+from conserve.store.database.connection import closed_on_error, connect, connect_to_read, transaction
 from conserve.store.database.migrations import store_id
 from conserve.store.files.home import explained, make_with_parents
 from conserve.store.files.objects import FilePath
@@ -35,9 +35,11 @@ class Store:
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
             make_with_parents(settings.home)
-        store = cls.over(settings.home, connect(settings.store_url), settings.data)
-        if settings.data is not None:
-            store.keep_place(settings.data)
+        engine = connect(settings.store_url)
+        with closed_on_error(engine):
+            store = cls.over(settings.home, engine, settings.data)
+            if settings.data is not None:
+                store.keep_place(settings.data)
         lineage.note(store.home, store.place, store.id)
         return store
 
@@ -45,7 +47,10 @@ class Store:
     def open_to_read(cls, settings: Settings) -> "Store":
         """Open the store for `read` alone, which works where nothing can be written."""
         engine = connect_to_read(settings.store_url)
-        return cls.open(settings) if engine is None else cls.over(settings.home, engine, settings.data)
+        if engine is None:
+            return cls.open(settings)
+        with closed_on_error(engine):
+            return cls.over(settings.home, engine, settings.data)
 
     @classmethod
     def over(cls, home: Path, engine: Engine, place: str | None = None) -> "Store":
