@@ -692,3 +692,175 @@ def test_a_server_that_leaves_the_list_is_closed_and_one_out_of_reach_is_named_o
         assert closed == [B, A]
 
     virtual_time.run(run())
+
+
+# Care, with servers and rows that no event loop moves.
+
+
+async def runs(server: Member, *rows: Errand) -> None:
+    """Let a server run these rows, none of which ends by itself."""
+    for row in rows:
+        row.task = asyncio.ensure_future(asyncio.sleep(1e6))  # type: ignore[arg-type]
+        row.charge = 100.0
+    server.running.update(rows)
+
+
+def paced(server: Member, tokens_per_s: float) -> Member:
+    """A server of whose places this pace was measured."""
+    server.pace.elapse(0.0, 1)
+    server.pace.elapse(1.0, 1)
+    server.pace.add(tokens_per_s)
+    return server
+
+
+class Cared:
+    """Care of these servers, and what was said about them."""
+
+    def __init__(self, *servers: Member) -> None:
+        self.lost: list[tuple[Member, str]] = []
+        known = SimpleNamespace(
+            open=lambda: [one for one in servers if one.is_open],
+            lost=lambda one, why: self.lost.append((one, str(why))),
+        )
+        self.care = Care(known, SimpleNamespace(waits=False))  # type: ignore[arg-type]
+
+
+def test_a_server_with_nothing_to_run_takes_rows_of_one_slow_server_at_a_time() -> None:
+    async def run() -> list[int]:
+        slow = [paced(member(), 10.0) for _ in range(2)]
+        rows = [[errand(), errand()] for _ in slow]
+        for server, its in zip(slow, rows, strict=True):
+            await runs(server, *its)
+        Cared(*slow, paced(member(places=2), 1000.0)).care.hurry(1.0)
+        return [sum(row.recalled for row in its) for its in rows]
+
+    assert virtual_time.run(run()) == [2, 0]
+
+
+def test_a_slow_server_without_late_rows_keeps_an_idle_one_from_no_other() -> None:
+    async def run() -> list[bool]:
+        busy, slow, rows = paced(member(), 900.0), paced(member(), 10.0), [errand(), errand()]
+        await runs(busy, rows[0])
+        await runs(slow, rows[1])
+        Cared(busy, slow, paced(member(), 1000.0)).care.hurry(1.0)
+        return [row.recalled for row in rows]
+
+    assert virtual_time.run(run()) == [False, True]
+
+
+@pytest.mark.parametrize(("another", "at_once"), [(True, [True, False]), (False, [False, False])])
+def test_rows_of_a_drained_server_go_at_once_if_they_lose_no_token_and_all_in_ten_seconds(
+    another: bool, at_once: list[bool]
+) -> None:
+    async def run() -> None:
+        drained, rows = member(), [errand(), errand()]
+        await runs(drained, *rows)
+        rows[0].tokens = [1, 2]
+        drained.drained = True
+        care = Cared(drained, *[member()] * another).care
+        care.release(drained, 100.0)
+        assert [row.recalled for row in rows] == at_once
+        care.tend(drained, 100.0 + DRAIN_S - 0.1)
+        assert [row.recalled for row in rows] == at_once
+        care.tend(drained, 100.0 + DRAIN_S)
+        assert [row.recalled for row in rows] == [True, True]
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_is_undrained_keeps_the_rows_that_it_runs() -> None:
+    async def run() -> None:
+        server, row = member(), errand()
+        await runs(server, row)
+        care = Cared(server, member()).care
+        server.drained = True
+        care.release(server, 90.0)
+        server.drained = False
+        care.release(server, 95.0)
+        care.tend(server, 1000.0)
+        assert not row.recalled
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "silent"),
+    [
+        ({}, 105.0, False),
+        ({}, 105.1, True),
+        ({"others_took": (1.0, 10.0, 2.0)}, 130.0, False),
+        ({"others_took": (1.0, 10.0, 2.0)}, 130.1, True),
+        ({"others_took": ()}, 999.0, False),
+        ({"other_suspected": True}, 999.0, False),
+        ({"other_closed": True}, 999.0, False),
+        ({"ready": False}, 999.0, False),
+        ({"seen_at": None}, 999.0, False),
+        ({"moves": (2, 2)}, 999.0, False),
+        ({"moves": (2, 1)}, 999.0, True),
+        ({"moves": None}, 999.0, False),
+    ],
+)
+def test_a_server_is_silent_if_it_brings_nothing_for_far_longer_than_rows_take_elsewhere(
+    changes: dict[str, Any], now: float, silent: bool
+) -> None:
+    async def run() -> None:
+        quiet, other = member(), member()
+        moves = changes.get("moves", (0, 0))
+        rows = [errand() for _ in moves or ()]
+        await runs(quiet, *rows)
+        for row, moved in zip(rows, moves or (), strict=True):
+            row.moves = moved
+        quiet.seen_at = changes.get("seen_at", 100.0)
+        quiet.ready = changes.get("ready", True)
+        quiet.times_s.append(0.1)
+        other.times_s.extend(changes.get("others_took", (1.0,)))
+        other.suspected = changes.get("other_suspected", False)
+        other.drained = changes.get("other_closed", False)
+        cared = Cared(quiet, other)
+        cared.care.tend(quiet, now)
+        assert quiet.suspected is silent
+        said = [(quiet, f"{A} fell silent with {len(rows)} rows in flight")]
+        assert cared.lost == (said if silent else [])
+        assert [row.recalled for row in rows] == [silent and moved < 2 for moved in moves or ()]
+        assert [row.moves for row in rows] == [min(2, moved + silent) for moved in moves or ()]
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"), [({}, True), ({"alone": True}, False), ({"ready": False}, False)]
+)
+def test_a_server_that_owes_two_signs_of_life_is_out_of_reach_if_there_is_another(
+    changes: dict[str, bool], gone: bool
+) -> None:
+    async def run() -> None:
+        quiet, row = member(), errand()
+        await runs(quiet, row)
+        endpoint: Any = quiet.endpoint
+        cared = Cared(quiet, *[member()] * (not changes.get("alone")))
+        endpoint.responds = False
+        await cared.care.check(quiet)
+        endpoint.responds = True
+        await cared.care.check(quiet)
+        assert quiet.misses == 0, "it gave a sign"
+        endpoint.responds = False
+        await cared.care.check(quiet)
+        assert (quiet.ready, row.recalled, cared.lost) == (True, False, [])
+        quiet.ready = changes.get("ready", True)
+        await cared.care.check(quiet)
+        said = f"{A} does not answer"
+        assert cared.lost == ([(quiet, said)] if gone else [])
+        assert row.recalled is gone
+        assert quiet.why == (said if gone else None)
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_can_give_no_sign_of_life_owes_none() -> None:
+    async def run() -> None:
+        mute = Member(A, SimpleNamespace(capacity=1))  # type: ignore[arg-type]
+        for _ in range(3):
+            await Cared(mute, member()).care.check(mute)
+        assert mute.misses == 0
+
+    virtual_time.run(run())
