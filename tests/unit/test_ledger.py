@@ -500,6 +500,20 @@ def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteIn
     party.ledger.close()
 
 
+def test_what_a_group_has_not_is_dealt_to_the_others_within_the_limit(
+    store: Store, write_input: WriteInput
+) -> None:
+    few, many = (
+        submit(store, Input(names=[str(write_input(f"{n}.parquet", q=["a"] * n))]), TASK, priority=n).job_id
+        for n in (2, 40)
+    )
+    party = Party(store, share="2=1,40=1")
+    works = party.claim(8)
+    assert [work.job_id for work in works].count(few) == 2
+    assert [work.job_id for work in works].count(many) == 6
+    party.ledger.close()
+
+
 def test_a_share_that_a_group_does_not_use_is_the_others(store: Store, write_input: WriteInput) -> None:
     given = Input(names=[str(write_input(q=["a", "b", "c", "d"]))], keep=Keep.REFERENCE)
     jobs = [submit(store, given, TASK, priority=priority).job_id for priority in (10, 10, 0)]

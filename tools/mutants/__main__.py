@@ -81,7 +81,7 @@ def share(text: str) -> tuple[float, float]:
 
 
 def of_share(mutants: Sequence[Mutant], bounds: tuple[float, float]) -> list[Mutant]:
-    """The mutants of a share, which does not depend on the others; shares that do not overlap have none in common."""
+    """The mutants of a share: the same ones whatever the others are; disjoint shares have none in common."""
     begin, end = (1000 * bound for bound in bounds)
     return [m for m in mutants if begin <= zlib.crc32(repr(identity(m)).encode()) % 1000 < end]
 
