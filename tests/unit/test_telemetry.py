@@ -489,10 +489,11 @@ def test_traces_are_sent_on_request(variables: dict[str, str], wanted: bool) -> 
     assert otlp.is_wanted(load({"otlp_endpoint": "http://c:4318"}), variables) is True
 
 
+@pytest.mark.parametrize("package", ["no_such_package", "no_such_package.inner"])
 def test_without_the_packages_a_flag_is_refused_and_a_variable_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr(otlp, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(otlp, "PACKAGES", (package,))
     said: list[str] = []
     with pytest.raises(SettingsError, match=r"otel"):
         otlp.open_tracer(load({"otlp_endpoint": "http://c:4318"}), {}, say=said.append)
