@@ -14,7 +14,7 @@ from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
 from conserve.endpoints.roster import Joined
 from conserve.errors import EndpointBusy, EndpointFault, EndpointUnavailable, EndpointUnusable
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
-from conserve.jobs.fleet.dispatch import load_of
+from conserve.jobs.fleet.dispatch import Dispatch, load_of
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
 from conserve.jobs.fleet.fleet import Fleet, now_s
 from conserve.jobs.fleet.member import Errand, Member
@@ -864,3 +864,155 @@ def test_a_server_that_can_give_no_sign_of_life_owes_none() -> None:
         assert mute.misses == 0
 
     virtual_time.run(run())
+
+
+# Dispatch, with servers that send nothing.
+
+
+class Known(list[Member]):
+    """Servers of a dispatch; a block is 16 tokens."""
+
+    kv_cache = KvCache(block_tokens=16)
+
+    def open(self) -> list[Member]:
+        return [one for one in self if one.is_open]
+
+    def none_left(self, now: float) -> EndpointUnavailable:
+        return EndpointUnavailable(f"none at {now}")
+
+
+def dispatched(test: Callable[[], Any]) -> None:
+    """Run a test of a dispatch, which places rows once the loop is free."""
+
+    async def run() -> None:
+        await test()
+
+    virtual_time.run(run())
+
+
+def sent(*rows: Errand) -> list[Member | None]:
+    """The servers that rows were sent to."""
+    return [row.turn.result() if row.turn.done() else None for row in rows]
+
+
+def test_rows_wait_until_they_are_sent() -> None:
+    async def test() -> None:
+        server, rows = member(places=1), [errand(number=n) for n in range(2)]
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        assert not dispatch.waits
+        dispatch.add(*rows)
+        assert dispatch.waits
+        await asyncio.sleep(0)
+        assert sent(*rows) == [server, None]
+        assert dispatch.waits
+        server.running.clear()
+        dispatch.soon()
+        await asyncio.sleep(0)
+        assert sent(*rows) == [server, server]
+        assert not dispatch.waits
+        assert server.seen_at == now_s(), "silence counts from its first row"
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(("held_s", "taken"), [(0.0, True), (0.1, False)])
+def test_a_server_takes_rows_from_the_end_of_its_hold_on(held_s: float, taken: bool) -> None:
+    async def test() -> None:
+        server, row = member(), errand()
+        server.held_until = now_s() + held_s
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        dispatch.add(row)
+        await asyncio.sleep(0)
+        assert sent(row) == [server if taken else None]
+        assert dispatch.waits is not taken
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "where"),
+    [
+        ("held", "open", "second"),
+        ("held", "drained", "first's queue"),
+        ("held", None, "first's queue"),
+        ("drained", "open", "second"),
+        ("drained", "held", "nowhere yet"),
+        ("drained", None, "error"),
+        ("drained", "drained", "error"),
+    ],
+)
+def test_rows_that_wait_for_a_server_that_takes_none_go_to_another_if_there_is_one(
+    first: str, second: str | None, where: str
+) -> None:
+    async def test() -> None:
+        servers = [member(), *([member()] if second else [])]
+        for server, state in zip(servers, (first, second), strict=False):
+            server.drained = state == "drained"
+            server.held_until = now_s() + 9.0 if state == "held" else 0.0
+        row = errand()
+        servers[0].enqueue(row, 10.0, 0)
+        dispatch = Dispatch(Known(servers))  # type: ignore[arg-type]
+        dispatch.soon()
+        await asyncio.sleep(0)
+        if where == "error":
+            assert str(row.turn.exception()) == f"none at {now_s()}"
+        else:
+            assert sent(row) == [servers[-1] if where == "second" else None]
+        assert list(servers[0].queue) == ([row] if where == "first's queue" else [])
+        assert dispatch.waits is (where in ("first's queue", "nowhere yet"))
+
+    dispatched(test)
+
+
+def test_a_row_that_is_withdrawn_before_it_is_placed_waits_nowhere() -> None:
+    async def test() -> None:
+        server, rows = member(places=1), [errand(number=n) for n in range(2)]
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        dispatch.add(*rows)
+        rows[0].turn.cancel()
+        await asyncio.sleep(0)
+        assert sent(rows[1]) == [server]
+        assert (len(server.queue), server.running) == (0, {rows[1]})
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [({}, 2), ({"suspected": True}, 1), ({"slow": True}, 0), ({"slow": True, "suspected": True}, 1)],
+)
+def test_a_server_with_places_takes_half_of_the_last_piece_of_the_slowest_if_that_pays(
+    changes: dict[str, bool], taken: int
+) -> None:
+    async def test() -> None:
+        slow, idle = paced(member(places=1), 10.0), paced(member(), 1000.0)
+        if changes.get("slow"):
+            idle = paced(member(places=1), 0.1)
+        idle.suspected = changes.get("suspected", False)
+        rows = [errand(number=n) for n in range(6)]
+        slow.running.add(rows[0])
+        for row in rows[1:]:
+            slow.enqueue(row, 10.0, 0)
+        Dispatch(Known([slow, idle])).soon()  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert list(slow.queue) == rows[1 : 6 - taken]
+        assert sent(*rows[6 - taken :]) == [idle] * taken
+        assert slow.tokens == 10.0 * len(slow.queue)
+
+    dispatched(test)
+
+
+def test_rows_of_a_piece_are_charged_with_their_part_of_its_prefixes() -> None:
+    async def test() -> None:
+        first, second = member(places=1), member(places=1)
+        first.running.add(errand())
+        second.running.add(errand())
+        rows = [errand(number=n) for n in range(3)]
+        for row, key in zip(rows, [(1, 2, 3), (1, 2, 4), (9,)], strict=True):
+            row.asked = UnplacedRow(row.asked.number, key, 10.0)
+        Dispatch(Known([first, second])).add(*rows)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert [row.charge for row in rows] == [10.0 + 32.0, 10.0 + 32.0, 10.0 + 16.0]
+        assert rows[0].piece == rows[1].piece != rows[2].piece
+
+    dispatched(test)
