@@ -11,7 +11,7 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Slo
 from conserve.engine.runtime.pushing import Pushing
-from tests.policy_views import decodes, view_of
+from tests.policy_views import decodes, plan_of, view_of
 
 TBT = Slo(tbt_ms=100.0)  # 90 tokens of 1 ms each beside the constant 10 ms
 LIVE = decodes(1, "live")
@@ -64,7 +64,7 @@ def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int)
 
 def pushed(names: set[str], **changes: Any) -> Plan:
     """ConServe's plan where these rows push up to 150 ms, beside a live request that decodes."""
-    return Conserve().plan(view_of(**{"online": LIVE, "slo": TBT, **changes}, pushed=names, push_scale=1.5))
+    return plan_of(**{"online": LIVE, "slo": TBT, **changes}, pushed=names, push_scale=1.5)
 
 
 def test_urgent_decode_steps_for_which_time_ran_out_get_their_token() -> None:
@@ -89,10 +89,20 @@ def test_each_urgent_row_goes_on_as_long_as_time_is_left() -> None:
     assert plan.pushed == {"one": 20, "two": 20, "three": 10}
 
 
+@pytest.mark.parametrize("place", ["offline", "waiting_offline"])
+def test_an_urgent_row_that_has_all_its_tokens_gets_none_twice(place: str) -> None:
+    plan = pushed({"urgent"}, **{place: [Candidate("urgent", 20, 0), Candidate("other", 500, 0)]})
+    assert (plan.tokens, plan.pushed) == ({"live0": 1, "urgent": 20, "other": 69}, {})
+    assert (plan.predicted_ms, plan.limit_ms) == (100.0, 100.0)
+
+
 def test_an_urgent_row_that_is_evicted_in_the_plan_stays_evicted() -> None:
     running = [Candidate("grows", 1, 16, True, 1), Candidate("urgent", 20, 28, blocks=3)]
     plan = pushed({"urgent"}, offline=running, free_blocks=0)
     assert (plan.tokens, plan.evicted) == ({"live0": 1, "grows": 1}, ["urgent"])
+    running = [Candidate("first", 48, 0), Candidate("urgent", 20, 28, blocks=3)]
+    plan = pushed({"urgent"}, offline=running, free_blocks=0)
+    assert (plan.tokens, plan.evicted) == ({"live0": 1, "first": 48}, ["urgent"])
 
 
 def test_an_urgent_row_is_not_computed_anew_while_its_kv_is_in_host_memory() -> None:
@@ -100,6 +110,12 @@ def test_an_urgent_row_is_not_computed_anew_while_its_kv_is_in_host_memory() -> 
     assert pushed({"urgent"}, waiting_offline=waiting).restored == ["urgent"]
     plan = pushed({"urgent"}, waiting_offline=waiting, unwritten_blocks=1000)
     assert (plan.tokens, plan.restored, plan.admitted) == ({"live0": 1}, [], [])
+
+
+def test_no_row_is_restored_for_a_push() -> None:
+    waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0, restorable=19)]
+    plan = pushed({"urgent"}, waiting_offline=waiting)
+    assert (plan.tokens, plan.restored) == ({"live0": 1, "other": 89}, [])
 
 
 @pytest.mark.parametrize(("others", "admitted"), [(31, ["other0", "urgent"]), (32, ["other0"])])
