@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,7 +13,15 @@ import pytest
 from conserve.endpoints.fake import answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
 from conserve.endpoints.roster import Joined
-from conserve.errors import EndpointBusy, EndpointFault, EndpointUnavailable, EndpointUnusable
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+    RequestRejected,
+)
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
 from conserve.jobs.fleet.dispatch import Dispatch, load_of
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
@@ -1016,3 +1025,92 @@ def test_rows_of_a_piece_are_charged_with_their_part_of_its_prefixes() -> None:
         assert rows[0].piece == rows[1].piece != rows[2].piece
 
     dispatched(test)
+
+
+# Errors of servers, judged one by one.
+
+BUSY, FAULT = EndpointBusy("slow down", retry_after_s=5.0), EndpointFault("garbage")
+UNUSABLE, DIED, REJECTED = EndpointUnusable("no such model"), EngineDied("gone"), RequestRejected("too long")
+
+
+@pytest.mark.parametrize(
+    ("errors", "others", "raised", "state"),
+    [
+        ([REJECTED], "open", RequestRejected, "serving"),
+        ([FAULT, FAULT], "open", EndpointFault, "serving"),
+        ([FAULT, FAULT, FAULT], "open", EndpointFault, "suspected"),
+        ([FAULT, FAULT, FAULT], "none", EndpointFault, "serving"),
+        ([BUSY], "open", None, "busy"),
+        ([BUSY], "none", EndpointBusy, "serving"),
+        ([BUSY], "drained", EndpointBusy, "serving"),
+        ([UNUSABLE], "open", None, "down"),
+        ([UNUSABLE], "none", EndpointUnusable, "down"),
+        ([UNUSABLE], "drained", EndpointUnavailable, "down"),
+        ([DIED], "open", EngineDied, "down"),
+        ([DIED], "none", EngineDied, "down"),
+    ],
+)
+def test_an_error_is_the_rows_or_its_servers_and_then_another_server_is_asked(
+    errors: list[EndpointError], others: str, raised: type[EndpointError] | None, state: str
+) -> None:
+    async def run() -> None:
+        fleet = fleet_of(*[ModelledServer(url) for url in ((A,) if others == "none" else (A, B))])
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        if others == "drained":
+            fleet.drain([B])
+        server, row = fleet.servers.by_url[A], errand()
+        found: type[EndpointError] | None = None
+        for error in errors:
+            try:
+                await fleet._judge(row, server, error)
+            except EndpointError as judged:
+                found = type(judged)
+        assert found is raised
+        assert row.avoid == (frozenset() if raised else {server})
+        assert server.state("m", now_s()).value == state
+        assert server.refuses is (errors == [UNUSABLE])
+        if state == "busy":
+            assert server.held_until == now_s() + 5.0
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_many_rows_that_a_server_dies_with_are_one_incident() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A), ModelledServer(B))
+        await fleet.start()
+        server = fleet.servers.by_url[A]
+        for _ in range(5):
+            with pytest.raises(EngineDied):
+                await fleet._judge(errand(), server, DIED)
+        assert server.try_at == now_s() + 0.5
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("up", "others", "losses"), [(False, True, 1), (True, True, 0), (True, False, 0)])
+def test_a_row_counts_the_servers_that_went_down_with_it_and_not_those_that_answer_again(
+    up: bool, others: bool, losses: int
+) -> None:
+    async def run() -> None:
+        servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        servers[0].up = up
+        server, row = fleet.servers.by_url[A], errand()
+        judged = fleet._judge(row, server, EndpointUnavailable("broken connection"))
+        with nullcontext() if others else pytest.raises(EndpointUnavailable):
+            await judged
+        assert (row.losses, server.ready) == (losses, up)
+        assert server.held_until == (now_s() + 1.0 if up and others else 0.0), "it is tried again in a second"
+        row.losses = 2
+        if not up:
+            with pytest.raises(EngineDied, match="3 servers went down with this row in flight: broken"):
+                await fleet._judge(row, server, EndpointUnavailable("broken connection"))
+        await fleet.close()
+
+    virtual_time.run(run())
