@@ -1114,3 +1114,162 @@ def test_a_row_counts_the_servers_that_went_down_with_it_and_not_those_that_answ
         await fleet.close()
 
     virtual_time.run(run())
+
+
+# The servers of a list.
+
+C = "http://gpu-c:8000"
+
+
+class Listed:
+    """A membership over a list that a test changes, and what it says."""
+
+    def __init__(self, *urls: str, model: str | None = None, **endpoints: ModelledServer) -> None:
+        self.urls, self.failure, self.said = list(urls), None, list[str]()
+        servers = {A: ModelledServer(A), B: ModelledServer(B), C: ModelledServer(C)} | {
+            endpoint.url: endpoint for endpoint in endpoints.values()
+        }
+        self.servers = Membership(self, servers.__getitem__, model=model, say=self.said.append)  # type: ignore[arg-type]
+
+    async def look(self) -> list[str]:
+        return list(self.urls)
+
+    async def reached(self) -> "Listed":
+        """The servers are read and reached, the first one first."""
+        await self.servers.look()
+        for server in self.servers:
+            await self.servers.reach(server, now_s())
+        return self
+
+
+def test_a_server_that_leaves_the_list_or_comes_back_is_told_once() -> None:
+    async def run() -> None:
+        listed = Listed(A, B)
+        assert await listed.servers.look() == []
+        listed.urls = [B]
+        first = listed.servers.by_url[A]
+        assert await listed.servers.look() == [first]
+        assert await listed.servers.look() == []
+        assert not first.listed
+        listed.urls = [A, B]
+        assert await listed.servers.look() == [first]
+        assert listed.servers.by_url[A] is first
+        assert listed.said == [
+            f"{A} is no longer in the list of servers",
+            f"{A} is back in the list of servers",
+        ]
+
+    virtual_time.run(run())
+
+
+def test_servers_are_drained_before_they_are_known_too() -> None:
+    async def run() -> None:
+        listed = Listed(A, B)
+        await listed.servers.look()
+        assert listed.servers.drain(frozenset({A, C})) == [listed.servers.by_url[A]]
+        assert listed.servers.drain(frozenset({A, C})) == []
+        listed.urls.append(C)
+        await listed.servers.look()
+        assert [server.drained for server in listed.servers] == [True, False, True]
+        assert listed.servers.drain(frozenset({C})) == [listed.servers.by_url[A]]
+        assert listed.said == [f"{A} is drained", f"{A} is no longer drained"]
+
+    virtual_time.run(run())
+
+
+def test_a_list_that_cannot_be_read_is_told_at_each_beginning() -> None:
+    async def run() -> None:
+        listed = Listed(A)
+        for failure in (None, "no file", "no file", "not UTF-8", None, "not UTF-8"):
+            listed.failure = failure  # type: ignore[assignment]
+            await listed.servers.look()
+        known = "; the servers that are known go on"
+        assert listed.said == [f"no file{known}", f"not UTF-8{known}", f"not UTF-8{known}"]
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("given", "model", "taken"), [(None, "m", [A, C]), ("other", "other", [B])])
+def test_rows_are_for_the_model_that_was_given_or_the_first_servers(
+    given: str | None, model: str, taken: list[str]
+) -> None:
+    async def run() -> None:
+        listed = await Listed(A, B, C, model=given, second=ModelledServer(B, model="other")).reached()
+        assert listed.servers.model == model
+        assert [server.url for server in listed.servers.open()] == taken
+        others = [line for line in listed.said if "gets no rows" in line]
+        assert len(others) == 3 - len(taken)
+        first, second = ("other", "m") if given is None else ("m", "other")
+        assert f"serves {first} and gets no rows" in others[0]
+        assert f"are for {second}; for the others: conserve harvest --model {first}" in others[0]
+        listed.urls = [A, B]
+        await listed.reached()
+        assert listed.servers.model == model, "while a server in the list has it"
+        listed.urls = [B] if given is None else [A]
+        await listed.reached()
+        assert listed.servers.model == "other"
+
+    virtual_time.run(run())
+
+
+def test_the_identity_of_a_fleet_is_that_of_most_servers_and_outlives_them() -> None:
+    async def run() -> None:
+        upgraded = [ModelledServer(url, identity="new") for url in (A, C)]
+        listed = await Listed(A, B, C, first=upgraded[0], third=upgraded[1]).reached()
+        assert listed.servers.identity == "new"
+        listed.servers.drain(frozenset({A, C}))
+        assert listed.servers.identity == "m"
+        listed.servers.drain(frozenset({A, B, C}))
+        assert listed.servers.identity == "m"
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("urls", "elsewhere", "said"), [
+    ([A], False, []),
+    ([A], True, [f"{A} does not answer; its rows go elsewhere"]),
+    ([A, B], False, [f"{A} does not answer", f"{B} is ready"]),
+])  # fmt: skip
+def test_a_server_out_of_reach_is_told_unless_the_caller_is(
+    urls: list[str], elsewhere: bool, said: list[str]
+) -> None:
+    async def run() -> None:
+        away = ModelledServer(A)
+        away.up = False
+        listed = Listed(*urls, first=away)
+        await listed.servers.look()
+        for _ in range(2):
+            for server in listed.servers:
+                assert await listed.servers.reach(server, now_s(), elsewhere=elsewhere) is (server.url == B)
+        assert listed.said == said
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_takes_longer_than_ten_seconds_to_say_what_it_serves_does_not_answer() -> None:
+    class Slow(ModelledServer):
+        seconds = 10.1
+
+        async def start(self) -> None:
+            await asyncio.sleep(self.seconds)
+
+        async def version(self) -> str:
+            return "0.32"
+
+    async def run() -> None:
+        endpoint = Slow(A, num_blocks=7)
+        server = Member(A, endpoint)
+        assert await asyncio.gather(server.start(now_s()), server.start(now_s())) == [False, False]
+        assert (server.why, server.ready, server.version) == (f"{A} does not answer", False, None)
+        assert server.try_at - now_s() == pytest.approx(0.5 - 10.0, abs=0.01), "one try"
+        server.misses, endpoint.seconds = 2, 9.9
+        begun = now_s()
+        waiting = asyncio.create_task(server.start(begun))
+        await asyncio.sleep(0)
+        assert await server.outcome()
+        assert await waiting
+        assert (server.why, server.ready, server.version, server.misses) == (None, True, "0.32", 0)
+        assert server.seen_at == begun
+        await server.close()
+
+    virtual_time.run(run())
