@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from conserve.endpoints.protocol import Call, Url
 from conserve.errors import EndpointBusy, RequestRejected, SettingsError
 from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.observer import Observer, Observers
+from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -138,6 +139,84 @@ def test_an_observer_that_breaks_costs_no_row(
     assert samples(registry)["conserve_row_latency_seconds_count"] == 2
     (warning,) = [record for record in caplog.records if "lost figures" in record.message]
     assert "ZeroDivisionError" in warning.message
+
+
+MOMENTS: dict[str, tuple[Any, ...]] = {
+    "claimed": (["work"],),
+    "answered": ("call", "completion"),
+    "broke": ("call", ValueError()),
+    "committed": ("committed",),
+    "moved": ("job", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_observer_hears_of_every_moment(moment: str) -> None:
+    heard: list[tuple[object, ...]] = []
+    one, other = Observer(), Observer()
+    for observer in (one, other):
+        setattr(observer, moment, lambda *given, **named: heard.append((*given, named)))
+    getattr(Observers([one, other]), moment)(*MOMENTS[moment], begun=1.0, seconds=2.0)
+    assert heard == [(*MOMENTS[moment], {"begun": 1.0, "seconds": 2.0})] * 2
+    assert getattr(Observer(), moment)(*MOMENTS[moment], begun=1.0, seconds=2.0) is None
+
+
+def test_the_context_of_a_trace_is_the_first_that_an_observer_has() -> None:
+    call = Call(key="a", url=Url.CHAT, body={})
+    observers = [Observer(), Observer(), Observer()]
+    assert Observers(observers).trace_context(call) is None
+    for observer, context in zip(observers[1:], ("first", "second"), strict=True):
+        observer.trace_context = lambda call, context=context: context  # type: ignore[method-assign,misc]
+    assert Observers(observers).trace_context(call) == "first"
+
+
+def test_an_observer_that_breaks_is_warned_of_once_a_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [ValueError("one"), ValueError("two"), KeyError("three"), ValueError("four")]
+
+    class Breaks(Observer):
+        def trace_context(self, call: Call) -> str | None:
+            raise errors.pop(0)
+
+    both = Observers([Breaks()])
+    for _ in range(4):
+        assert both.trace_context(Call(key="a", url=Url.CHAT, body={})) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "Breaks lost figures of a row (ValueError: one)",
+        "Breaks lost figures of a row (KeyError: 'three')",
+    ]
+
+
+@pytest.mark.parametrize("error", [None, EndpointBusy("no"), asyncio.CancelledError()])
+def test_a_call_is_observed_with_its_moment_its_length_and_its_trace(error: BaseException | None) -> None:
+    """The call begins at 1,000 s since 1970 and takes five."""
+    heard: list[tuple[str, object, float, float]] = []
+    moment = [0.0]
+
+    class Heard(Observer):
+        def trace_context(self, call: Call) -> str | None:
+            return f"trace of {call.key}"
+
+        def answered(self, call: Call, completion: Any, *, begun: float, seconds: float) -> None:
+            heard.append((call.key, completion, begun, seconds))
+
+        def broke(self, call: Call, error: BaseException, *, begun: float, seconds: float) -> None:
+            heard.append((call.key, error, begun, seconds))
+
+    class Answers:
+        async def complete(self, call: Call, on_tokens: Any) -> object:
+            moment[0] += 5.0
+            assert (call.traceparent, on_tokens) == ("trace of a", None)
+            if error is not None:
+                raise error
+            return "answer"
+
+    observed = ObservedEndpoint(
+        Answers(), Heard(), clock=lambda: 1000.0 + moment[0], monotonic=lambda: moment[0]  # type: ignore[arg-type]
+    )  # fmt: skip
+    asking = observed.complete(Call(key="a", url=Url.CHAT, body={}))
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert virtual_time.run(asking) == "answer"
+    assert heard == [("a", error or "answer", 1000.0, 5.0)]
 
 
 def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInput) -> None:
