@@ -20,7 +20,7 @@ from conserve.errors import StoreError, UsageError
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
-from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, trusted, verdict
+from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, trusted, verdict
 from conserve.jobs.hooks.wire import CheckedBackend, TimedStream, post, seconds
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch
@@ -30,8 +30,8 @@ from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.upkeep import rebuild
-from tests.commands import conserve
-from tests.receiver import Receiver, receiving
+from tests.commands import conserve, until
+from tests.receiver import Received, Receiver, receiving
 from tests.store_rows import add_job, finish, leased, select
 
 HOUR_S = 3600.0
@@ -552,6 +552,44 @@ class TestDelivery:
         assert at_once == [AT_ONCE] * 3
         assert len(receiver.got) == len({got.id for got in receiver.got}) == 27
         assert (courier.delivered, courier.failed) == (27, 0)
+
+    def test_messages_are_sent_beside_the_work_and_the_last_ones_at_its_end(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        with sending(store, look_s=0.001):
+            submitted(store)
+            until(lambda: len(receiver.got) == 1)
+        with sending(store, look_s=1e6):
+            submitted(store, "job-2")
+            assert len(receiver.got) == 1
+        assert len(receiver.got) == 2
+
+    def test_a_receiver_that_takes_its_time_is_waited_for_no_longer_than_was_said(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        gate = threading.Event()
+
+        def slowly(received: Received) -> tuple[int, dict[str, str]]:
+            gate.wait(60.0)
+            return 204, {}
+
+        receiver.answer = slowly
+        submitted(store)
+        courier = Courier(store)
+        courier.finish(0.0)
+        assert courier.delivered == 0
+        gate.set()
+        courier.finish(60.0)
+        assert courier.delivered == 1
+
+    def test_a_courier_that_was_stopped_begins_no_message(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        courier = Courier(store)
+        courier.stop()
+        courier.finish(60.0)
+        assert not receiver.got
 
     def test_messages_that_are_over_are_kept_for_a_month(
         self, store: Store, receiver: Receiver, to: Hook
