@@ -22,6 +22,7 @@ from conserve.jobs.deadlines.forecast import (
     with_others,
     without_others,
 )
+from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import DAY, HORIZON_S, SLOT_S, Course, Rates
 from conserve.jobs.deadlines.work import (
     UNSEEN_TOKENS,
@@ -30,6 +31,7 @@ from conserve.jobs.deadlines.work import (
     usual_row_tokens,
     work_of,
 )
+from conserve.store.books.states import JobState, OnLate
 from tests.conftest import examples
 from tests.reach import reached
 
@@ -242,6 +244,34 @@ def test_a_job_that_expires_leaves_its_time_to_those_behind_it() -> None:
 RATES = st.dictionaries(
     st.integers(FIRST - 3 * DAY, FIRST - 1), st.floats(0.1, 1000.0), min_size=1, max_size=60
 ).map(Rates)
+
+
+def test_rows_of_an_expired_job_leave_their_time_behind_those_of_a_higher_priority_too() -> None:
+    """1,000 s of the higher priority, 1,000 s of `a` until its deadline, then 500 s of `b`."""
+    found = ends(
+        job("p", rows=1000, priority=1),
+        job("a", rows=10_000, deadline=NOW + 2000.0),
+        job("b", rows=500, deadline=NOW + 9000.0),
+    )
+    assert found["b"] - NOW == pytest.approx(2500.0, rel=0.1)
+
+
+def test_jobs_of_a_forecast_are_those_that_have_rows_to_run() -> None:
+    def listed(name: str, **named: object) -> SimpleNamespace:
+        values = {"state": JobState.QUEUED, "unanswered": 3, "priority": 0, "deadline": None, "on_late": None}
+        counts = {"succeeded": 0, "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        return SimpleNamespace(id=name, **{**values, **counts, **named})
+
+    jobs = [
+        listed("paused", state=JobState.PAUSED),
+        listed("answered", unanswered=0),
+        listed("high", priority=5, state=JobState.RUNNING, deadline=NOW + 1.0),
+        listed("late", deadline=NOW, on_late=OnLate.BEST_EFFORT),
+    ]
+    high, late = queued(jobs, now=NOW)
+    assert (high.id, high.seq, high.priority, high.deadline, high.expires) == ("high", 2, 5, NOW + 1.0, True)
+    assert (late.id, late.seq, late.priority, late.deadline, late.expires) == ("late", 3, 0, None, False)
+    assert (high.work.rows_left, high.work.row_tokens) == (3, UNSEEN_TOKENS)
 
 
 @given(rates=RATES, seed=st.integers(0, 50), tokens=st.lists(st.floats(0, 1e8), min_size=2, max_size=5))

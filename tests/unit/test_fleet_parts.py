@@ -1273,3 +1273,56 @@ def test_a_server_that_takes_longer_than_ten_seconds_to_say_what_it_serves_does_
         await server.close()
 
     virtual_time.run(run())
+
+
+def test_a_server_that_left_the_list_is_closed_once_its_rows_have_ended() -> None:
+    closed: list[str] = []
+
+    class Counted(ModelledServer):
+        async def close(self) -> None:
+            closed.append(self.url)
+
+    async def run() -> None:
+        changing = ChangingList(A)
+        fleet = fleet_of(Counted(A, streams=False, tokens_per_s=1.5), Counted(B), changing=changing)
+        await fleet.start()
+        asking = asyncio.create_task(fleet.complete(call("x", max_tokens=6)))
+        await asyncio.sleep(0.1)
+        changing.urls = [B]
+        await asyncio.sleep(3.0)
+        assert (closed, asking.done()) == ([], False)
+        await asking
+        await asyncio.sleep(1.0)
+        assert closed == [A]
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("asks", "identity", "watched"), [(True, "m", True), (False, "m", False), (True, "another", False)]
+)
+def test_tokens_are_watched_for_a_row_that_asks_for_them_and_can_go_on_from_them(
+    asks: bool, identity: str, watched: bool
+) -> None:
+    heard: list[bool] = []
+
+    class Heard(ModelledServer):
+        async def complete(self, call: Call, on_tokens: Any = None) -> Completion:
+            heard.append(on_tokens is not None)
+            return await super().complete(call, on_tokens)
+
+    async def run() -> None:
+        fleet = fleet_of(Heard(A, identity=identity))
+        await fleet.start()
+        await fleet.complete(call(), (lambda tokens: None) if asks else None)
+        await fleet.close()
+
+    virtual_time.run(run())
+    assert heard == [watched]
+
+
+def test_tokens_before_any_time_has_passed_are_no_pace() -> None:
+    pace = Pace()
+    pace.add(5.0)
+    assert pace.of_a_place is None
