@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,3 +295,23 @@ def test_an_id_that_a_job_or_a_folder_has_is_given_to_no_other(
     assert submit(store, path, PROMPT).job_id == "a-taken"
     home.job_folder(store.home, "a-folder").mkdir()
     assert submit(store, path, PROMPT).job_id == "a-free"
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "kind"),
+    [
+        (replace(PROMPT, id_column="n"), "--id names 'n', but the columns are: q", InputError),
+        (replace(CHAT, column="n"), "--messages names 'n', but the columns are: q", InputError),
+        (
+            replace(PROMPT, template="{{ n }}"),
+            "the template names 'n', but the columns are: q",
+            TemplateError,
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_those_that_are(
+    store: Store, write_input: WriteInput, task: Task, said: str, kind: type[UsageError]
+) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        submit(store, str(write_input(q=["a"])), task)
+    assert type(refused.value) is kind
