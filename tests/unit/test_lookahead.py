@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy import text
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import KvCache
+from conserve.jobs.deadlines.slack import SlackOrder
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
@@ -405,6 +407,18 @@ def test_more_jobs_than_a_window_looks_at_are_done_too(
     assert endpoint.asked[:3] == ["a0", "a1", "a2"]
     assert len(rows_of(store, *jobs)) == 24
     assert live(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("dated", "undated", "held"), [(40, 10, (28, 4)), (40, 2, (30, 2)), (40, 0, (32, 0)), (5, 40, (5, 27))]
+)
+def test_a_window_holds_the_next_deadlines_and_leaves_places_for_jobs_without_one(
+    dated: int, undated: int, held: tuple[int, int]
+) -> None:
+    jobs = [SimpleNamespace(seq=seq) for seq in range(dated + undated)]
+    urgent = tuple(range(dated))[::-1]
+    found = [job.seq for job in lookahead.held(jobs, SlackOrder(urgent=(*urgent, 999)))]
+    assert found == [*urgent[: held[0]], *range(dated, dated + held[1])]
 
 
 def test_the_place_of_a_window_is_kept_in_the_store() -> None:
