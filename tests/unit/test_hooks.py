@@ -369,6 +369,25 @@ class TestDelivery:
         assert not receiver.got
         assert courier.failed == 1
 
+    @pytest.mark.parametrize(
+        ("broken", "said"),
+        [
+            (httpcore.ConnectTimeout(), "ConnectTimeout"),
+            (httpcore.ReadTimeout("no answer within 20 s"), "ReadTimeout: no answer within 20 s"),
+            (OSError("no such\nhost"), "OSError: no such host"),
+        ],
+    )
+    def test_an_attempt_that_breaks_is_one_line_and_is_tried_again(
+        self, store: Store, to: Hook, monkeypatch: pytest.MonkeyPatch, broken: Exception, said: str
+    ) -> None:
+        def breaks(host: str, port: int) -> list[Any]:
+            raise broken
+
+        submitted(store)
+        Courier(store, resolve=breaks, clock=Clock()).finish(60.0)
+        (message,) = messages(store)
+        assert (message.state, message.status, message.error) == (MessageState.WAITING, None, said)
+
     def test_a_message_whose_hook_is_damaged_is_given_up_in_its_time_and_told(
         self, store: Store, to: Hook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
