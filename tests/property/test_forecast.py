@@ -1,6 +1,10 @@
 """The forecast: more work ends later, the order of the harvester is kept to, and a steady rate is met."""
 
-from math import inf
+from itertools import pairwise
+from math import exp, inf, log
+from random import Random
+from statistics import fmean, pstdev
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,9 +12,26 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from conserve.jobs.deadlines.backlog import backlog
-from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts, with_others, without_others
+from conserve.jobs.deadlines.forecast import (
+    Forecast,
+    QueuedJob,
+    drawn_tokens,
+    finite,
+    forecast,
+    forecasts,
+    with_others,
+    without_others,
+)
+from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import DAY, HORIZON_S, SLOT_S, Course, Rates
-from conserve.jobs.deadlines.work import UNSEEN_TOKENS, RemainingWork, usual_row_tokens
+from conserve.jobs.deadlines.work import (
+    UNSEEN_TOKENS,
+    RemainingWork,
+    computed_tokens,
+    usual_row_tokens,
+    work_of,
+)
+from conserve.store.books.states import JobState, OnLate
 from tests.conftest import examples
 from tests.reach import reached
 
@@ -115,6 +136,87 @@ def test_damaged_figures_are_left_out() -> None:
     assert finite(forecasts([job()], far, now=NOW)["a"].done_50) > NOW
 
 
+def test_slots_in_which_hardly_a_row_ran_or_that_cannot_be_true_are_left_out() -> None:
+    seen = [(1, 1500.0, 15.0), (2, 1e3, 14.9), (3, 0.0, 901.0), (4, 1.0, 901.1), (5, 1e12, 900.0)]
+    assert Rates.of(seen).by_slot == {1: 100.0, 3: 0.0}
+
+
+def test_a_usual_rate_counts_the_same_weekday_three_times_and_the_mean_is_of_a_whole_day() -> None:
+    slot = 100 * DAY
+    rates = Rates({slot - DAY: 10.0, slot - 7 * DAY: 30.0})
+    assert rates.usual(slot) == rates.usual(slot) == 25.0
+    assert rates.mean(float(slot * SLOT_S)) == pytest.approx((25.0 + 95 * 20.0) / 96)
+    assert rates.mean(float((slot + 1) * SLOT_S - 1)) == pytest.approx((25.0 + 95 * 20.0) / 96)
+
+
+def test_a_course_begins_at_the_present_rate_which_fades_to_that_of_the_earlier_day() -> None:
+    """The rate is 100 all day before, and 40 in the last hour: its distance falls to 1/e within six quarters."""
+    by_slot = {FIRST - back: 40.0 if back < 4 else 100.0 for back in range(1, DAY + 4)}
+    now = float(FIRST * SLOT_S)
+    course = Course(Rates(by_slot), now=now, seed=3)
+    done = [course.by(now + quarters * SLOT_S) for quarters in range(16)]
+    rates = [(later - one) / SLOT_S / course._factor for one, later in pairwise(done)]
+    assert rates == pytest.approx([100.0 - 60.0 * exp(-step / 6) for step in range(15)])
+
+
+def test_a_course_is_never_much_faster_than_what_was_seen() -> None:
+    now = float(FIRST * SLOT_S)
+    fastest = max(Course(steady(days=1), now=now, seed=seed).by(now + SLOT_S) / SLOT_S for seed in range(100))
+    assert fastest == pytest.approx(110.0)
+
+
+def test_a_day_that_was_seen_says_less_than_many() -> None:
+    """Courses differ by 10.4 % after one day, by 3.3 % after sixty."""
+    for days, spread in ((1, 0.104), (60, 0.0327)):
+        factors = [log(Course(steady(days=days), now=NOW, seed=seed)._factor) for seed in range(300)]
+        assert pstdev(factors) == pytest.approx(spread, rel=0.15)
+        assert fmean(factors) == pytest.approx(0.0, abs=0.2 * spread)
+
+
+@pytest.mark.parametrize(
+    ("left", "seen", "spread"),
+    [(10**6, 0, 0.5), (1, 10**6, 0.5), (10**6, 4, 0.3), (36, 10**8, 0.1), (36, 36, 0.1414)],
+)
+def test_tokens_of_a_job_are_known_the_better_the_more_rows_were_answered_and_are_left(
+    left: int, seen: int, spread: float
+) -> None:
+    work, dice = RemainingWork(rows_left=left, row_tokens=10.0, rows_seen=seen), Random(1)
+    drawn = [drawn_tokens(work, dice) / work.tokens for _ in range(2000)]
+    assert pstdev(map(log, drawn)) == pytest.approx(spread, rel=0.05)
+    assert fmean(drawn) == pytest.approx(1.0, rel=0.05)
+    assert drawn_tokens(RemainingWork(rows_left=0, row_tokens=10.0, rows_seen=seen), dice) == 0.0
+
+
+def test_a_forecast_is_of_half_and_of_nine_tenths_of_the_courses() -> None:
+    found = forecast([float(n) for n in range(20)], deadline=14.0)
+    assert (found.done_50, found.done_90, found.in_time) == (10.0, 18.0, 0.75)
+    assert not found.is_late
+    assert not forecast([1.0, 2.0], deadline=1.0).is_late
+    assert forecast([1.0, 2.0, 3.0], deadline=1.0).is_late
+    assert forecast([1.0], deadline=None) == Forecast(done_50=1.0, done_90=1.0, in_time=None)
+    assert not forecast([1.0], deadline=None).is_late
+
+
+def test_work_is_of_tokens_that_are_computed_and_a_row_takes_one_at_least() -> None:
+    done = SimpleNamespace(succeeded=4, prompt_tokens=100, cached_tokens=60, completion_tokens=40)
+    cached = SimpleNamespace(succeeded=2, prompt_tokens=10, cached_tokens=60, completion_tokens=0)
+    none = SimpleNamespace(succeeded=0, prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+    assert (computed_tokens(done), computed_tokens(cached)) == (80, 0)
+    assert work_of(done, 6, 7.0) == RemainingWork(rows_left=6, row_tokens=20.0, rows_seen=4)
+    assert work_of(cached, 6, 7.0).row_tokens == 1.0
+    assert work_of(none, 6, 7.0) == RemainingWork(rows_left=6, row_tokens=7.0, rows_seen=0)
+    assert usual_row_tokens([done, cached, none]) == 10.0
+    assert usual_row_tokens([cached, none]) == 1.0
+    assert usual_row_tokens([none]) == 500.0
+
+
+def test_the_backlog_of_a_deadline_that_is_here_has_a_second() -> None:
+    found = backlog([job(rows=50, deadline=NOW + 0.5)], 100.0, now=NOW)
+    assert found is not None
+    assert found.load == 50.0
+    assert backlog([job()], 0.0, now=NOW) is None
+
+
 def ends(*jobs: QueuedJob, rates: Rates | None = None) -> dict[str, float]:
     found = forecasts(jobs, rates or steady(), now=NOW, courses=40)
     return {name: finite(one.done_50) for name, one in found.items()}
@@ -142,6 +244,34 @@ def test_a_job_that_expires_leaves_its_time_to_those_behind_it() -> None:
 RATES = st.dictionaries(
     st.integers(FIRST - 3 * DAY, FIRST - 1), st.floats(0.1, 1000.0), min_size=1, max_size=60
 ).map(Rates)
+
+
+def test_rows_of_an_expired_job_leave_their_time_behind_those_of_a_higher_priority_too() -> None:
+    """1,000 s of the higher priority, 1,000 s of `a` until its deadline, then 500 s of `b`."""
+    found = ends(
+        job("p", rows=1000, priority=1),
+        job("a", rows=10_000, deadline=NOW + 2000.0),
+        job("b", rows=500, deadline=NOW + 9000.0),
+    )
+    assert found["b"] - NOW == pytest.approx(2500.0, rel=0.1)
+
+
+def test_jobs_of_a_forecast_are_those_that_have_rows_to_run() -> None:
+    def listed(name: str, **named: object) -> SimpleNamespace:
+        values = {"state": JobState.QUEUED, "unanswered": 3, "priority": 0, "deadline": None, "on_late": None}
+        counts = {"succeeded": 0, "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        return SimpleNamespace(id=name, **{**values, **counts, **named})
+
+    jobs = [
+        listed("paused", state=JobState.PAUSED),
+        listed("answered", unanswered=0),
+        listed("high", priority=5, state=JobState.RUNNING, deadline=NOW + 1.0),
+        listed("late", deadline=NOW, on_late=OnLate.BEST_EFFORT),
+    ]
+    high, late = queued(jobs, now=NOW)
+    assert (high.id, high.seq, high.priority, high.deadline, high.expires) == ("high", 2, 5, NOW + 1.0, True)
+    assert (late.id, late.seq, late.priority, late.deadline, late.expires) == ("late", 3, 0, None, False)
+    assert (high.work.rows_left, high.work.row_tokens) == (3, UNSEEN_TOKENS)
 
 
 @given(rates=RATES, seed=st.integers(0, 50), tokens=st.lists(st.floats(0, 1e8), min_size=2, max_size=5))

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -91,6 +92,16 @@ def test_riders_grow_with_slack(demands: list[Demand], now: int, rate: float, mo
     assert order.others_ride <= faster.others_ride
     assert not order.urgent or order.urgent[0] in order.riders
     assert not order.others_ride or order.riders == set(order.urgent)
+
+
+@pytest.mark.parametrize(("left_s", "rides"), [(459.9, False), (460.0, True)])
+def test_a_job_is_tight_below_four_times_its_work_and_a_minute(left_s: float, rides: bool) -> None:
+    """A second job without a deadline takes a fifth of the rows: 8,000 tokens at 80 a second, 100 s."""
+    now = 1_000_000.0
+    demands = [
+        Demand(seq=1, tokens_left=8000.0, deadline=now + left_s), Demand(seq=2, tokens_left=1.0, deadline=None)
+    ]  # fmt: skip
+    assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
 
 
 def test_without_a_known_rate_no_row_goes_ahead() -> None:

@@ -161,3 +161,10 @@ def wait_of_a_lone_row(utility: float, staler: int, seed: int, *, most: int) -> 
         if window.pop() == lone:
             return turn + 1
     return most
+
+
+def test_random_numbers_of_turns_are_those_of_splitmix64() -> None:
+    """The first of seed 0, as published with the generator."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [uniform(0, turn) for turn in range(4)] == [(number >> 11) / 2**53 for number in published]
+    assert len({uniform(seed, 0) for seed in range(100)}) == 100

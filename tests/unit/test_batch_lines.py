@@ -50,6 +50,36 @@ def test_a_fault_names_its_line(tmp_path: Path, bad: bytes, code: str, param: st
     assert found(tmp_path, line() + b"\n" + bad.rstrip(b"\n") + b"\n") == [(3, code, param)]
 
 
+def test_a_line_may_nest_a_hundred_levels_deep(tmp_path: Path) -> None:
+    def nested(levels: int) -> bytes:
+        return line(body={"a": json.loads("[" * levels + "]" * levels)})
+
+    assert found(tmp_path, nested(98)) == []
+    assert found(tmp_path, nested(99)) == [(1, "invalid_json_line", None)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b"[1]", "This line is not parseable as valid JSON: a line is a JSON object."),
+        (line(custom_id=1), "Invalid type for 'custom_id': expected a string."),
+        (line(body=[]), "Invalid type for 'body': expected an object."),
+        (line(body=...), "Missing required parameter: 'body'."),
+        (line(method="x" * 99), f"The method is '{'x' * 19}…'; only POST is possible."),
+        (b"\n", "The input file has no requests."),
+    ],
+)
+def test_a_fault_is_a_sentence(tmp_path: Path, bad: bytes, said: str) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(bad)
+    (fault,) = faults(path, CHAT, Limits())
+    assert fault.message == said
+
+
+def test_the_limits_are_openais() -> None:
+    assert Limits() == Limits(file_bytes=200_000_000, requests=50_000)
+
+
 def test_an_id_that_is_there_twice_is_named_at_its_second_line(tmp_path: Path) -> None:
     assert found(tmp_path, line() + line(custom_id="b") + line()) == [(3, "duplicate_custom_id", "custom_id")]
 
@@ -66,4 +96,6 @@ def test_a_file_may_have_so_many_requests_and_no_more(tmp_path: Path) -> None:
 
 
 def test_of_many_faults_the_first_hundred_are_told(tmp_path: Path) -> None:
-    assert len(found(tmp_path, b"x\n" * 200)) == MOST_FAULTS
+    lines = [line for line, _, _ in found(tmp_path, b"x\n" * 200)]
+    assert lines == list(range(1, MOST_FAULTS + 1))
+    assert MOST_FAULTS == 100

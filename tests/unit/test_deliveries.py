@@ -2,8 +2,10 @@
 
 import errno
 import json
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -11,18 +13,24 @@ from sqlalchemy import text
 
 from conserve.batch_api.objects import batch_object
 from conserve.batch_api.workers import Deliveries, StepThread
+from conserve.config import load
 from conserve.errors import InputError, StoreError
 from conserve.jobs.batches import admission, delivery
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
-from conserve.store.books import batches, uploads
+from conserve.jobs.task import Kind, Order, Task
+from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
+from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import OnLate
+from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
-from tests.store_rows import add_job
+from tests.store_rows import add_job, finish, leased
 
 
 @pytest.fixture
@@ -71,6 +79,151 @@ def test_a_delivery_names_its_files_and_sweeps_up_those_of_one_that_was_killed(
     assert (file.bytes, file.num_lines) == (len(content), content.count(b"\n"))
     assert file.digest == blake2b(content, digest_size=16).hexdigest()
     assert (file.created_at, file.expires_at, file.job_id) == (5.0, None, ended.job.id)
+
+
+def asked(store: Store, content: bytes, *, project: str = "default", **named: Any) -> str:
+    """A batch that waits for its job, with its upload."""
+    file_id = uploads.new_file_id()
+    path = uploads.make_folder(store) / f"{file_id}.jsonl"
+    path.write_bytes(content)
+    upload = NewFile(
+        purpose="batch", filename="Night Shift.v2.jsonl", bytes=len(content), num_lines=1, digest="",
+        path=below(path, store.data), expires_at=named.pop("expires_at", None),
+    )  # fmt: skip
+    values = {"endpoint": CHAT, "completion_window": "24h", "window_s": 60.0, **named}
+    with store.write() as tx:
+        uploads.add(tx, project, file_id, upload, now=5.0)
+        return batches.add(tx, project, NewBatch(file_id=file_id, **values), now=5.0)
+
+
+def batch(store: Store, batch_id: str) -> BatchRecord:
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("project", ["default", "ann"])
+@pytest.mark.parametrize("window_s", [60.0, None])
+def test_the_job_of_a_batch_has_its_name_its_tags_and_its_deadline(
+    store: Store, project: str, window_s: float | None
+) -> None:
+    batch_id = asked(
+        store, lines(["one", "two"]), project=project, window_s=window_s, on_late=OnLate.BEST_EFFORT
+    )
+    admit(store, batch_id, Limits(), now=9.0)
+    job = batch(store, batch_id).job
+    assert job is not None
+    assert (job.id.rpartition("-")[0], job.num_rows) == ("night-shift", 2)
+    assert job.tags == {"batch": batch_id} | ({} if project == "default" else {"project": project})
+    assert (job.deadline, job.on_late) == (None if window_s is None else 65.0, "best-effort")
+    task = Task.from_json(job.task)
+    assert (task.kind, task.url, task.order) == (Kind.OPENAI, CHAT, Order.PREFIX)
+
+
+@pytest.mark.parametrize("way", ["expired", "deleted", "lost"])
+def test_a_batch_whose_input_is_gone_fails(store: Store, way: str) -> None:
+    batch_id = asked(store, lines(["one"]), expires_at=8.0 if way == "expired" else None)
+    (path,) = uploads.folder(store).iterdir()
+    if way == "deleted":
+        with store.read() as tx:
+            (upload,) = uploads.page(tx, "default", now=5.0, limit=2)
+        uploads.remove(store, upload)
+    elif way == "lost":
+        path.unlink()
+    admit(store, batch_id, Limits(), now=9.0)
+    found = batch(store, batch_id)
+    assert (found.state, found.job) == (BatchState.FAILED, None)
+    (fault,) = found.errors
+    assert (fault.code, fault.param) == ("invalid_input_file", "input_file_id")
+    assert "upload it again" in fault.message
+
+
+def test_faults_of_an_input_are_kept_with_the_moment(store: Store) -> None:
+    batch_id = asked(store, lines(["one", "two"]))
+    admit(store, batch_id, Limits(requests=1), now=9.0)
+    found = batch(store, batch_id)
+    assert ([fault.code for fault in found.errors], found.refused_at) == (["too_many_requests"], 9.0)
+
+
+@pytest.mark.parametrize("moment", ["before", "waiting for the file", "queueing"])
+def test_a_batch_that_is_cancelled_meanwhile_gets_no_job(
+    store: Store, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    batch_id = asked(store, lines(["one"]))
+
+    def cancelled(then: Callable[..., Any]) -> Callable[..., Any]:
+        def first(*arguments: Any, **named: Any) -> Any:
+            with store.write() as tx:
+                batches.cancel(tx, batch(store, batch_id), now=6.0)
+            return then(*arguments, **named)
+
+        return first
+
+    if moment == "before":
+        cancelled(lambda: None)()
+    else:
+        name = "alone" if moment == "waiting for the file" else "submit"
+        monkeypatch.setattr(admission, name, cancelled(getattr(admission, name)))
+    admit(store, batch_id, Limits(), now=9.0)
+    assert (batch(store, batch_id).state, batch(store, batch_id).job) == (BatchState.CANCELLED, None)
+    assert read_jobs(load(), now=9.0) == []
+
+
+def test_files_that_are_not_wanted_any_more_are_deleted(
+    store: Store, ended: BatchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "deliver", lambda *_, **__: False)
+    deliver(store, ended.id, now=1.0)
+    assert delivered(store, ended) == []
+    assert only_batch(store).output_file_id is None
+    with store.read() as tx:
+        assert uploads.page(tx, "default", now=1.0, limit=9) == []
+
+
+def test_a_batch_that_runs_or_has_no_job_has_nothing_to_deliver(store: Store) -> None:
+    waiting, running = asked(store, lines(["one"])), asked(store, lines(["one"]))
+    admit(store, running, Limits(), now=9.0)
+    for batch_id in (waiting, running, "batch_none"):
+        deliver(store, batch_id, now=10.0)
+    assert (batch(store, waiting).state, batch(store, running).state) == (
+        BatchState.VALIDATING,
+        BatchState.IN_PROGRESS,
+    )
+
+
+@pytest.mark.parametrize("verb", ["cancel", "expire"])
+def test_the_files_of_a_batch_that_ended_early_have_what_it_has(store: Store, verb: str) -> None:
+    """The row in flight may bring no result afterwards. A deadline makes errors of the rows that it leaves."""
+    batch_id = asked(store, lines(["one", "REJECT", "three"]), output_expires_s=3600.0)
+    admit(store, batch_id, Limits(), now=9.0)
+    job = batch(store, batch_id).job
+    assert job is not None
+    lease = leased(store, now=10.0)
+    finish(store, lease, of=[0])
+    with store.write() as tx:
+        if verb == "cancel":
+            batches.cancel(tx, batch(store, batch_id), now=20.0)
+        else:
+            assert catalog.expire(tx, now=100.0) == [job.id]
+    deliver(store, batch_id, now=200.0)
+    assert len(finish(store, lease, of=[1]).late) == 1
+    found = batch(store, batch_id)
+    names = {
+        file.filename: ((store.home / file.path).read_bytes().count(b"\n"), file.num_lines, file.expires_at)
+        for file in files(store)
+    }
+    expected = {f"{found.id}_output.jsonl": (1, 1, 3800.0)}
+    if verb == "expire":
+        expected[f"{found.id}_error.jsonl"] = (2, 2, 3800.0)
+    assert names == expected
+    assert (found.error_file_id is None) is (verb == "cancel")
+
+
+def files(store: Store) -> list[uploads.File]:
+    """Files of answers and of errors."""
+    with store.read() as tx:
+        return uploads.page(tx, "default", now=200.0, limit=9, purpose=delivery.PURPOSE)
 
 
 def test_an_input_of_which_no_line_can_be_answered_is_refused(store: Store) -> None:

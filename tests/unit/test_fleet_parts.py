@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,9 +13,17 @@ import pytest
 from conserve.endpoints.fake import answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
 from conserve.endpoints.roster import Joined
-from conserve.errors import EndpointBusy, EndpointFault, EndpointUnavailable, EndpointUnusable
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+    RequestRejected,
+)
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
-from conserve.jobs.fleet.dispatch import load_of
+from conserve.jobs.fleet.dispatch import Dispatch, load_of
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
 from conserve.jobs.fleet.fleet import Fleet, now_s
 from conserve.jobs.fleet.member import Errand, Member
@@ -692,3 +701,628 @@ def test_a_server_that_leaves_the_list_is_closed_and_one_out_of_reach_is_named_o
         assert closed == [B, A]
 
     virtual_time.run(run())
+
+
+# Care, with servers and rows that no event loop moves.
+
+
+async def runs(server: Member, *rows: Errand) -> None:
+    """Let a server run these rows, none of which ends by itself."""
+    for row in rows:
+        row.task = asyncio.ensure_future(asyncio.sleep(1e6))  # type: ignore[arg-type]
+        row.charge = 100.0
+    server.running.update(rows)
+
+
+def paced(server: Member, tokens_per_s: float) -> Member:
+    """A server of whose places this pace was measured."""
+    server.pace.elapse(0.0, 1)
+    server.pace.elapse(1.0, 1)
+    server.pace.add(tokens_per_s)
+    return server
+
+
+class Cared:
+    """Care of these servers, and what was said about them."""
+
+    def __init__(self, *servers: Member) -> None:
+        self.lost: list[tuple[Member, str]] = []
+        known = SimpleNamespace(
+            open=lambda: [one for one in servers if one.is_open],
+            lost=lambda one, why: self.lost.append((one, str(why))),
+        )
+        self.care = Care(known, SimpleNamespace(waits=False))  # type: ignore[arg-type]
+
+
+def test_a_server_with_nothing_to_run_takes_rows_of_one_slow_server_at_a_time() -> None:
+    async def run() -> list[int]:
+        slow = [paced(member(), 10.0) for _ in range(2)]
+        rows = [[errand(), errand()] for _ in slow]
+        for server, its in zip(slow, rows, strict=True):
+            await runs(server, *its)
+        Cared(*slow, paced(member(places=2), 1000.0)).care.hurry(1.0)
+        return [sum(row.recalled for row in its) for its in rows]
+
+    assert virtual_time.run(run()) == [2, 0]
+
+
+def test_a_slow_server_without_late_rows_keeps_an_idle_one_from_no_other() -> None:
+    async def run() -> list[bool]:
+        busy, slow, rows = paced(member(), 900.0), paced(member(), 10.0), [errand(), errand()]
+        await runs(busy, rows[0])
+        await runs(slow, rows[1])
+        Cared(busy, slow, paced(member(), 1000.0)).care.hurry(1.0)
+        return [row.recalled for row in rows]
+
+    assert virtual_time.run(run()) == [False, True]
+
+
+@pytest.mark.parametrize(("another", "at_once"), [(True, [True, False]), (False, [False, False])])
+def test_rows_of_a_drained_server_go_at_once_if_they_lose_no_token_and_all_in_ten_seconds(
+    another: bool, at_once: list[bool]
+) -> None:
+    async def run() -> None:
+        drained, rows = member(), [errand(), errand()]
+        await runs(drained, *rows)
+        rows[0].tokens = [1, 2]
+        drained.drained = True
+        care = Cared(drained, *[member()] * another).care
+        care.release(drained, 100.0)
+        assert [row.recalled for row in rows] == at_once
+        care.tend(drained, 100.0 + DRAIN_S - 0.1)
+        assert [row.recalled for row in rows] == at_once
+        care.tend(drained, 100.0 + DRAIN_S)
+        assert [row.recalled for row in rows] == [True, True]
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_is_undrained_keeps_the_rows_that_it_runs() -> None:
+    async def run() -> None:
+        server, row = member(), errand()
+        await runs(server, row)
+        care = Cared(server, member()).care
+        server.drained = True
+        care.release(server, 90.0)
+        server.drained = False
+        care.release(server, 95.0)
+        care.tend(server, 1000.0)
+        assert not row.recalled
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "silent"),
+    [
+        ({}, 105.0, False),
+        ({}, 105.1, True),
+        ({"others_took": (1.0, 10.0, 2.0)}, 130.0, False),
+        ({"others_took": (1.0, 10.0, 2.0)}, 130.1, True),
+        ({"others_took": ()}, 999.0, False),
+        ({"other_suspected": True}, 999.0, False),
+        ({"other_closed": True}, 999.0, False),
+        ({"ready": False}, 999.0, False),
+        ({"seen_at": None}, 999.0, False),
+        ({"moves": (2, 2)}, 999.0, False),
+        ({"moves": (2, 1)}, 999.0, True),
+        ({"moves": None}, 999.0, False),
+    ],
+)
+def test_a_server_is_silent_if_it_brings_nothing_for_far_longer_than_rows_take_elsewhere(
+    changes: dict[str, Any], now: float, silent: bool
+) -> None:
+    async def run() -> None:
+        quiet, other = member(), member()
+        moves = changes.get("moves", (0, 0))
+        rows = [errand() for _ in moves or ()]
+        await runs(quiet, *rows)
+        for row, moved in zip(rows, moves or (), strict=True):
+            row.moves = moved
+        quiet.seen_at = changes.get("seen_at", 100.0)
+        quiet.ready = changes.get("ready", True)
+        quiet.times_s.append(0.1)
+        other.times_s.extend(changes.get("others_took", (1.0,)))
+        other.suspected = changes.get("other_suspected", False)
+        other.drained = changes.get("other_closed", False)
+        cared = Cared(quiet, other)
+        cared.care.tend(quiet, now)
+        assert quiet.suspected is silent
+        said = [(quiet, f"{A} fell silent with {len(rows)} rows in flight")]
+        assert cared.lost == (said if silent else [])
+        assert [row.recalled for row in rows] == [silent and moved < 2 for moved in moves or ()]
+        assert [row.moves for row in rows] == [min(2, moved + silent) for moved in moves or ()]
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"), [({}, True), ({"alone": True}, False), ({"ready": False}, False)]
+)
+def test_a_server_that_owes_two_signs_of_life_is_out_of_reach_if_there_is_another(
+    changes: dict[str, bool], gone: bool
+) -> None:
+    async def run() -> None:
+        quiet, row = member(), errand()
+        await runs(quiet, row)
+        endpoint: Any = quiet.endpoint
+        cared = Cared(quiet, *[member()] * (not changes.get("alone")))
+        endpoint.responds = False
+        await cared.care.check(quiet)
+        endpoint.responds = True
+        await cared.care.check(quiet)
+        assert quiet.misses == 0, "it gave a sign"
+        endpoint.responds = False
+        await cared.care.check(quiet)
+        assert (quiet.ready, row.recalled, cared.lost) == (True, False, [])
+        quiet.ready = changes.get("ready", True)
+        await cared.care.check(quiet)
+        said = f"{A} does not answer"
+        assert cared.lost == ([(quiet, said)] if gone else [])
+        assert row.recalled is gone
+        assert quiet.why == (said if gone else None)
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_can_give_no_sign_of_life_owes_none() -> None:
+    async def run() -> None:
+        mute = Member(A, SimpleNamespace(capacity=1))  # type: ignore[arg-type]
+        for _ in range(3):
+            await Cared(mute, member()).care.check(mute)
+        assert mute.misses == 0
+
+    virtual_time.run(run())
+
+
+# Dispatch, with servers that send nothing.
+
+
+class Known(list[Member]):
+    """Servers of a dispatch; a block is 16 tokens."""
+
+    kv_cache = KvCache(block_tokens=16)
+
+    def open(self) -> list[Member]:
+        return [one for one in self if one.is_open]
+
+    def none_left(self, now: float) -> EndpointUnavailable:
+        return EndpointUnavailable(f"none at {now}")
+
+
+def dispatched(test: Callable[[], Any]) -> None:
+    """Run a test of a dispatch, which places rows once the loop is free."""
+
+    async def run() -> None:
+        await test()
+
+    virtual_time.run(run())
+
+
+def sent(*rows: Errand) -> list[Member | None]:
+    """The servers that rows were sent to."""
+    return [row.turn.result() if row.turn.done() else None for row in rows]
+
+
+def test_rows_wait_until_they_are_sent() -> None:
+    async def test() -> None:
+        server, rows = member(places=1), [errand(number=n) for n in range(2)]
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        assert not dispatch.waits
+        dispatch.add(*rows)
+        assert dispatch.waits
+        await asyncio.sleep(0)
+        assert sent(*rows) == [server, None]
+        assert dispatch.waits
+        server.running.clear()
+        dispatch.soon()
+        await asyncio.sleep(0)
+        assert sent(*rows) == [server, server]
+        assert not dispatch.waits
+        assert server.seen_at == now_s(), "silence counts from its first row"
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(("held_s", "taken"), [(0.0, True), (0.1, False)])
+def test_a_server_takes_rows_from_the_end_of_its_hold_on(held_s: float, taken: bool) -> None:
+    async def test() -> None:
+        server, row = member(), errand()
+        server.held_until = now_s() + held_s
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        dispatch.add(row)
+        await asyncio.sleep(0)
+        assert sent(row) == [server if taken else None]
+        assert dispatch.waits is not taken
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "where"),
+    [
+        ("held", "open", "second"),
+        ("held", "drained", "first's queue"),
+        ("held", None, "first's queue"),
+        ("drained", "open", "second"),
+        ("drained", "held", "nowhere yet"),
+        ("drained", None, "error"),
+        ("drained", "drained", "error"),
+    ],
+)
+def test_rows_that_wait_for_a_server_that_takes_none_go_to_another_if_there_is_one(
+    first: str, second: str | None, where: str
+) -> None:
+    async def test() -> None:
+        servers = [member(), *([member()] if second else [])]
+        for server, state in zip(servers, (first, second), strict=False):
+            server.drained = state == "drained"
+            server.held_until = now_s() + 9.0 if state == "held" else 0.0
+        row = errand()
+        servers[0].enqueue(row, 10.0, 0)
+        dispatch = Dispatch(Known(servers))  # type: ignore[arg-type]
+        dispatch.soon()
+        await asyncio.sleep(0)
+        if where == "error":
+            assert str(row.turn.exception()) == f"none at {now_s()}"
+        else:
+            assert sent(row) == [servers[-1] if where == "second" else None]
+        assert list(servers[0].queue) == ([row] if where == "first's queue" else [])
+        assert dispatch.waits is (where in ("first's queue", "nowhere yet"))
+
+    dispatched(test)
+
+
+def test_a_row_that_is_withdrawn_before_it_is_placed_waits_nowhere() -> None:
+    async def test() -> None:
+        server, rows = member(places=1), [errand(number=n) for n in range(2)]
+        dispatch = Dispatch(Known([server]))  # type: ignore[arg-type]
+        dispatch.add(*rows)
+        rows[0].turn.cancel()
+        await asyncio.sleep(0)
+        assert sent(rows[1]) == [server]
+        assert (len(server.queue), server.running) == (0, {rows[1]})
+
+    dispatched(test)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [({}, 2), ({"suspected": True}, 1), ({"slow": True}, 0), ({"slow": True, "suspected": True}, 1)],
+)
+def test_a_server_with_places_takes_half_of_the_last_piece_of_the_slowest_if_that_pays(
+    changes: dict[str, bool], taken: int
+) -> None:
+    async def test() -> None:
+        slow, idle = paced(member(places=1), 10.0), paced(member(), 1000.0)
+        if changes.get("slow"):
+            idle = paced(member(places=1), 0.1)
+        idle.suspected = changes.get("suspected", False)
+        rows = [errand(number=n) for n in range(6)]
+        slow.running.add(rows[0])
+        for row in rows[1:]:
+            slow.enqueue(row, 10.0, 0)
+        Dispatch(Known([slow, idle])).soon()  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert list(slow.queue) == rows[1 : 6 - taken]
+        assert sent(*rows[6 - taken :]) == [idle] * taken
+        assert slow.tokens == 10.0 * len(slow.queue)
+
+    dispatched(test)
+
+
+def test_rows_of_a_piece_are_charged_with_their_part_of_its_prefixes() -> None:
+    async def test() -> None:
+        first, second = member(places=1), member(places=1)
+        first.running.add(errand())
+        second.running.add(errand())
+        rows = [errand(number=n) for n in range(3)]
+        for row, key in zip(rows, [(1, 2, 3), (1, 2, 4), (9,)], strict=True):
+            row.asked = UnplacedRow(row.asked.number, key, 10.0)
+        Dispatch(Known([first, second])).add(*rows)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert [row.charge for row in rows] == [10.0 + 32.0, 10.0 + 32.0, 10.0 + 16.0]
+        assert rows[0].piece == rows[1].piece != rows[2].piece
+
+    dispatched(test)
+
+
+# Errors of servers, judged one by one.
+
+BUSY, FAULT = EndpointBusy("slow down", retry_after_s=5.0), EndpointFault("garbage")
+UNUSABLE, DIED, REJECTED = EndpointUnusable("no such model"), EngineDied("gone"), RequestRejected("too long")
+
+
+@pytest.mark.parametrize(
+    ("errors", "others", "raised", "state"),
+    [
+        ([REJECTED], "open", RequestRejected, "serving"),
+        ([FAULT, FAULT], "open", EndpointFault, "serving"),
+        ([FAULT, FAULT, FAULT], "open", EndpointFault, "suspected"),
+        ([FAULT, FAULT, FAULT], "none", EndpointFault, "serving"),
+        ([BUSY], "open", None, "busy"),
+        ([BUSY], "none", EndpointBusy, "serving"),
+        ([BUSY], "drained", EndpointBusy, "serving"),
+        ([UNUSABLE], "open", None, "down"),
+        ([UNUSABLE], "none", EndpointUnusable, "down"),
+        ([UNUSABLE], "drained", EndpointUnavailable, "down"),
+        ([DIED], "open", EngineDied, "down"),
+        ([DIED], "none", EngineDied, "down"),
+    ],
+)
+def test_an_error_is_the_rows_or_its_servers_and_then_another_server_is_asked(
+    errors: list[EndpointError], others: str, raised: type[EndpointError] | None, state: str
+) -> None:
+    async def run() -> None:
+        fleet = fleet_of(*[ModelledServer(url) for url in ((A,) if others == "none" else (A, B))])
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        if others == "drained":
+            fleet.drain([B])
+        server, row = fleet.servers.by_url[A], errand()
+        found: type[EndpointError] | None = None
+        for error in errors:
+            try:
+                await fleet._judge(row, server, error)
+            except EndpointError as judged:
+                found = type(judged)
+        assert found is raised
+        assert row.avoid == (frozenset() if raised else {server})
+        assert server.state("m", now_s()).value == state
+        assert server.refuses is (errors == [UNUSABLE])
+        if state == "busy":
+            assert server.held_until == now_s() + 5.0
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_many_rows_that_a_server_dies_with_are_one_incident() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A), ModelledServer(B))
+        await fleet.start()
+        server = fleet.servers.by_url[A]
+        for _ in range(5):
+            with pytest.raises(EngineDied):
+                await fleet._judge(errand(), server, DIED)
+        assert server.try_at == now_s() + 0.5
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("up", "others", "losses"), [(False, True, 1), (True, True, 0), (True, False, 0)])
+def test_a_row_counts_the_servers_that_went_down_with_it_and_not_those_that_answer_again(
+    up: bool, others: bool, losses: int
+) -> None:
+    async def run() -> None:
+        servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        servers[0].up = up
+        server, row = fleet.servers.by_url[A], errand()
+        judged = fleet._judge(row, server, EndpointUnavailable("broken connection"))
+        with nullcontext() if others else pytest.raises(EndpointUnavailable):
+            await judged
+        assert (row.losses, server.ready) == (losses, up)
+        assert server.held_until == (now_s() + 1.0 if up and others else 0.0), "it is tried again in a second"
+        row.losses = 2
+        if not up:
+            with pytest.raises(EngineDied, match="3 servers went down with this row in flight: broken"):
+                await fleet._judge(row, server, EndpointUnavailable("broken connection"))
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+# The servers of a list.
+
+C = "http://gpu-c:8000"
+
+
+class Listed:
+    """A membership over a list that a test changes, and what it says."""
+
+    def __init__(self, *urls: str, model: str | None = None, **endpoints: ModelledServer) -> None:
+        self.urls, self.failure, self.said = list(urls), None, list[str]()
+        servers = {A: ModelledServer(A), B: ModelledServer(B), C: ModelledServer(C)} | {
+            endpoint.url: endpoint for endpoint in endpoints.values()
+        }
+        self.servers = Membership(self, servers.__getitem__, model=model, say=self.said.append)  # type: ignore[arg-type]
+
+    async def look(self) -> list[str]:
+        return list(self.urls)
+
+    async def reached(self) -> "Listed":
+        """The servers are read and reached, the first one first."""
+        await self.servers.look()
+        for server in self.servers:
+            await self.servers.reach(server, now_s())
+        return self
+
+
+def test_a_server_that_leaves_the_list_or_comes_back_is_told_once() -> None:
+    async def run() -> None:
+        listed = Listed(A, B)
+        assert await listed.servers.look() == []
+        listed.urls = [B]
+        first = listed.servers.by_url[A]
+        assert await listed.servers.look() == [first]
+        assert await listed.servers.look() == []
+        assert not first.listed
+        listed.urls = [A, B]
+        assert await listed.servers.look() == [first]
+        assert listed.servers.by_url[A] is first
+        assert listed.said == [
+            f"{A} is no longer in the list of servers",
+            f"{A} is back in the list of servers",
+        ]
+
+    virtual_time.run(run())
+
+
+def test_servers_are_drained_before_they_are_known_too() -> None:
+    async def run() -> None:
+        listed = Listed(A, B)
+        await listed.servers.look()
+        assert listed.servers.drain(frozenset({A, C})) == [listed.servers.by_url[A]]
+        assert listed.servers.drain(frozenset({A, C})) == []
+        listed.urls.append(C)
+        await listed.servers.look()
+        assert [server.drained for server in listed.servers] == [True, False, True]
+        assert listed.servers.drain(frozenset({C})) == [listed.servers.by_url[A]]
+        assert listed.said == [f"{A} is drained", f"{A} is no longer drained"]
+
+    virtual_time.run(run())
+
+
+def test_a_list_that_cannot_be_read_is_told_at_each_beginning() -> None:
+    async def run() -> None:
+        listed = Listed(A)
+        for failure in (None, "no file", "no file", "not UTF-8", None, "not UTF-8"):
+            listed.failure = failure  # type: ignore[assignment]
+            await listed.servers.look()
+        known = "; the servers that are known go on"
+        assert listed.said == [f"no file{known}", f"not UTF-8{known}", f"not UTF-8{known}"]
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("given", "model", "taken"), [(None, "m", [A, C]), ("other", "other", [B])])
+def test_rows_are_for_the_model_that_was_given_or_the_first_servers(
+    given: str | None, model: str, taken: list[str]
+) -> None:
+    async def run() -> None:
+        listed = await Listed(A, B, C, model=given, second=ModelledServer(B, model="other")).reached()
+        assert listed.servers.model == model
+        assert [server.url for server in listed.servers.open()] == taken
+        others = [line for line in listed.said if "gets no rows" in line]
+        assert len(others) == 3 - len(taken)
+        first, second = ("other", "m") if given is None else ("m", "other")
+        assert f"serves {first} and gets no rows" in others[0]
+        assert f"are for {second}; for the others: conserve harvest --model {first}" in others[0]
+        listed.urls = [A, B]
+        await listed.reached()
+        assert listed.servers.model == model, "while a server in the list has it"
+        listed.urls = [B] if given is None else [A]
+        await listed.reached()
+        assert listed.servers.model == "other"
+
+    virtual_time.run(run())
+
+
+def test_the_identity_of_a_fleet_is_that_of_most_servers_and_outlives_them() -> None:
+    async def run() -> None:
+        upgraded = [ModelledServer(url, identity="new") for url in (A, C)]
+        listed = await Listed(A, B, C, first=upgraded[0], third=upgraded[1]).reached()
+        assert listed.servers.identity == "new"
+        listed.servers.drain(frozenset({A, C}))
+        assert listed.servers.identity == "m"
+        listed.servers.drain(frozenset({A, B, C}))
+        assert listed.servers.identity == "m"
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("urls", "elsewhere", "said"), [
+    ([A], False, []),
+    ([A], True, [f"{A} does not answer; its rows go elsewhere"]),
+    ([A, B], False, [f"{A} does not answer", f"{B} is ready"]),
+])  # fmt: skip
+def test_a_server_out_of_reach_is_told_unless_the_caller_is(
+    urls: list[str], elsewhere: bool, said: list[str]
+) -> None:
+    async def run() -> None:
+        away = ModelledServer(A)
+        away.up = False
+        listed = Listed(*urls, first=away)
+        await listed.servers.look()
+        for _ in range(2):
+            for server in listed.servers:
+                assert await listed.servers.reach(server, now_s(), elsewhere=elsewhere) is (server.url == B)
+        assert listed.said == said
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_takes_longer_than_ten_seconds_to_say_what_it_serves_does_not_answer() -> None:
+    class Slow(ModelledServer):
+        seconds = 10.1
+
+        async def start(self) -> None:
+            await asyncio.sleep(self.seconds)
+
+        async def version(self) -> str:
+            return "0.32"
+
+    async def run() -> None:
+        endpoint = Slow(A, num_blocks=7)
+        server = Member(A, endpoint)
+        assert await asyncio.gather(server.start(now_s()), server.start(now_s())) == [False, False]
+        assert (server.why, server.ready, server.version) == (f"{A} does not answer", False, None)
+        assert server.try_at - now_s() == pytest.approx(0.5 - 10.0, abs=0.01), "one try"
+        server.misses, endpoint.seconds = 2, 9.9
+        begun = now_s()
+        waiting = asyncio.create_task(server.start(begun))
+        await asyncio.sleep(0)
+        assert await server.outcome()
+        assert await waiting
+        assert (server.why, server.ready, server.version, server.misses) == (None, True, "0.32", 0)
+        assert server.seen_at == begun
+        await server.close()
+
+    virtual_time.run(run())
+
+
+def test_a_server_that_left_the_list_is_closed_once_its_rows_have_ended() -> None:
+    closed: list[str] = []
+
+    class Counted(ModelledServer):
+        async def close(self) -> None:
+            closed.append(self.url)
+
+    async def run() -> None:
+        changing = ChangingList(A)
+        fleet = fleet_of(Counted(A, streams=False, tokens_per_s=1.5), Counted(B), changing=changing)
+        await fleet.start()
+        asking = asyncio.create_task(fleet.complete(call("x", max_tokens=6)))
+        await asyncio.sleep(0.1)
+        changing.urls = [B]
+        await asyncio.sleep(3.0)
+        assert (closed, asking.done()) == ([], False)
+        await asking
+        await asyncio.sleep(1.0)
+        assert closed == [A]
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("asks", "identity", "watched"), [(True, "m", True), (False, "m", False), (True, "another", False)]
+)
+def test_tokens_are_watched_for_a_row_that_asks_for_them_and_can_go_on_from_them(
+    asks: bool, identity: str, watched: bool
+) -> None:
+    heard: list[bool] = []
+
+    class Heard(ModelledServer):
+        async def complete(self, call: Call, on_tokens: Any = None) -> Completion:
+            heard.append(on_tokens is not None)
+            return await super().complete(call, on_tokens)
+
+    async def run() -> None:
+        fleet = fleet_of(Heard(A, identity=identity))
+        await fleet.start()
+        await fleet.complete(call(), (lambda tokens: None) if asks else None)
+        await fleet.close()
+
+    virtual_time.run(run())
+    assert heard == [watched]
+
+
+def test_tokens_before_any_time_has_passed_are_no_pace() -> None:
+    pace = Pace()
+    pace.add(5.0)
+    assert pace.of_a_place is None

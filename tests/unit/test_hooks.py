@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from ipaddress import ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import conserve as package
 from conserve.errors import StoreError, UsageError
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
-from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public
-from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, trusted, verdict
-from conserve.jobs.hooks.wire import post, seconds
+from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
+from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, trusted, verdict
+from conserve.jobs.hooks.wire import CheckedBackend, TimedStream, post, seconds
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch
 from conserve.store.books.events import Event
@@ -30,8 +31,8 @@ from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.upkeep import rebuild
-from tests.commands import conserve
-from tests.receiver import Receiver, receiving
+from tests.commands import conserve, until
+from tests.receiver import Received, Receiver, receiving
 from tests.store_rows import add_job, finish, leased, select
 
 HOUR_S = 3600.0
@@ -282,6 +283,8 @@ class TestDelivery:
         (got,) = receiver.got
         (sent,) = messages(store)
         assert (got.id, got.body) == (sent.id, sent.body)
+        assert got.headers["content-type"] == "application/json"
+        assert got.headers["user-agent"] == f"ConServe/{package.__version__} webhooks"
         assert (sent.state, sent.attempts, sent.status, sent.error) == (MessageState.DELIVERED, 1, 204, None)
 
     def test_it_is_tried_for_three_days_and_then_given_up(
@@ -299,7 +302,9 @@ class TestDelivery:
             courier.finish(60.0)
             assert len(receiver.got) == len(moments), "sent before its time"
             clock.now += 0.001
-        assert moments[:4] == [0.0, 5.0, 305.0, 2105.0]
+        pauses = [later - one for one, later in pairwise(moments)]
+        assert pauses[:3] == pytest.approx([5.0, 300.0, 1800.0])
+        assert [pause / HOUR_S for pause in pauses[3:-1]] == pytest.approx([2, 5, 10, 14, 20])
         assert moments[-1] == pytest.approx(72 * HOUR_S)
         assert {got.id for got in receiver.got} == {messages(store)[0].id}
         given_up = messages(store)[0]
@@ -329,6 +334,95 @@ class TestDelivery:
             None,
             None,
         )
+
+    def test_a_receiver_that_names_its_pause_is_asked_again_behind_it(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        receiver.answer = lambda received: (429, {"Retry-After": "120"})
+        submitted(store)
+        courier = Courier(store, clock=Clock())
+        courier.finish(60.0)
+        assert (messages(store)[0].status, messages(store)[0].next_at) == (429, 120.0)
+        assert (courier.delivered, courier.failed) == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("attempts", "event", "attempt", "state"),
+        [
+            (9, "completed", SendAttempt(at=0.0, status=299), MessageState.DELIVERED),
+            (8, "completed", SendAttempt(at=0.0, status=500, error="no"), MessageState.WAITING),
+            (9, "completed", SendAttempt(at=0.0, status=500, error="no"), MessageState.GIVEN_UP),
+            (0, outbox.TEST, SendAttempt(at=0.0, error="no"), MessageState.GIVEN_UP),
+            (9, "completed", SendAttempt(at=0.0, status=410, error="no"), MessageState.DROPPED),
+        ],
+    )
+    def test_a_message_behind_an_attempt_waits_or_is_over(
+        self, attempts: int, event: str, attempt: SendAttempt, state: MessageState
+    ) -> None:
+        found, next_at = verdict(waiting(attempts, event), attempt)
+        assert found is state
+        assert (next_at is None) is (state is not MessageState.WAITING)
+
+    @pytest.mark.parametrize("status", [200, 299, 300, 404])
+    def test_any_answer_of_the_two_hundreds_is_a_receipt_and_no_other(
+        self, store: Store, receiver: Receiver, to: Hook, status: int
+    ) -> None:
+        receiver.answer = lambda received: (status, {})
+        submitted(store)
+        Courier(store).finish(60.0)
+        redirect = "; redirects are not followed" if status == 300 else ""
+        error = None if status < 300 else f"the receiver answered {status}{redirect}"
+        assert (messages(store)[0].status, messages(store)[0].error) == (status, error)
+
+    def test_a_message_of_a_hook_that_ends_meanwhile_is_not_sent(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        with store.write() as tx:
+            (held,) = claimed(tx, owner="me", now=0.0)
+            hooks.end(tx, to.id, hooks.REMOVED, now=0.0)
+        courier = Courier(store, clock=Clock())
+        courier.send(held)
+        assert not receiver.got
+        assert courier.failed == 1
+
+    @pytest.mark.parametrize(
+        ("broken", "said"),
+        [
+            (httpcore.ConnectTimeout(), "ConnectTimeout"),
+            (httpcore.ReadTimeout("no answer within 20 s"), "ReadTimeout: no answer within 20 s"),
+            (OSError("no such\nhost"), "OSError: no such host"),
+        ],
+    )
+    def test_an_attempt_that_breaks_is_one_line_and_is_tried_again(
+        self, store: Store, to: Hook, monkeypatch: pytest.MonkeyPatch, broken: Exception, said: str
+    ) -> None:
+        def breaks(host: str, port: int) -> list[Any]:
+            raise broken
+
+        submitted(store)
+        Courier(store, resolve=breaks, clock=Clock()).finish(60.0)
+        (message,) = messages(store)
+        assert (message.state, message.status, message.error) == (MessageState.WAITING, None, said)
+
+    def test_a_message_whose_hook_is_damaged_is_given_up_in_its_time_and_told(
+        self, store: Store, to: Hook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        submitted(store)
+
+        def damaged(*_: object) -> Hook:
+            raise ValueError("odd\nevents")
+
+        monkeypatch.setattr(hooks, "get", damaged)
+        clock = Clock()
+        courier = Courier(store, clock=clock)
+        for _ in range(10):
+            courier.finish(60.0)
+            clock.now = messages(store)[0].next_at
+        (message,) = messages(store)
+        assert (message.state, message.error) == (MessageState.GIVEN_UP, "ValueError: odd events")
+        assert [record.getMessage() for record in caplog.records] == [
+            f"the message {message.id} to {to.id} is given up: ValueError: odd events"
+        ]
 
     def test_a_receiver_that_is_gone_ends_its_hook(self, store: Store, receiver: Receiver, to: Hook) -> None:
         receiver.answer = lambda received: (410, {})
@@ -548,6 +642,44 @@ class TestDelivery:
         assert len(receiver.got) == len({got.id for got in receiver.got}) == 27
         assert (courier.delivered, courier.failed) == (27, 0)
 
+    def test_messages_are_sent_beside_the_work_and_the_last_ones_at_its_end(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        with sending(store, look_s=0.001):
+            submitted(store)
+            until(lambda: len(receiver.got) == 1)
+        with sending(store, look_s=1e6):
+            submitted(store, "job-2")
+            assert len(receiver.got) == 1
+        assert len(receiver.got) == 2
+
+    def test_a_receiver_that_takes_its_time_is_waited_for_no_longer_than_was_said(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        gate = threading.Event()
+
+        def slowly(received: Received) -> tuple[int, dict[str, str]]:
+            gate.wait(60.0)
+            return 204, {}
+
+        receiver.answer = slowly
+        submitted(store)
+        courier = Courier(store)
+        courier.finish(0.0)
+        assert courier.delivered == 0
+        gate.set()
+        courier.finish(60.0)
+        assert courier.delivered == 1
+
+    def test_a_courier_that_was_stopped_begins_no_message(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        courier = Courier(store)
+        courier.stop()
+        courier.finish(60.0)
+        assert not receiver.got
+
     def test_messages_that_are_over_are_kept_for_a_month(
         self, store: Store, receiver: Receiver, to: Hook
     ) -> None:
@@ -583,6 +715,7 @@ class TestAddresses:
         [
             *("127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1"),
             *("169.254.169.254", "100.64.0.1", "192.0.0.8", "198.18.0.1", "224.0.0.1", "240.0.0.1"),
+            *("192.88.99.1", "2001:1::1", "2001:1ff::1", "3fff::1", "3fff:fff::1", "4000::1"),
             *("255.255.255.255", "::", "::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::7f00:1", "fe80::1"),
             *("fe80::1%eth0", "fec0::1", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
             *("2002:7f00:1::", "2002:a00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "100::1"),
@@ -594,7 +727,9 @@ class TestAddresses:
             allowed([ip_address(address)], private=False)
         assert allowed([ip_address(address)], private=True)
 
-    @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "64:ff9b::808:808"])
+    @pytest.mark.parametrize(
+        "address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "2001:200::1", "64:ff9b::808:808"]
+    )
     def test_a_public_one_is(self, address: str) -> None:
         assert is_public(ip_address(address))
 
@@ -650,6 +785,102 @@ class TestAddresses:
         for url in ("http://127.0.0.1:8080/", "https://10.0.0.1/x", "http://receiver.internal/"):
             assert checked_url(url, private=True) == url
         assert checked_url(EXAMPLE, private=False) == EXAMPLE
+        longest = EXAMPLE.ljust(2000, "a")
+        assert checked_url(longest, private=False) == longest
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [
+            ("https://[::1/", "is no URL: "),
+            ("ftp://example.com/", "is no URL; write https://HOST/PATH"),
+            ("https://example.com/a b", "write it as %20"),
+            ("https://me@example.com/", "has no user and no password"),
+        ],
+    )
+    def test_what_is_no_url_is_none_for_a_private_receiver_either(self, url: str, said: str) -> None:
+        with pytest.raises(UsageError, match=said):
+            checked_url(url, private=True)
+
+    def test_an_address_needs_no_look_up(self) -> None:
+        assert resolved("127.0.0.1", 80) == [ip_address("127.0.0.1")]
+        assert resolved("::1", 80) == [ip_address("::1")]
+
+
+class Wire(httpcore.NetworkStream):
+    """A connection that notes the time that each of its steps has."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[object, ...]] = []
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        self.steps.append(("read", max_bytes, timeout))
+        return b"read"
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self.steps.append(("write", buffer, timeout))
+
+    def close(self) -> None:
+        self.steps.append(("close",))
+
+    def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        self.steps.append(("start_tls", server_hostname, timeout))
+        return self
+
+    def get_extra_info(self, info: str) -> Any:
+        return info
+
+
+class TestWire:
+    def test_every_step_of_an_attempt_ends_by_one_moment(self) -> None:
+        wire, clock = Wire(), Clock()
+        plain = TimedStream(wire, 20.0, clock)
+        clock.now = 4.0
+        secure = plain.start_tls(trusted(), "receiver.example", 99.0)
+        clock.now = 15.0
+        secure.write(b"message", 99.0)
+        clock.now = 19.5
+        assert secure.read(512, 99.0) == b"read"
+        secure.close()
+        assert wire.steps == [
+            ("start_tls", "receiver.example", 16.0), ("write", b"message", 5.0), ("read", 512, 0.5), ("close",),
+        ]  # fmt: skip
+        assert secure.get_extra_info("socket") == "socket"
+        clock.now = 20.0
+        for step in (
+            lambda: secure.read(512), lambda: secure.write(b""), lambda: plain.start_tls(trusted()),
+        ):  # fmt: skip
+            with pytest.raises(httpcore.ReadTimeout, match="no answer within 20 s"):
+                step()
+        assert len(wire.steps) == 4
+
+    def test_an_attempt_has_twenty_seconds_from_its_connection_on(self) -> None:
+        clock = Clock()
+        with receiving() as receiver:
+            port = int(receiver.url.split(":")[2].split("/")[0])
+            resolve = lambda host, port: [ip_address("127.0.0.1")]  # noqa: E731
+            backend = CheckedBackend(resolve, private=True, clock=clock)
+            stream = backend.connect_tcp("receiver.example", port)
+            clock.now = 19.9
+            stream.write(b"POST /hook HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}")
+            clock.now = 20.0
+            with pytest.raises(httpcore.ReadTimeout):
+                stream.read(512)
+            stream.close()
+
+    def test_messages_go_over_tcp_alone(self) -> None:
+        backend = CheckedBackend(lambda host, port: [], private=True, clock=Clock())
+        with pytest.raises(httpcore.UnsupportedProtocol):
+            backend.connect_unix_socket("/run/receiver.sock")
+        with pytest.raises(NotPublic):
+            backend.connect_tcp("receiver.example", 80)
+
+    @pytest.mark.parametrize(
+        ("text", "found"), [(b"0", 0.0), (b"99999999", 99_999_999.0), (b"999999999", None), (b"1.5", None)]
+    )
+    def test_seconds_that_a_receiver_asks_for_are_digits(self, text: bytes, found: float | None) -> None:
+        assert seconds(text) == found
 
 
 class TestCommands:

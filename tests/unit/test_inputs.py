@@ -2,17 +2,22 @@
 
 import io
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import InputError, TemplateError, UsageError
+from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.submit import new_ids, slug, submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
+from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
@@ -222,3 +227,91 @@ def test_job_ids_are_safe_folder_names(name: str) -> None:
     assert set(job_id) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     assert not job_id.startswith("-")
     assert len(job_id) < 40
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("Night Shift.v2", "night-shift-v2"), ("--a__b--", "a-b"), ("日本", "job"), ("", "job"),
+        ("a" * 30, "a" * 24), ("a" * 23 + "-bc", "a" * 23),
+    ],
+)  # fmt: skip
+def test_a_job_is_called_by_letters_digits_and_dashes(label: str, name: str) -> None:
+    assert slug(label) == name
+
+
+def test_a_job_is_queued_as_it_was_asked_for(store: Store, write_input: WriteInput) -> None:
+    steps: list[Any] = []
+    path = str(write_input(q=["a"] * 10_000))
+    done = submit(
+        store, path, PROMPT, name="mine", priority=3, model="org/model", tags={"team": "x"}, deadline=4e9,
+        on_late=OnLate.PUSH, on_rows=steps.append,
+        check_rows=lambda rows: steps.append(("all", rows)), before_queueing=lambda: steps.append("queueing"),
+    )  # fmt: skip
+    assert steps[-3:] == [10_000, ("all", 10_000), "queueing"]
+    with store.read() as tx:
+        job = catalog.get(tx, done.job_id)
+    assert (job.priority, job.num_rows, job.tags, job.deadline) == (3, 10_000, {"team": "x"}, 4e9)
+    assert (job.on_late, job.model, job.id.rpartition("-")[0]) == (OnLate.PUSH, "org/model", "mine")
+    assert done.namesakes == []
+    assert (done.rows, done.unrendered, done.first_row, done.first_error) == (10_000, 0, None, None)
+    again = submit(store, path, PROMPT, name="mine")
+    assert list(again.namesakes) == [done.job_id]
+
+
+@pytest.mark.parametrize("step", ["on_rows", "check_rows", "before_queueing"])
+def test_a_job_that_is_refused_in_the_last_moment_leaves_nothing(
+    store: Store, write_input: WriteInput, step: str
+) -> None:
+    def refuse(*_: int) -> None:
+        raise UsageError("too many")
+
+    before = everything_in(store.home)
+    with pytest.raises(UsageError, match="too many"):
+        submit(store, str(write_input(q=["a"])), PROMPT, **{step: refuse})  # type: ignore[arg-type]
+    assert everything_in(store.home) == before
+
+
+@pytest.mark.parametrize(("seconds", "queued"), [(3600.0, True), (3600.1, False)])
+def test_a_job_is_not_queued_once_the_sweep_may_have_taken_its_files(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch, seconds: float, queued: bool
+) -> None:
+    moments = iter([0.0, seconds])
+    monkeypatch.setattr("conserve.jobs.requests.submit.time", SimpleNamespace(time=lambda: next(moments)))
+    refused = nullcontext() if queued else pytest.raises(StoreError, match="took too long")
+    with refused:
+        submit(store, str(write_input(q=["a"])), PROMPT)
+    with store.read() as tx:
+        assert len(catalog.ids(tx)) == queued
+    assert len(list(home.jobs_folder(store.home).iterdir())) == queued
+
+
+def test_an_id_that_a_job_or_a_folder_has_is_given_to_no_other(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ["a-taken", "a-folder", "a-free"]
+    monkeypatch.setattr("conserve.jobs.requests.submit.new_ids", lambda name: iter(ids))
+    path = str(write_input(q=["a"]))
+    assert submit(store, path, PROMPT).job_id == "a-taken"
+    home.job_folder(store.home, "a-folder").mkdir()
+    assert submit(store, path, PROMPT).job_id == "a-free"
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "kind"),
+    [
+        (replace(PROMPT, id_column="n"), "--id names 'n', but the columns are: q", InputError),
+        (replace(CHAT, column="n"), "--messages names 'n', but the columns are: q", InputError),
+        (
+            replace(PROMPT, template="{{ n }}"),
+            "the template names 'n', but the columns are: q",
+            TemplateError,
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_those_that_are(
+    store: Store, write_input: WriteInput, task: Task, said: str, kind: type[UsageError]
+) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        submit(store, str(write_input(q=["a"])), task)
+    assert type(refused.value) is kind

@@ -31,6 +31,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S
+from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, claim, job, leased, live, positions, put_back, result, select
 
@@ -221,6 +222,34 @@ def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
     assert party.ledger.nothing_left()
     assert party.tally.waiting_for is None
     assert party.tally.completed == [job_id]
+
+
+def test_a_wait_ends_with_the_first_row_in_backoff(store: Store, party: Party, job_id: str) -> None:
+    assert party.ledger.wait_s(2.0) == 2.0
+    assert not party.ledger.nothing_left()
+    assert party.tally.waiting_for == "no server takes rows"
+    works = party.claim()
+    party.put_back(works[0], after_s=1.5)
+    party.put_back(works[1], after_s=5.0)
+    assert party.claim() == []
+    assert not party.ledger.claimable()
+    assert [party.ledger.wait_s(most) for most in (1.0, 2.0)] == [1.0, 1.5]
+    party.clock.now += 1.0
+    assert party.ledger.wait_s(2.0) == 0.5
+
+
+def test_a_job_that_was_removed_has_stopped_and_is_closed(
+    store: Store, party: Party, write_input: WriteInput, job_id: str
+) -> None:
+    party.claim(1)
+    with store.write() as tx:
+        catalog.move(tx, job_id, "cancel", now=0.0)
+    assert conserve("rm", job_id, "--yes").returncode == 0
+    assert party.ledger.stopped_jobs() == {job_id}
+    assert party.ledger._workload.seen() == [job_id], "rows claimed just before may still be in flight"
+    assert party.ledger.stopped_jobs() == {job_id}
+    assert party.ledger._workload.seen() == []
+    assert party.ledger.stopped_jobs() == set()
 
 
 def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_else(
@@ -497,6 +526,20 @@ def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteIn
     assert party.ledger._shares._ended == {Group(10): (6, 300.0), Group(0): (2, 200.0)}
     assert len(party.claim(100)) == 80 - 8 - 10, "all that is left"
     assert party.claim(8) == []
+    party.ledger.close()
+
+
+def test_what_a_group_has_not_is_dealt_to_the_others_within_the_limit(
+    store: Store, write_input: WriteInput
+) -> None:
+    few, many = (
+        submit(store, Input(names=[str(write_input(f"{n}.parquet", q=["a"] * n))]), TASK, priority=n).job_id
+        for n in (2, 40)
+    )
+    party = Party(store, share="2=1,40=1")
+    works = party.claim(8)
+    assert [work.job_id for work in works].count(few) == 2
+    assert [work.job_id for work in works].count(many) == 6
     party.ledger.close()
 
 

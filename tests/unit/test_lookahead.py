@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy import text
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import KvCache
+from conserve.jobs.deadlines.slack import SlackOrder
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
@@ -168,6 +170,57 @@ def test_a_job_left_alone_ends_what_was_passed_over_and_goes_on_in_its_order(
     assert chosen == ["b1", "b2", "b3", "b5", "b6", "b4"]
     assert passed_over == ["a1", "a2", "d1", "d2", "c1"]
     assert rest == ["e1", "f1", "e2"]
+
+
+def test_rows_passed_over_while_another_job_came_and_went_are_not_forgotten(
+    store: Store, queue_up: QueueUp
+) -> None:
+    """The first job is alone, then has its rows chosen with those of a second one, and is alone again."""
+    first = queue_up("a1 b1 a2 c1 b2 a3 d1")
+
+    class Submits(Recording):
+        async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+            if self.calls == 1:
+                queue_up("b3 b4")
+            return await super().complete(call, on_tokens)
+
+    endpoint = Submits(capacity=1)
+    harvest(store, endpoint, utility=1.0)
+    assert endpoint.asked[0] == "a1"
+    assert sorted(endpoint.asked) == ["a1", "a2", "a3", "b1", "b2", "b3", "b4", "c1", "d1"]
+    assert endpoint.asked.index("b4") < endpoint.asked.index("c1")
+    assert state(store, first) is JobState.COMPLETED
+
+
+def test_a_window_lets_go_of_jobs_that_are_gone_and_takes_them_up_again(
+    store: Store, queue_up: QueueUp
+) -> None:
+    for rows in ("a1 b1 b2", "b3 b4 b5", "a2 c1"):
+        queue_up(rows)
+    with store.read() as tx:
+        jobs = choice.contenders(tx, queue.runnable_jobs(tx, None))
+    names = [job.id for job in jobs]
+    window = lookahead.Lookahead(store, utility=1.0, cache=KvCache())
+    for followed in (jobs, [jobs[0], jobs[2]]):
+        window.follow(followed, lambda _: False)
+    assert {job_id for job_id, _ in window.take(9)} == {names[0], names[2]}
+    window.follow(jobs, lambda _: False)
+    assert window.take(9) == [(names[1], position) for position in range(3)]
+    window.close()
+
+
+def test_rows_of_a_job_that_were_leased_elsewhere_are_read_anew(store: Store, queue_up: QueueUp) -> None:
+    first, second = queue_up("a1 b1 a2"), queue_up("b2 c1")
+    with store.read() as tx:
+        jobs = choice.contenders(tx, queue.runnable_jobs(tx, None))
+    window = lookahead.Lookahead(store, utility=0.0, cache=KvCache())
+    window.follow(jobs, lambda _: False)
+    with store.write() as tx:
+        queue.claim(tx, owner="me", now=0.0, lease_s=60.0, limit=2, suspect=False, jobs=[jobs[0]])
+    window.forget(first)
+    window.follow(jobs, lambda _: False)
+    assert window.take(9) == [(first, 2), (second, 0), (second, 1)]
+    window.close()
 
 
 @pytest.mark.parametrize("stop_after", [1, 9, 30])
@@ -354,6 +407,18 @@ def test_more_jobs_than_a_window_looks_at_are_done_too(
     assert endpoint.asked[:3] == ["a0", "a1", "a2"]
     assert len(rows_of(store, *jobs)) == 24
     assert live(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("dated", "undated", "held"), [(40, 10, (28, 4)), (40, 2, (30, 2)), (40, 0, (32, 0)), (5, 40, (5, 27))]
+)
+def test_a_window_holds_the_next_deadlines_and_leaves_places_for_jobs_without_one(
+    dated: int, undated: int, held: tuple[int, int]
+) -> None:
+    jobs = [SimpleNamespace(seq=seq) for seq in range(dated + undated)]
+    urgent = tuple(range(dated))[::-1]
+    found = [job.seq for job in lookahead.held(jobs, SlackOrder(urgent=(*urgent, 999)))]
+    assert found == [*urgent[: held[0]], *range(dated, dated + held[1])]
 
 
 def test_the_place_of_a_window_is_kept_in_the_store() -> None:

@@ -13,6 +13,7 @@ import coverage
 import pytest
 
 from tools.mutants import survey
+from tools.mutants.__main__ import of_share, share
 from tools.mutants.children import Fate, Task, in_children, say
 from tools.mutants.mutations import Mutant, mutants_of
 from tools.mutants.named import as_toml, key, named, stripped
@@ -57,6 +58,21 @@ def test_every_mutant_is_another_program() -> None:
     assert len(programs) == len(mutants_of(path)) > 30
     for program in programs:
         compile(program, path, "exec")
+
+
+def test_shares_that_do_not_overlap_have_no_mutant_in_common_and_are_all_together() -> None:
+    everything = mutants_of("conserve/engine/policy/composer.py")
+    parts = [of_share(everything, share(text)) for text in ("0.3", "0.3:0.36", "0.36:0.57", "0.57:1")]
+    assert sorted((m for part in parts for m in part), key=everything.index) == everything
+    for part, expected in zip(parts, (0.3, 0.06, 0.21, 0.43), strict=True):
+        assert len(part) / len(everything) == pytest.approx(expected, abs=0.1)
+    assert of_share(everything[:9], share("0.3")) == [m for m in parts[0] if m in everything[:9]]
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.5", "0.4:0.3", "0.3:0.3", "-0.1:0.3", "a", "0.1:0.2:0.3"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        share(text)
 
 
 SAMPLE = """

@@ -278,3 +278,15 @@ def test_an_id_that_cannot_be_read_is_named_by_its_row(
 )
 def test_a_job_is_named_by_letters_digits_and_dashes(label: str, name: str) -> None:
     assert slug(label) == name
+
+
+@pytest.mark.parametrize("rest", [[], [3, 0]])
+def test_rows_behind_the_last_run_are_merged_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: list[int]
+) -> None:
+    tables = [pa.table({"key": keys}, schema=pa.schema([("key", pa.int64())])) for keys in ([4, 2, 1], rest)]
+    monkeypatch.setattr(external_sort, "RUN_BYTES", tables[0].nbytes)
+    with external_sort.ExternalSort(tmp_path, "key") as sorting:
+        for table in tables:
+            sorting.write(table)
+        assert pa.concat_tables(sorting.rows())["key"].to_pylist() == sorted([4, 2, 1, *rest])

@@ -154,6 +154,11 @@ def test_a_task_is_stored_as_it_is() -> None:
     assert Task.from_json(task.to_json()) == task
 
 
+def test_an_error_is_kept_as_text_that_the_store_can_hold() -> None:
+    assert failure(work(), "template", "half \ud800", now=1.0).error == "half \\ud800"
+    assert failure(work(), "template", "é" * 20_000, now=1.0).error == "é" * 10_000
+
+
 def test_an_answer_is_the_result_of_its_row() -> None:
     found = success(work(), ANSWER, now=12.0)
     assert (found.row_index, found.custom_id, found.text, found.finish_reason) == (6, "mine", "yes", "stop")

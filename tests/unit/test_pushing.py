@@ -1,5 +1,7 @@
 """Rows that push: what they may fill, what is counted, and what the operator is told."""
 
+from typing import Any
+
 import pytest
 
 from conserve.cli import serve_notices, server_status
@@ -9,7 +11,7 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Slo
 from conserve.engine.runtime.pushing import Pushing
-from tests.policy_views import decodes, view_of
+from tests.policy_views import decodes, plan_of, view_of
 
 TBT = Slo(tbt_ms=40.0)  # 30 tokens of 1 ms each beside the constant 10 ms
 LIVE = decodes(1, "live")
@@ -58,6 +60,68 @@ def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int)
     rows = [Candidate("urgent", 45, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
     assert Conserve().plan(view).tokens["urgent"] == tokens
+
+
+def pushed(names: set[str], **changes: Any) -> Plan:
+    """ConServe's plan where these rows push up to 150 ms, beside a live request that decodes."""
+    return plan_of(**{"online": LIVE, "slo": TBT, **changes}, pushed=names, push_scale=1.5)
+
+
+def test_urgent_decode_steps_for_which_time_ran_out_get_their_token() -> None:
+    plan = pushed({"row3", "row94"}, offline=decodes(96, "row"))
+    assert plan.tokens.keys() == {"live0", *(f"row{n}" for n in range(89)), "row94"}
+    assert plan.pushed == {"row94": 1}
+
+
+def test_an_urgent_row_that_was_admitted_goes_on_and_running_ones_go_before_it() -> None:
+    waiting = [Candidate("urgent", 500, 0)]
+    plan = pushed({"urgent"}, waiting_offline=waiting)
+    assert (plan.tokens, plan.pushed) == ({"live0": 1, "urgent": 139}, {"urgent": 50})
+    assert plan.admitted == ["urgent"]
+    running = [Candidate("first", 20, 0), Candidate("cut", 500, 0), Candidate("third", 30, 0)]
+    plan = pushed({"urgent", "third"}, offline=running, waiting_offline=waiting)
+    assert plan.pushed == {"third": 30, "urgent": 20}
+
+
+def test_each_urgent_row_goes_on_as_long_as_time_is_left() -> None:
+    running = [Candidate("other", 500, 0), Candidate("one", 20, 0), Candidate("two", 20, 0)]
+    plan = pushed({"one", "two", "three"}, offline=running, waiting_offline=[Candidate("three", 20, 0)])
+    assert plan.pushed == {"one": 20, "two": 20, "three": 10}
+
+
+@pytest.mark.parametrize("place", ["offline", "waiting_offline"])
+def test_an_urgent_row_that_has_all_its_tokens_gets_none_twice(place: str) -> None:
+    plan = pushed({"urgent"}, **{place: [Candidate("urgent", 20, 0), Candidate("other", 500, 0)]})
+    assert (plan.tokens, plan.pushed) == ({"live0": 1, "urgent": 20, "other": 69}, {})
+    assert (plan.predicted_ms, plan.limit_ms) == (100.0, 100.0)
+
+
+def test_an_urgent_row_that_is_evicted_in_the_plan_stays_evicted() -> None:
+    running = [Candidate("grows", 1, 16, True, 1), Candidate("urgent", 20, 28, blocks=3)]
+    plan = pushed({"urgent"}, offline=running, free_blocks=0)
+    assert (plan.tokens, plan.evicted) == ({"live0": 1, "grows": 1}, ["urgent"])
+    running = [Candidate("first", 48, 0), Candidate("urgent", 20, 28, blocks=3)]
+    plan = pushed({"urgent"}, offline=running, free_blocks=0)
+    assert (plan.tokens, plan.evicted) == ({"live0": 1, "first": 48}, ["urgent"])
+
+
+def test_an_urgent_row_is_not_computed_anew_while_its_kv_is_in_host_memory() -> None:
+    waiting = [Candidate("urgent", 20, 0, restorable=19)]
+    assert pushed({"urgent"}, waiting_offline=waiting).restored == ["urgent"]
+    plan = pushed({"urgent"}, waiting_offline=waiting, unwritten_blocks=1000)
+    assert (plan.tokens, plan.restored, plan.admitted) == ({"live0": 1}, [], [])
+
+
+def test_no_row_is_restored_for_a_push() -> None:
+    waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0, restorable=19)]
+    plan = pushed({"urgent"}, waiting_offline=waiting)
+    assert (plan.tokens, plan.restored) == ({"live0": 1, "other": 89}, [])
+
+
+@pytest.mark.parametrize(("others", "admitted"), [(31, ["other0", "urgent"]), (32, ["other0"])])
+def test_urgent_rows_are_looked_for_among_the_first_that_wait(others: int, admitted: list[str]) -> None:
+    waiting = [*(Candidate(f"other{n}", 500, 0) for n in range(others)), Candidate("urgent", 20, 0)]
+    assert pushed({"urgent"}, waiting_offline=waiting).admitted == admitted
 
 
 def test_an_iteration_of_a_live_prompt_is_as_long_as_ever() -> None:

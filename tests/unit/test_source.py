@@ -533,6 +533,12 @@ def test_a_pattern_finds_files_at_any_depth_where_it_says_so(tmp_path: Path) -> 
     }
 
 
+def test_a_pipe_is_no_file_of_rows(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe is neither a file nor a folder"):
+        spelled_out([str(tmp_path / "pipe")])
+
+
 def test_a_name_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(InputError, match="is not UTF-8; rename it"):
         spelled_out(["half \udcff.jsonl"])

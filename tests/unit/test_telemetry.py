@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,11 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.metrics import ApiMetrics
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.endpoints.protocol import Call, Url
 from conserve.errors import EndpointBusy, RequestRejected, SettingsError
 from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.observer import Observer, Observers
+from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -33,7 +35,7 @@ from conserve.jobs.telemetry import otlp
 from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
-from conserve.store.books import harvested, queue
+from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
@@ -139,6 +141,84 @@ def test_an_observer_that_breaks_costs_no_row(
     assert "ZeroDivisionError" in warning.message
 
 
+MOMENTS: dict[str, tuple[Any, ...]] = {
+    "claimed": (["work"],),
+    "answered": ("call", "completion"),
+    "broke": ("call", ValueError()),
+    "committed": ("committed",),
+    "moved": ("job", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_observer_hears_of_every_moment(moment: str) -> None:
+    heard: list[tuple[object, ...]] = []
+    one, other = Observer(), Observer()
+    for observer in (one, other):
+        setattr(observer, moment, lambda *given, **named: heard.append((*given, named)))
+    getattr(Observers([one, other]), moment)(*MOMENTS[moment], begun=1.0, seconds=2.0)
+    assert heard == [(*MOMENTS[moment], {"begun": 1.0, "seconds": 2.0})] * 2
+    assert getattr(Observer(), moment)(*MOMENTS[moment], begun=1.0, seconds=2.0) is None
+
+
+def test_the_context_of_a_trace_is_the_first_that_an_observer_has() -> None:
+    call = Call(key="a", url=Url.CHAT, body={})
+    observers = [Observer(), Observer(), Observer()]
+    assert Observers(observers).trace_context(call) is None
+    for observer, context in zip(observers[1:], ("first", "second"), strict=True):
+        observer.trace_context = lambda call, context=context: context  # type: ignore[method-assign,misc]
+    assert Observers(observers).trace_context(call) == "first"
+
+
+def test_an_observer_that_breaks_is_warned_of_once_a_kind_of_error(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [ValueError("one"), ValueError("two"), KeyError("three"), ValueError("four")]
+
+    class Breaks(Observer):
+        def trace_context(self, call: Call) -> str | None:
+            raise errors.pop(0)
+
+    both = Observers([Breaks()])
+    for _ in range(4):
+        assert both.trace_context(Call(key="a", url=Url.CHAT, body={})) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "Breaks lost figures of a row (ValueError: one)",
+        "Breaks lost figures of a row (KeyError: 'three')",
+    ]
+
+
+@pytest.mark.parametrize("error", [None, EndpointBusy("no"), asyncio.CancelledError()])
+def test_a_call_is_observed_with_its_moment_its_length_and_its_trace(error: BaseException | None) -> None:
+    """The call begins at 1,000 s since 1970 and takes five."""
+    heard: list[tuple[str, object, float, float]] = []
+    moment = [0.0]
+
+    class Heard(Observer):
+        def trace_context(self, call: Call) -> str | None:
+            return f"trace of {call.key}"
+
+        def answered(self, call: Call, completion: Any, *, begun: float, seconds: float) -> None:
+            heard.append((call.key, completion, begun, seconds))
+
+        def broke(self, call: Call, error: BaseException, *, begun: float, seconds: float) -> None:
+            heard.append((call.key, error, begun, seconds))
+
+    class Answers:
+        async def complete(self, call: Call, on_tokens: Any) -> object:
+            moment[0] += 5.0
+            assert (call.traceparent, on_tokens) == ("trace of a", None)
+            if error is not None:
+                raise error
+            return "answer"
+
+    observed = ObservedEndpoint(
+        Answers(), Heard(), clock=lambda: 1000.0 + moment[0], monotonic=lambda: moment[0]  # type: ignore[arg-type]
+    )  # fmt: skip
+    asking = observed.complete(Call(key="a", url=Url.CHAT, body={}))
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert virtual_time.run(asking) == "answer"
+    assert heard == [("a", error or "answer", 1000.0, 5.0)]
+
+
 def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInput) -> None:
     now = [1e9]
     look = StoreLook(load(), lambda: now[0])
@@ -159,6 +239,37 @@ def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInpu
     assert page["conserve_jobs/queued"] == page["conserve_backlog_jobs"] == 1
     assert page["conserve_rows_waiting"] == 2
     assert page["conserve_backlog_seconds/any"] > 0
+
+
+def test_the_queue_is_read_again_after_half_a_minute_and_when_the_clock_is_set_back(
+    store: Store, write_input: WriteInput
+) -> None:
+    now = [1e9]
+    look = StoreLook(load(), lambda: now[0])
+    first = look()
+    for seconds, same in ((29.9, True), (0.1, False), (-1.0, False)):
+        now[0] += seconds
+        seen = look()
+        assert (seen is first) is same
+        first = seen
+
+
+def test_rows_of_paused_jobs_do_not_wait(store: Store, write_input: WriteInput) -> None:
+    jobs = [queue_up(store, write_input, *["a"] * rows) for rows in (1, 2)]
+    with store.write() as tx:
+        catalog.move(tx, jobs[0], "pause", now=0.0)
+    seen = StoreLook(load(), lambda: 1e9)()
+    assert seen is not None
+    assert (seen.rows_waiting, seen.states["paused"], seen.states["queued"]) == (2, 1, 1)
+    assert seen.backlog is None, "nothing was harvested yet"
+
+
+def test_a_store_that_cannot_be_read_leaves_the_queue_out() -> None:
+    look = StoreLook(load({"store": "postgresql://nobody@127.0.0.1:9/none"}))
+    assert look() is None
+    assert not any(
+        name.startswith("conserve_") for name in samples(new_registry(None, [QueueCollector(look)]))
+    )
 
 
 def test_counters_of_a_harvester_are_those_of_its_tally() -> None:
@@ -194,13 +305,11 @@ def test_an_attempt_without_an_answer_has_one_of_few_kinds(error: BaseException,
     assert kind_of(error) == kind
 
 
+BACKLOG = Backlog(due_s=((3600, 10.0), (14_400, 20.0)), total_s=40.0, load=0.5, jobs=3)
+
+
 def test_the_page_of_a_queue_has_each_state_and_the_work_by_deadline() -> None:
-    due = ((3600, 10.0), (14_400, 20.0))
-    seen = QueueSeen(
-        states={JobState.RUNNING: 2},
-        rows_waiting=30,
-        backlog=Backlog(due_s=due, total_s=40.0, load=0.5, jobs=3),
-    )
+    seen = QueueSeen(states={JobState.RUNNING: 2}, rows_waiting=30, backlog=BACKLOG)
     page = samples(new_registry("api", [QueueCollector(lambda: seen)]))
     assert {name: value for name, value in page.items() if name.startswith("conserve_jobs/")} == {
         f"conserve_jobs/{state}": 2 if state is JobState.RUNNING else 0 for state in JobState
@@ -210,13 +319,6 @@ def test_the_page_of_a_queue_has_each_state_and_the_work_by_deadline() -> None:
         "conserve_backlog_seconds/any": 40.0, "conserve_deadline_load": 0.5, "conserve_backlog_jobs": 3,
     }  # fmt: skip
     assert page["conserve_rows_waiting"] == 30
-
-
-def test_a_store_out_of_reach_leaves_the_queue_out() -> None:
-    assert not any(
-        name.startswith("conserve_jobs")
-        for name in samples(new_registry("run", [QueueCollector(lambda: None)]))
-    )
 
 
 def families(*registries: Any) -> set[str]:
@@ -252,6 +354,46 @@ def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None
     page = (DOCS / "reference/metrics.md").read_text()
     assert found == set(re.findall(r"conserve_[a-z_]+", page)) - former | (found & former)
     assert former <= found
+
+
+def test_the_page_of_metrics_has_the_bounds_of_the_buckets() -> None:
+    """Queries name a bucket by its bound (`le`)."""
+    registry = CollectorRegistry()
+    HarvestMetrics(registry)
+    page = (DOCS / "reference/metrics.md").read_text()
+    said = dict(re.findall(r"^\| (.*(?:_seconds`|tokens|rows)) \| ([\d., ]+) \|$", page, re.MULTILINE))
+    for family in registry.collect():
+        bounds = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
+        kind = family.name.rpartition("_")[2]
+        name = {"tokens": "the two of tokens", "rows": "the two of rows"}.get(kind, "the other `_seconds`")
+        if bounds:
+            named = said.get(f"`{family.name}`", said[name])
+            assert bounds == [*map(float, named.split(", ")), float("inf")], family.name
+
+
+def whole_page(store: Store) -> CollectorRegistry:
+    """Page of a harvester that has each of its metrics."""
+    registry = new_registry("run", [QueueCollector(lambda: QueueSeen(backlog=BACKLOG))])
+    metrics = HarvestMetrics(registry)
+    metrics.broke(Call(key="a", url=Url.CHAT, body={}), EndpointBusy("no"), begun=0.0, seconds=0.0)
+    registry.register(HarvesterCollector(Harvester(store, FakeEndpoint(Script()))))
+    return registry
+
+
+def test_each_metric_is_said_in_a_sentence(store: Store) -> None:
+    found = [family for family in whole_page(store).collect() if family.name.startswith("conserve_")]
+    said = [family.documentation for family in found]
+    assert len(said) == len(set(said)) > 20
+    assert all(re.fullmatch(r"[A-Z1].*\.", text) for text in said), said
+
+
+def test_the_page_of_metrics_has_their_labels(store: Store) -> None:
+    page = (DOCS / "reference/metrics.md").read_text()
+    said = dict(re.findall(r"(conserve_\w+)\{([\w,]+)\}", page))
+    for family in whole_page(store).collect():
+        for sample in family.samples:
+            if sample.name.startswith("conserve_") and sample.name in page:
+                assert ",".join(sample.labels) == said.get(sample.name, ""), sample.name
 
 
 def test_a_harvester_answers_at_its_port(server: ScriptedServer, write_input: WriteInput) -> None:
@@ -426,10 +568,11 @@ def test_traces_are_sent_on_request(variables: dict[str, str], wanted: bool) -> 
     assert otlp.is_wanted(load({"otlp_endpoint": "http://c:4318"}), variables) is True
 
 
+@pytest.mark.parametrize("package", ["no_such_package", "no_such_package.inner"])
 def test_without_the_packages_a_flag_is_refused_and_a_variable_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr(otlp, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(otlp, "PACKAGES", (package,))
     said: list[str] = []
     with pytest.raises(SettingsError, match=r"otel"):
         otlp.open_tracer(load({"otlp_endpoint": "http://c:4318"}), {}, say=said.append)

@@ -1,5 +1,6 @@
 """Spans of rows, without a collector: what each says, and which are made."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, TraceIdRatioBased
 from opentelemetry.trace import SpanKind
 
+from conserve import __version__
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault
 from conserve.jobs.harvest.workload import ReadyRow
@@ -189,6 +191,44 @@ def test_of_more_rows_than_are_kept_the_oldest_lose_their_last_spans(
         traces.commit(position)
     traces.tracer.moved("job", range(5), begun=0.0, seconds=1.0)
     assert [(span.attributes or {})["conserve.position"] for span in traces.named("shard")] == [3, 4]
+
+
+def test_an_answer_that_a_clock_puts_behind_its_commit_waited_for_no_time(traces: Traces) -> None:
+    call = traces.claim()
+    traces.tracer.trace_context(call)
+    traces.tracer.answered(call, ANSWER, begun=21.0, seconds=9.0)
+    traces.commit()
+    (answer,) = traces.named("answer")
+    assert times(answer) == (30.0, 30.0)
+
+
+def test_spans_are_of_the_service_and_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "zone=b")
+    for service, name in ((None, "conserve"), ("nightly", "nightly")):
+        provider = tracing.exporting("http://127.0.0.1:9/v1/traces", service=service)
+        assert dict(provider.resource.attributes).items() >= {
+            "service.name": name, "service.version": __version__, "zone": "b",
+        }.items()  # fmt: skip
+        provider.shutdown()
+
+
+def test_a_collector_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, ending = threading.Event(), list[threading.Thread]()
+
+    def hangs() -> None:
+        ending.append(threading.current_thread())
+        gate.wait(60.0)
+
+    hanging = Traces()
+    monkeypatch.setattr(hanging.tracer._provider, "shutdown", hangs)
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.01)
+    hanging.tracer.close()
+    assert not gate.is_set()
+    gate.set()
+    (thread,) = [one for one in threading.enumerate() if one.name == "traces"] or ending
+    assert thread.daemon, "the process may end before it"
+    thread.join()
 
 
 def test_what_is_left_is_sent_at_the_end(traces: Traces) -> None:

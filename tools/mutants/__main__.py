@@ -46,10 +46,7 @@ def main() -> int:
     if arguments.again:
         known = {tuple(entry) for entry in json.loads(SURVIVORS.read_text())}
         mutants = [mutant for mutant in mutants if identity(mutant) in known]
-    if arguments.share < 1:
-        mutants = [
-            m for m in mutants if zlib.crc32(repr(identity(m)).encode()) % 1000 < 1000 * arguments.share
-        ]
+    mutants = of_share(mutants, arguments.share)
     where = f"what changed since {since} in " if since else ""
     print(f"{len(mutants)} mutants of {where}{', '.join(paths)}", flush=True)
     outcomes = run(mutants, arguments)
@@ -68,9 +65,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of processor time at most for the tests of "
                         "one mutant, the most specific ones first (60)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
-    parser.add_argument("--share", type=float, default=1.0, help="of the mutants, always the same ones (1.0)")
+    parser.add_argument("--share", type=share, default=(0.0, 1.0), help="of the mutants, always the same ones "
+                        "(1.0); 0.3:0.4 are others than those of 0.3, and a tenth of all")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="only those that survived the last run")
     return parser.parse_args()
+
+
+def share(text: str) -> tuple[float, float]:
+    """Bounds of a share: `0.3` begins at 0, `0.3:0.4` where that ends. Raises `ValueError` for any other text."""
+    begin, _, end = text.rpartition(":")
+    bounds = float(begin or 0), float(end)
+    if not 0 <= bounds[0] < bounds[1] <= 1:
+        raise ValueError(text)
+    return bounds
+
+
+def of_share(mutants: Sequence[Mutant], bounds: tuple[float, float]) -> list[Mutant]:
+    """The mutants of a share: the same ones whatever the others are; disjoint shares have none in common."""
+    begin, end = (1000 * bound for bound in bounds)
+    return [m for m in mutants if begin <= zlib.crc32(repr(identity(m)).encode()) % 1000 < end]
 
 
 def files(paths: Iterable[str]) -> list[str]:

@@ -66,14 +66,13 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
     if not view.pushed or limit_ms <= 0:
         return
     before = dict(composer.tokens)
-    gone = {*composer.evicted, *composer.restored}
-    mine = [row for row in running if row.name in view.pushed and row.name not in gone]
+    mine = [row for row in running if row.name in view.pushed and row.name not in composer.evicted]
     steps = [row for row in mine if row.decode and row.name not in before]
     prompts = [row for row in mine if not row.decode]
     waiting = [
         row
         for row in islice(view.waiting_offline, MOST_PUSHED)
-        if row.name in view.pushed and row.name not in gone and not row.restorable
+        if row.name in view.pushed and not row.restorable
     ]
     composer.add_decodes(steps, limit_ms)
     for row in (*prompts, *waiting):

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpcore
-
 import conserve
 from conserve.errors import StoreError, one_line
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
-from conserve.jobs.hooks.addresses import NotPublic, Resolve, resolved
+from conserve.jobs.hooks.addresses import Resolve, resolved
 from conserve.jobs.hooks.wire import ReceiverAnswer, post
 from conserve.store.books import hooks, outbox
 from conserve.store.books.hooks import Hook
@@ -126,8 +124,9 @@ class Courier:
             answer, error = self._tried(hook, mine)
         except StoreError:
             raise
-        except Exception as fault:  # a hook that is gone or damaged: its messages are given up in their time
-            answer, error = None, f"{type(fault).__name__}: {one_line(fault, most=200)}"
+        except Exception as fault:  # no answer, or a hook that is damaged: given up in its time
+            said = f"{type(fault).__name__}: {one_line(fault, most=200)}"
+            answer, error = None, said.removesuffix(": ")
         attempt = SendAttempt(at=self._clock(), status=answer.status if answer else None, error=error)
         state, next_at = verdict(mine, attempt, answer.retry_after_s if answer else None)
         with self._store.write() as tx:
@@ -141,7 +140,7 @@ class Courier:
             log.warning("the message %s to %s is given up: %s", mine.id, mine.hook_id, error)
 
     def _tried(self, hook: Hook, mine: MessageRecord) -> tuple[ReceiverAnswer | None, str | None]:
-        """Answer of the receiver, and why the attempt failed; None if it did not."""
+        """Answer of the receiver, and why it is no receipt; None if it is one."""
         if hook.ended_at is not None:
             return None, "the hook has ended"
         headers = {
@@ -150,17 +149,14 @@ class Courier:
             **signature.headers(hook.secret, mine.id, mine.body, now=self._clock()),
         }
         self._context = self._context or trusted()
-        try:
-            answer = post(
-                hook.url,
-                mine.body,
-                headers,
-                private=hook.allow_private,
-                context=self._context,
-                resolve=self._resolve,
-            )
-        except (NotPublic, OSError, UnicodeError, ValueError, *BROKEN) as error:
-            return None, f"{type(error).__name__}: {one_line(error, most=200)}".removesuffix(": ")
+        answer = post(
+            hook.url,
+            mine.body,
+            headers,
+            private=hook.allow_private,
+            context=self._context,
+            resolve=self._resolve,
+        )
         return answer, None if 200 <= answer.status < 300 else refused(answer.status)
 
     def _forget(self) -> None:
@@ -170,15 +166,6 @@ class Courier:
         self._forgotten_at = now
         with self._store.write() as tx:
             outbox.forget(tx, before=now - KEPT_S)
-
-
-BROKEN = (
-    httpcore.TimeoutException,
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    httpcore.ConnectionNotAvailable,
-)
 
 
 def trusted() -> ssl.SSLContext:
