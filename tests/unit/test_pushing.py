@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.cli import serve_notices, server_status
+from conserve.engine.policy import conserve as policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.plan import Plan
@@ -13,35 +14,42 @@ from conserve.engine.policy.view import Candidate, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, plan_of, view_of
 
-TBT = Slo(tbt_ms=40.0)  # 30 tokens of 1 ms each beside the constant 10 ms
+TBT = Slo(tbt_ms=100.0)  # 90 tokens of 1 ms each beside the constant 10 ms
 LIVE = decodes(1, "live")
+LEAST_GAIN = policy.LEAST_GAIN
+
+
+@pytest.fixture(autouse=True)
+def any_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows push however little they gain, which has a test of its own."""
+    monkeypatch.setattr(policy, "LEAST_GAIN", 0.0)
 
 
 def test_a_prompt_cut_at_the_usual_limit_goes_on() -> None:
-    rows = [Candidate("other", 10, 0), Candidate("urgent", 500, 0), Candidate("later", 500, 0)]
+    rows = [Candidate("other", 50, 0), Candidate("urgent", 500, 0), Candidate("later", 500, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert plan.tokens == {"live0": 1, "other": 10, "urgent": 19 + 20}
-    assert (plan.pushed, plan.predicted_ms, plan.limit_ms) == ({"urgent": 20}, 60.0, 60.0)
+    assert plan.tokens == {"live0": 1, "other": 50, "urgent": 39 + 50}
+    assert (plan.pushed, plan.predicted_ms, plan.limit_ms) == ({"urgent": 50}, 150.0, 150.0)
 
 
 def test_an_urgent_row_passes_one_that_waits_for_the_usual_limit() -> None:
     waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0)]
     view = view_of(online=LIVE, waiting_offline=waiting, slo=TBT, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert plan.tokens == {"live0": 1, "other": 29, "urgent": 20}
+    assert plan.tokens == {"live0": 1, "other": 89, "urgent": 20}
     assert list(plan.admitted) == ["other", "urgent"]
 
 
-@pytest.mark.parametrize(("blocks", "pushed"), [(3, {}), (4, {"urgent": 20})])
+@pytest.mark.parametrize(("blocks", "pushed"), [(9, {}), (10, {"urgent": 50})])
 def test_an_urgent_prompt_behind_one_that_was_cut_goes_on(blocks: int, pushed: dict[str, int]) -> None:
     rows = [Candidate("other", 500, 0), Candidate("urgent", 500, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
     plan = Conserve().plan(view)
-    assert (plan.tokens["other"], plan.pushed) == (29, pushed)
+    assert (plan.tokens["other"], plan.pushed) == (89, pushed)
 
 
-@pytest.mark.parametrize("room", [{}, {"free_blocks": 5, "reserved_blocks": 2}, {"free_slots": 0}])
+@pytest.mark.parametrize("room", [{}, {"free_blocks": 9, "reserved_blocks": 2}, {"free_slots": 0}])
 def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want(
     room: dict[str, int],
 ) -> None:
@@ -55,9 +63,9 @@ def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want
     assert list(plan.admitted) == ([] if room else ["urgent"])
 
 
-@pytest.mark.parametrize(("blocks", "tokens"), [(2, 29), (3, 45)])
+@pytest.mark.parametrize(("blocks", "tokens"), [(6, 89), (7, 104)])
 def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int) -> None:
-    rows = [Candidate("urgent", 45, 0)]
+    rows = [Candidate("urgent", 104, 0)]
     view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
     assert Conserve().plan(view).tokens["urgent"] == tokens
 
@@ -134,24 +142,19 @@ def test_an_iteration_of_a_live_prompt_is_as_long_as_ever() -> None:
         push_scale=3.0,
     )
     plan = Conserve().plan(view)
-    assert (plan.predicted_ms, plan.pushed) == (40.0, {})
+    assert (plan.predicted_ms, plan.pushed) == (100.0, {})
 
 
 @pytest.mark.parametrize(
-    ("tbt_ms", "pushed"),
-    [(47.0, {"urgent": 23}), (48.0, {}), (11.0, {"urgent": 5}), (7.0, {})],
+    ("tbt_ms", "expected"), [(47.0, {"urgent": 23}), (48.0, {}), (11.0, {"urgent": 5}), (7.0, {})]
 )
 def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_tenth(
-    tbt_ms: float, pushed: dict[str, int]
+    tbt_ms: float, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = view_of(
-        online=LIVE,
-        offline=[Candidate("urgent", 500, 0)],
-        slo=Slo(tbt_ms=tbt_ms),
-        pushed={"urgent"},
-        push_scale=1.5,
+    monkeypatch.setattr(policy, "LEAST_GAIN", LEAST_GAIN)
+    assert (
+        pushed({"urgent"}, offline=[Candidate("urgent", 500, 0)], slo=Slo(tbt_ms=tbt_ms)).pushed == expected
     )
-    assert Conserve().plan(view).pushed == pushed
 
 
 def test_rows_that_left_the_iteration_are_not_counted() -> None:
