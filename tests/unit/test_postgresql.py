@@ -55,7 +55,7 @@ from conserve.store.database.wakeup import CHANNEL, Listener
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from conserve.store.upkeep.sweep import sweep
-from tests.commands import conserve, until
+from tests.commands import HANGS_S, conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
 from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, select
@@ -518,7 +518,7 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     listener = Listener.of(store.engine)
     assert listener is not None
     add_job(store)
-    assert readable(listener)
+    assert called(listener)
     assert listener.heard()
     assert not readable(listener)
     lease = leased(store)
@@ -527,12 +527,12 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     with store.write() as tx:
         leases.end(tx, [lease.epoch])
         assert not readable(listener), "not before the commit"
-    assert readable(listener)
+    assert called(listener)
     assert listener.heard()
     finish(store, leased(store), failed=[1])
     assert not readable(listener)
     shards.retry_failed(store, "job-1", now=0.0)
-    assert readable(listener)
+    assert called(listener)
     listener.close()
 
 
@@ -547,21 +547,21 @@ def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
     assert not readable(listener)
     with store.write() as tx:
         catalog.move(tx, "job-1", "resume", now=2.0)
-    assert readable(listener)
+    assert called(listener)
     assert listener.heard()
     with store.write() as tx:
         assert catalog.forgive(tx, "job-2", now=2.0)
-    assert readable(listener)
+    assert called(listener)
     listener.close()
 
 
 def test_all_calls_are_taken_at_once(store: Store) -> None:
     listener = Listener.of(store.engine)
     assert listener is not None
-    for number in range(3):
-        with store.write() as tx:
+    with store.write() as tx:  # which sends them at once
+        for number in range(3):
             tx.execute(text(f"notify {CHANNEL}, 'call {number}'"))
-    assert readable(listener)
+    assert called(listener)
     assert listener.heard()
     assert not readable(listener)
     assert list(listener._driver.notifies(timeout=0)) == []
@@ -578,7 +578,7 @@ def test_a_listener_is_a_connection_of_its_own(store: Store) -> None:
     assert listener is not None
     store.engine.dispose()
     add_job(store)
-    assert readable(listener)
+    assert called(listener)
     assert listener.heard()
     listener.close()
 
@@ -588,7 +588,13 @@ def test_where_no_server_answers_there_is_no_listener(tmp_path: Path) -> None:
     assert Listener.of(engine) is None
 
 
+def called(listener: Listener) -> bool:
+    """Wait until a call is there."""
+    return bool(select_files([listener], [], [], HANGS_S)[0])
+
+
 def readable(listener: Listener) -> bool:
+    """True if a call is there, or comes within the time in which it would."""
     return bool(select_files([listener], [], [], 0.2)[0])
 
 
