@@ -16,7 +16,7 @@ from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
-from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
+from conserve.store.books.batches import BatchRecord, NewBatch
 from conserve.store.books.keys import ApiKey
 
 MOST_BATCHES = 100  # in one page
@@ -129,24 +129,16 @@ async def index(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Show a batch; one whose files are still to be written gets them."""
     api, name = Api.of(request), bodies.named(request, "batch")
-    project = caller_of(request).project
-
-    def read() -> BatchRecord:
-        with api.store.read() as tx:
-            return required(batches.get(tx, project, name), name)
-
-    found = await run_in_threadpool(read)
-    if found.unfinished:
-        api.deliveries.ask(found.id)
-    (shown,) = await run_in_threadpool(foreseen, api, [found])
-    return JSONResponse(shown)
+    found = await api.polls.of(caller_of(request).project, name)
+    if found.batch.unfinished:
+        api.deliveries.ask(found.batch.id)
+    return Response(found.body, media_type=JSONResponse.media_type)
 
 
 def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
     """Batch objects with the forecasts of their jobs."""
-    going = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
     return [
-        objects.batch_object(batch, api.foresight.document(batch.job_id) if batch.state in going else None)
+        objects.batch_object(batch, api.foresight.now().document(batch.job_id) if batch.state.going else None)
         for batch in found
     ]
 
