@@ -1,7 +1,7 @@
 """Routes of batches: create, list, show, cancel, and a stream of changes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +16,7 @@ from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
-from conserve.store.books.batches import BatchRecord, NewBatch
+from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
 from conserve.store.books.keys import ApiKey
 
 MOST_BATCHES = 100  # in one page
@@ -137,10 +137,12 @@ async def show(request: Request) -> Response:
 
 def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
     """Batch objects with the forecasts of their jobs."""
-    return [
-        objects.batch_object(batch, api.foresight.now().document(batch.job_id) if batch.state.going else None)
-        for batch in found
-    ]
+
+    def forecast(batch: BatchRecord) -> Mapping[str, Any] | None:
+        going = batch.state is BatchState.IN_PROGRESS
+        return api.foresight.now().document(batch.job_id) if going else None
+
+    return [objects.batch_object(batch, forecast(batch)) for batch in found]
 
 
 async def cancel(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Polls: the state of one batch, read by one statement, and encoded again only when it has changed (docs/adr/0031)."""
+"""Polls: one batch, read by one statement, and encoded again only when it has changed (docs/adr/0031)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
 from conserve.store.books import batches
-from conserve.store.books.batches import BatchRecord
+from conserve.store.books.batches import BatchRecord, BatchState
 from conserve.store.database.plain import Row
 
 MOST_KEPT = 1024
@@ -30,13 +30,13 @@ class Polls:
     """Answers to polls. Each reads the store: no answer is older than its request."""
 
     def __init__(self, reads: Reads, foresight: Foresight) -> None:
-        self._reads, self._foresight = reads, foresight
+        self.reads, self._foresight = reads, foresight
         self._kept: dict[tuple[str, str], Polled] = {}
         self.encoded = 0  # answers that were made anew
 
     async def of(self, project: str, name: str) -> Polled:
         """The batch of this project with this id; raises `Refused` if there is none, and `StoreError`."""
-        rows = await self._reads.rows(batches.POLLED, {"project": project, "id": name})
+        rows = await self.reads.rows(batches.POLLED, {"project": project, "id": name})
         kept = self._kept.pop((project, name), None)
         if not rows:
             raise Refused.missing("batch", name)
@@ -52,8 +52,10 @@ class Polls:
         return kept
 
     async def _forecast(self, batch: BatchRecord) -> Mapping[str, Any] | None:
-        """Forecast of a batch that may get one, by a look at the queue that is at most half a minute old."""
-        if not batch.state.going:
+        """Forecast of a batch in progress, by a look at the queue that is at most half a minute old."""
+        if batch.state is not BatchState.IN_PROGRESS:
             return None
-        seen = self._foresight.recent or await run_in_threadpool(self._foresight.now)
+        seen = self._foresight.recent
+        if seen is None:
+            seen = await run_in_threadpool(self._foresight.now)
         return seen.document(batch.job_id)

@@ -1,6 +1,6 @@
 """vLLM's OpenAI server as `conserve serve` starts it, without an engine behind it.
 
-    python -m tests.benchmarks.front_end PORT SOCKET
+    python -m tests.benchmarks.front_end PORT SOCKET [--api-key KEY]
 
 It passes files and batches on to the `conserve api` at the socket.
 """
@@ -16,14 +16,14 @@ from conserve.engine.runtime.front import BATCH_API, Front
 from conserve.engine.vllm.server import process
 
 
-def main(port: int, path: str) -> None:
-    """Serve until SIGTERM."""
+def main(port: int, path: str, *flags: str) -> None:
+    """Serve until SIGTERM. `flags` are vLLM's."""
     os.environ[BATCH_API] = path
     process.allow_plugin()
     from vllm.entrypoints.launchers.app import build_app
 
     front = Front()
-    args = process.parsed(["any"])
+    args = process.parsed(["any", *flags])
     process.put_in_front(args, front)
     app = build_app(args, ("generate",))
     app.router.lifespan_context = None  # vLLM's own wants an engine
@@ -35,4 +35,4 @@ def main(port: int, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

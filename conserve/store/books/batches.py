@@ -55,11 +55,6 @@ class BatchState(StrEnum):
         """True if the batch stays as it is unless its job is changed."""
         return self in (BatchState.FAILED, BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED)
 
-    @property
-    def going(self) -> bool:
-        """True if the batch has or may get rows to run, which are forecast."""
-        return self in (BatchState.VALIDATING, BatchState.IN_PROGRESS)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFault:

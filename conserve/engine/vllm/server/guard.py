@@ -79,7 +79,8 @@ class RequestGuard:
             project=found.project if found is not None else None,
             asked_class=headers.get(CLASS_HEADER, b"").decode("latin-1").strip() or None,
         )
-        if (beside := getattr(scope["app"].state, BESIDE, None)) is not None and is_poll(scope) and is_bare(args):
+        beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
+        if beside is not None and is_poll(scope) and is_bare(args):
             await beside.poll(scope, receive, send, caller)
             return
         if caller.store_key is not None:
@@ -104,9 +105,9 @@ class RequestGuard:
 
 
 def is_bare(args: Any) -> bool:
-    """True if no layer between this one and the routes has to do with a poll.
+    """True if no layer between this one and the routes has to do with a poll: the user's own, or request ids.
 
-    Of vLLM's own layers one answers pages of other sites, one asks for the key again, and one counts requests.
+    Of vLLM's other layers one answers pages of other sites, one asks for the key again, and one counts requests.
     """
     others = [name for name in getattr(args, "middleware", ()) if name != GUARD]
     return not others and not getattr(args, "enable_request_id_headers", False)

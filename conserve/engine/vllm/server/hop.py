@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-MOST = 64  # questions under way at once
+MOST = 64  # questions under way at once; more wait
 
 Header = tuple[bytes, bytes]
 
@@ -38,7 +38,7 @@ class Hop:
         """
         lines = b"".join(b"%s: %s\r\n" % header for header in headers)
         asked = b"GET %s HTTP/1.1\r\n%s\r\n" % (target, lines)
-        async with self._free, asyncio.timeout(within_s):
+        async with asyncio.timeout(within_s), self._free:
             while self._idle:
                 kept = self._idle.pop()
                 try:
