@@ -1,8 +1,8 @@
 """vLLM's OpenAI server as `conserve serve` starts it, without an engine behind it.
 
-    python -m tests.benchmarks.front_end PORT SOCKET [--api-key KEY]
+    python -m tests.benchmarks.front_end PORT SOCKET [FLAG ...]
 
-It passes files and batches on to the `conserve api` at the socket.
+It passes files and batches on to the `conserve api` at the socket. The flags are vLLM's.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from conserve.engine.vllm.server import process
 
 
 def main(port: int, path: str, *flags: str) -> None:
-    """Serve until SIGTERM. `flags` are vLLM's."""
+    """Serve until SIGTERM."""
     os.environ[BATCH_API] = path
     process.allow_plugin()
     from vllm.entrypoints.launchers.app import build_app
@@ -26,10 +26,9 @@ def main(port: int, path: str, *flags: str) -> None:
     args = process.parsed(["any", *flags])
     process.put_in_front(args, front)
     app = build_app(args, ("generate",))
-    app.router.lifespan_context = None  # vLLM's own wants an engine
     config = uvicorn.Config(
         app, http=process.http_protocol(front), lifespan="off", access_log=False, log_config=None
-    )
+    )  # vLLM's own lifespan wants an engine
     with socket.create_server(("127.0.0.1", port)) as listening:
         asyncio.run(uvicorn.Server(config).serve([listening]))
 

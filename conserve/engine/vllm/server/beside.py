@@ -159,7 +159,9 @@ class Beside:
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
         content = request.stream() if request.method in ("POST", "PUT") else None
-        headers = passed_on(request.headers.raw, CALLER.get(), body=content is not None, far=is_far(request.scope))
+        headers = passed_on(
+            request.headers.raw, CALLER.get(), body=content is not None, far=is_far(request.scope)
+        )
         client = self.streaming if request.url.path.endswith(EVENTS) else self.client
         asked = client.build_request(request.method, url(request), headers=headers, content=content)
         try:
