@@ -30,7 +30,7 @@ from tests.batch_rig import CHAT, lines
 from tests.benchmarks.report import REPOSITORY, Figure
 
 CLIENTS = 64
-POLLS = 50  # of each client, in each round
+POLLS = 20  # of each client, in each round
 ROUNDS = 5
 LIVE_REQUESTS = 100  # of each turn
 QUEUED = 20_000  # rows, which run in all turns
