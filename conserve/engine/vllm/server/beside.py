@@ -1,8 +1,8 @@
 """Files and batches at the server's own address: passed on to `conserve api`, a process of its own beside it.
 
 That process reads SQL and Parquet and hashes uploads, which would delay live requests in this one. It listens at a
-Unix socket that only this user can open, named by the variable CONSERVE_BATCH_API. Polls of a batch take a short way
-(docs/adr/0031).
+Unix socket that only this user can open, named by the variable CONSERVE_BATCH_API. Polls of a batch take a
+short way (docs/adr/0031).
 """
 
 from __future__ import annotations
