@@ -30,6 +30,7 @@ ON_BOTH = frozenset(
             "test_journal",
             "test_ledger",
             "test_models",
+            "test_polls",
         ),
         *("test_queue", "test_removal", "test_shards", "test_spans", "test_views"),
     }

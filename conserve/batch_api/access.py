@@ -1,23 +1,21 @@
 """Access: the key of a request leads to its project; a store without keys answers this machine alone."""
 
-import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from conserve.batch_api import refusals
 from conserve.batch_api.api import CALLER, ApiCaller
+from conserve.batch_api.reads import Reads
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback, is_proxied
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
-from conserve.store.database.store import Store
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,26 +32,23 @@ KEPT_S = 0.5  # for which keys that were read are used; a live server beside kee
 class KeyRing:
     """Keys of a store, read at most once in `KEPT_S`, and for unknown keys at most once in `AGAIN_S`."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = store, clock
-        self._lock = threading.Lock()
+    def __init__(self, reads: Reads, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reads, self._clock = reads, clock
         self._read_at: float | None = None
         self._keys: Sequence[ApiKey] = ()
 
-    def for_caller(self, text: str) -> Sequence[ApiKey]:
+    async def for_caller(self, text: str) -> Sequence[ApiKey]:
         """The keys, read again for a caller whose key is not among them: it may have just been made."""
-        known = self.current()
-        return known if keys.of_text(known, text) is not None else self.current(AGAIN_S)
+        known = await self.current()
+        return known if keys.of_text(known, text) is not None else await self.current(AGAIN_S)
 
-    def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
+    async def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
         """The keys, also those that were revoked: a store that ever had a key asks for one."""
-        with self._lock:
-            now = self._clock()
-            if self._read_at is None or now - self._read_at >= (KEPT_S if kept_s is None else kept_s):
-                with self._store.read() as tx:
-                    self._keys = keys.everything(tx)
-                self._read_at = now
-            return self._keys
+        now = self._clock()
+        if self._read_at is None or now - self._read_at >= (KEPT_S if kept_s is None else kept_s):
+            self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
+            self._read_at = now  # when the read began
+        return self._keys
 
 
 class Access:
@@ -71,7 +66,7 @@ class Access:
             return
         headers = Headers(scope=scope)
         try:
-            known = await run_in_threadpool(self._ring.for_caller, bearer(headers))
+            known = await self._ring.for_caller(bearer(headers))
         except StoreError:
             said = refusals.body("the store cannot be used now; try again", kind="server_error")
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)

@@ -6,6 +6,7 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from conserve.batch_api.foresight import Foresight
+from conserve.batch_api.polls import Polls
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
@@ -32,6 +33,7 @@ class Api:
     deliveries: Deliveries
     streams: Streams
     foresight: Foresight
+    polls: Polls
 
     @classmethod
     def of(cls, request: Request) -> Self:

@@ -14,6 +14,8 @@ from conserve.batch_api import batches, files, metrics, openapi, refusals
 from conserve.batch_api.access import FREE, Access, KeyRing
 from conserve.batch_api.api import Api
 from conserve.batch_api.foresight import Foresight
+from conserve.batch_api.polls import Polls
+from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries, StepThread
@@ -58,13 +60,15 @@ def application(
     """
     limits = limits or Limits()
     courier, deliveries = Courier(store), Deliveries(store)
+    reads, foresight = Reads(store), Foresight(store)
     api = Api(
         store=store,
         limits=limits,
         admissions=Admissions(store, limits),
         deliveries=deliveries,
         streams=Streams(store, deliveries.ask),
-        foresight=Foresight(store),
+        foresight=foresight,
+        polls=Polls(reads, foresight),
     )
 
     @asynccontextmanager
@@ -79,6 +83,7 @@ def application(
             courier.stop()
             for worker in workers:
                 worker.stop(STOP_S)
+            reads.close()
 
     routes = [
         Route("/health", health),
@@ -94,7 +99,7 @@ def application(
         lifespan=working,
         middleware=[
             Middleware(metrics.Measured, metrics=measured),
-            Middleware(Access, ring=KeyRing(store), beside=beside, free=free),
+            Middleware(Access, ring=KeyRing(reads), beside=beside, free=free),
         ],
         exception_handlers={
             Refused: refusals.refused,

@@ -1,7 +1,7 @@
 """Routes of batches: create, list, show, cancel, and a stream of changes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -129,26 +129,20 @@ async def index(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Show a batch; one whose files are still to be written gets them."""
     api, name = Api.of(request), bodies.named(request, "batch")
-    project = caller_of(request).project
-
-    def read() -> BatchRecord:
-        with api.store.read() as tx:
-            return required(batches.get(tx, project, name), name)
-
-    found = await run_in_threadpool(read)
-    if found.unfinished:
-        api.deliveries.ask(found.id)
-    (shown,) = await run_in_threadpool(foreseen, api, [found])
-    return JSONResponse(shown)
+    found = await api.polls.of(caller_of(request).project, name)
+    if found.batch.unfinished:
+        api.deliveries.ask(found.batch.id)
+    return Response(found.body, media_type=JSONResponse.media_type)
 
 
 def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
     """Batch objects with the forecasts of their jobs."""
-    going = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
-    return [
-        objects.batch_object(batch, api.foresight.document(batch.job_id) if batch.state in going else None)
-        for batch in found
-    ]
+
+    def forecast(batch: BatchRecord) -> Mapping[str, Any] | None:
+        going = batch.state is BatchState.IN_PROGRESS
+        return api.foresight.now().document(batch.job_id) if going else None
+
+    return [objects.batch_object(batch, forecast(batch)) for batch in found]
 
 
 async def cancel(request: Request) -> Response:

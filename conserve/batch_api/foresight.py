@@ -28,6 +28,17 @@ class Foreseen:
     forecasts: Mapping[str, Forecast] = field(default_factory=dict)
     queue: QueueSeen = QueueSeen()  # noqa: RUF009  immutable
 
+    def document(self, job_id: str | None) -> Mapping[str, Any] | None:
+        """Forecast of a job for its batch object; None without one."""
+        found = self.forecasts.get(job_id) if job_id else None
+        if found is None:
+            return None
+        return {
+            "done_50": whole(found.done_50),
+            "done_90": whole(found.done_90),
+            "in_time": found.in_time,
+        }
+
 
 class Foresight:
     """Forecasts of a store, made at most once in `KEPT_S`."""
@@ -40,21 +51,14 @@ class Foresight:
     def now(self) -> Foreseen:
         """The last forecasts if they are recent, else new ones; other threads wait for those."""
         with self._lock:
-            now = self._clock()
-            if self._last is None or not 0 <= now - self._last.at < KEPT_S:
-                self._last = self._look(now)
-            return self._last
+            found = self._last = self.recent or self._look(self._clock())
+            return found
 
-    def document(self, job_id: str | None) -> Mapping[str, Any] | None:
-        """Forecast of a job for its batch object; None without one."""
-        found = self.now().forecasts.get(job_id) if job_id else None
-        if found is None:
-            return None
-        return {
-            "done_50": whole(found.done_50),
-            "done_90": whole(found.done_90),
-            "in_time": found.in_time,
-        }
+    @property
+    def recent(self) -> Foreseen | None:
+        """The last forecasts, if new ones are not due; never waits."""
+        last = self._last
+        return last if last is not None and 0 <= self._clock() - last.at < KEPT_S else None
 
     def _look(self, now: float) -> Foreseen:
         with self._store.read() as tx:

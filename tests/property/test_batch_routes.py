@@ -43,7 +43,9 @@ GOOD = {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Asked"]:
     store = Store.open(Settings(home=tmp_path_factory.mktemp("routes") / "home"))
-    yield Asked(store, application(store, LIMITS))
+    app = application(store, LIMITS)
+    yield Asked(store, app)
+    app.state.conserve_api.polls.reads.close()
     store.close()
 
 

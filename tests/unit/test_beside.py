@@ -1,6 +1,7 @@
 """Files and batches behind a live server's own address: the guard in front, the Batch API at a socket."""
 
 import asyncio
+import json
 import socket
 import threading
 from argparse import Namespace
@@ -22,6 +23,7 @@ from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server import beside
 from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, RequestGuard
+from conserve.engine.vllm.server.hop import Reply
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
@@ -250,23 +252,23 @@ def test_an_upload_that_is_broken_off_is_no_fault_of_the_server(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-class Answers(httpx.AsyncBaseTransport):
+class Answers:
     """The Batch API's answers on keys; None for a process that is gone."""
 
     def __init__(self) -> None:
         self.status: int | None = 200
         self.asked = 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def get(self, target: bytes, headers: object, within_s: float) -> Reply:
         self.asked += 1
         if self.status is None:
-            raise httpx.ConnectError("gone")
-        return httpx.Response(self.status, json={"live": True, "batch": False})
+            raise ConnectionRefusedError
+        return Reply(self.status, [], json.dumps({"live": True, "batch": False}).encode())
 
 
 def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, answers = 0.0, Answers()
-    monkeypatch.setattr(beside.Beside, "_transport", lambda _: answers)
+    monkeypatch.setattr(beside, "Hop", lambda _: answers)
     process = beside.Beside("s", lambda: now_s)
 
     async def walk() -> None:
@@ -284,7 +286,6 @@ def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: py
             await process.key(b"a")
         answers.status = 401
         assert await process.key(b"a") is None
-        await process.close()
 
     asyncio.run(walk())
 

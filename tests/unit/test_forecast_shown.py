@@ -133,10 +133,11 @@ def test_forecasts_are_made_now_and_then(seen: Store) -> None:
     first = foresight.now()
     add_job(seen)
     now[0] += KEPT_S - 1
-    assert foresight.now() is first
+    assert foresight.now() is foresight.recent is first
     now[0] += 2
-    assert foresight.document("job-1") is not None
-    assert foresight.document("no-such") is None
+    assert foresight.recent is None
+    assert foresight.now().document("job-1") is not None
+    assert foresight.now().document("no-such") is None
 
 
 def test_from_python(seen: Store) -> None:

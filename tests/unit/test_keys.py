@@ -1,13 +1,16 @@
 """Keys: each sees its project alone, whatever it asks for; limits are told in OpenAI's words."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import openai
 import pytest
 
 from conserve.batch_api import access
 from conserve.batch_api.access import KeyRing
+from conserve.batch_api.reads import Reads
 from conserve.errors import UsageError
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
@@ -107,24 +110,32 @@ def test_a_revoked_key_is_refused(store: Store, url: str, monkeypatch: pytest.Mo
 
 
 def test_keys_are_read_again_after_a_second(store: Store) -> None:
-    now_s = 0.0
-    ring = KeyRing(store, clock=lambda: now_s)
-    assert list(ring.current()) == []
-    make(store, "ann")
-    now_s = access.KEPT_S / 2
-    assert list(ring.current()) == []
-    now_s = access.KEPT_S
-    assert [key.name for key in ring.current()] == ["ann"]
+    async def walk() -> None:
+        now_s = 0.0
+        with closing(Reads(store)) as reads:
+            ring = KeyRing(reads, clock=lambda: now_s)
+            assert list(await ring.current()) == []
+            make(store, "ann")
+            now_s = access.KEPT_S / 2
+            assert list(await ring.current()) == []
+            now_s = access.KEPT_S
+            assert [key.name for key in await ring.current()] == ["ann"]
+
+    asyncio.run(walk())
 
 
 def test_a_new_key_is_known_at_once(store: Store) -> None:
-    now_s = 0.0
-    ring = KeyRing(store, clock=lambda: now_s)
-    assert list(ring.for_caller("guess")) == []
-    key = make(store, "ann")
-    assert list(ring.for_caller(key)) == [], "guesses do not make the store read more"
-    now_s = access.AGAIN_S
-    assert [found.name for found in ring.for_caller(key)] == ["ann"]
+    async def walk() -> None:
+        now_s = 0.0
+        with closing(Reads(store)) as reads:
+            ring = KeyRing(reads, clock=lambda: now_s)
+            assert list(await ring.for_caller("guess")) == []
+            key = make(store, "ann")
+            assert list(await ring.for_caller(key)) == [], "guesses do not make the store read more"
+            now_s = access.AGAIN_S
+            assert [found.name for found in await ring.for_caller(key)] == ["ann"]
+
+    asyncio.run(walk())
 
 
 @pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])

@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 
 batch, job, lease = schema.batch, schema.job, schema.lease
 
+POLLED = f"""
+    select {", ".join(map(str, [*batch.columns, *job.columns]))}
+    from batch left join job on job.id = batch.job_id where batch.id = :id and batch.project = :project
+"""
+"""One batch of a project with its job, as `of_polled` reads it: plain SQL that every database takes."""
+
 
 class BatchState(StrEnum):
     """State of a batch, in OpenAI's words."""
@@ -215,12 +221,22 @@ def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[BatchRecord]:
     """Rows of the table with their jobs; without it if its record is damaged."""
     wanted = [row.job_id for row in rows if row.job_id is not None]
     found = select(job).where(job.c.id.in_(wanted))
-    jobs = {row.id: readable(row) for row in tx.execute(found)} if wanted else {}
-    return [to_batch(row, jobs.get(row.job_id)) for row in rows]
+    jobs = {row.id: readable(row._mapping) for row in tx.execute(found)} if wanted else {}
+    return [to_batch(row._mapping, jobs.get(row.job_id)) for row in rows]
 
 
-def readable(row: Any) -> JobRecord | None:
-    """The job of a database row; None if its record is damaged, so that the others are still listed."""
+def of_polled(row: Sequence[Any]) -> BatchRecord:
+    """The batch of a row of `POLLED`, with its job."""
+    names, its_job = (
+        batch.columns.keys(),
+        dict(zip(job.columns.keys(), row[len(batch.columns) :], strict=True)),
+    )
+    columns = dict(zip(names, row[: len(names)], strict=True))
+    return to_batch(columns, None if its_job["id"] is None else readable(its_job))
+
+
+def readable(row: Mapping[Any, Any]) -> JobRecord | None:
+    """The job of a row's columns; None if its record is damaged, so that the others are still listed."""
     try:
         return catalog.to_job(row)
     except StoreDamaged as error:
@@ -228,12 +244,13 @@ def readable(row: Any) -> JobRecord | None:
         return None
 
 
-def to_batch(row: Any, its_job: JobRecord | None) -> BatchRecord:
-    """Convert a database row."""
-    values = dict(row._mapping)
-    values["metadata"] = None if row.metadata is None else msgspec.json.decode(row.metadata)
-    values["errors"] = msgspec.json.decode(row.errors or "[]", type=tuple[InputFault, ...])
-    values["on_late"] = OnLate(row.on_late) if row.on_late else None
+def to_batch(row: Mapping[Any, Any], its_job: JobRecord | None) -> BatchRecord:
+    """Convert the columns of a database row."""
+    values = {str(name): value for name, value in row.items()}
+    metadata, on_late = values["metadata"], values["on_late"]
+    values["metadata"] = None if metadata is None else msgspec.json.decode(metadata)
+    values["errors"] = msgspec.json.decode(values["errors"] or "[]", type=tuple[InputFault, ...])
+    values["on_late"] = OnLate(on_late) if on_late else None
     return BatchRecord(**values, job=its_job)
 
 

@@ -164,7 +164,7 @@ def named(tx: Connection, name: str) -> list[str]:
 
 def get(tx: Connection, job_id: str) -> JobRecord:
     """The job with this id, or the only one whose id begins so. Raises `JobNotFound`, which names the nearest."""
-    return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
+    return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one()._mapping)
 
 
 def get_id(tx: Connection, job_id: str) -> str:
@@ -182,7 +182,7 @@ def everything(tx: Connection) -> list[JobRecord]:
     found = []
     for row in tx.execute(select(job).order_by(job.c.seq)):
         with suppress(StoreDamaged):
-            found.append(to_job(row))
+            found.append(to_job(row._mapping))
     return found
 
 
@@ -191,13 +191,14 @@ def ids(tx: Connection) -> list[str]:
     return list(tx.scalars(select(job.c.id).order_by(job.c.seq)))
 
 
-def to_job(row: Any) -> JobRecord:
-    """Convert a database row to a `JobRecord`; raises `StoreDamaged` if its values do not fit."""
+def to_job(row: Mapping[Any, Any]) -> JobRecord:
+    """Convert the columns of a database row to a `JobRecord`; raises `StoreDamaged` if its values do not fit."""
     try:
-        return convert(row._mapping)
+        return convert(row)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
+        job_id = row["id"]
         raise StoreDamaged(
-            f"the record of job {row.id} is damaged ({error}); run: conserve check {row.id}", job_id=row.id
+            f"the record of job {job_id} is damaged ({error}); run: conserve check {job_id}", job_id=job_id
         ) from error
 
 

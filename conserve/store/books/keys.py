@@ -4,8 +4,9 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
@@ -13,6 +14,9 @@ from conserve.errors import UsageError
 from conserve.store.database import schema
 
 api_key = schema.api_key
+
+EVERYTHING = f"select {', '.join(api_key.columns.keys())} from api_key order by seq"
+"""All keys, as `of_rows` reads them: plain SQL that every database takes."""
 
 PREFIX = "csk-"
 MOST = 2**63 - 1  # that the database holds
@@ -91,7 +95,13 @@ def lock(tx: Connection, name: str) -> None:
 
 def everything(tx: Connection) -> list[ApiKey]:
     """All keys, also those that were revoked, the oldest first."""
-    return [ApiKey(**row._mapping) for row in tx.execute(select(api_key).order_by(api_key.c.seq))]
+    return of_rows(tx.execute(select(api_key).order_by(api_key.c.seq)))
+
+
+def of_rows(rows: Iterable[Sequence[Any]]) -> list[ApiKey]:
+    """The keys of rows of `EVERYTHING`."""
+    found = (dict(zip(api_key.columns.keys(), row, strict=True)) for row in rows)
+    return [ApiKey(**{**row, "live": bool(row["live"]), "batch": bool(row["batch"])}) for row in found]
 
 
 def of_text(known: Iterable[ApiKey], text: str) -> ApiKey | None:

@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
 from conserve.engine.vllm import former
-from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered
+from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered, is_poll, path_of
 from conserve.engine.vllm.server.privileges import (
     CALLER,
     CLASS_HEADER,
@@ -79,6 +79,10 @@ class RequestGuard:
             project=found.project if found is not None else None,
             asked_class=headers.get(CLASS_HEADER, b"").decode("latin-1").strip() or None,
         )
+        beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
+        if beside is not None and is_poll(scope) and is_bare(args):
+            await beside.poll(scope, receive, send, caller)
+            return
         if caller.store_key is not None:
             scope = with_own_key(scope, keys)
         token = CALLER.set(caller)
@@ -98,6 +102,15 @@ class RequestGuard:
             await CountedBody(receive, send, most).run(self._app, scope)
         else:
             await self._app(scope, receive, send)
+
+
+def is_bare(args: Any) -> bool:
+    """True if no layer between this one and the routes has to do with a poll: the user's own, or request ids.
+
+    Of vLLM's other layers one answers pages of other sites, one asks for the key again, and one counts requests.
+    """
+    others = [name for name in getattr(args, "middleware", ()) if name != GUARD]
+    return not others and not getattr(args, "enable_request_id_headers", False)
 
 
 async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSONResponse | None]:
@@ -165,11 +178,6 @@ def is_preflight(scope: Scope) -> bool:
 def method_of(scope: Scope) -> str:
     """Method of a request; that of a websocket's handshake is GET."""
     return str(scope.get("method", "GET"))
-
-
-def path_of(scope: Scope) -> str:
-    """Path of a request, without the prefix of a proxy."""
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def is_there(scope: Scope) -> bool:
