@@ -69,7 +69,7 @@ def figures(name: str, promises: Mapping[str, Any], alone: Outcome) -> Iterator[
         share = f"{pushed.pushed / pushed.tokens:.1%} of the tokens pushed, {pushed.marked.count(True)} of "
         note = f"expire {late[0]:.3g} %; {share}{len(pushed.marked)} looks marked"
         yield figure(
-            f"{name}: {more:g} times the rows, late", "%", late[1], "< expire's", late[1] < late[0], note
+            f"{name}: {more:g} times the rows, late", "%", late[1], "<= expire's", late[1] <= late[0], note
         )
         yield from latencies(
             f"{name}: {more:g} times the rows, push", pushed, SCALE * usual.ttft_ms, SCALE * tbt_ms
