@@ -99,9 +99,9 @@ def end_all() -> None:
             running.communicate()
 
 
-def ended(running: "subprocess.Popen[str]") -> Done:
+def ended(running: "subprocess.Popen[str]", hangs_s: float = HANGS_S) -> Done:
     """Wait until a command has ended."""
-    stdout, stderr = running.communicate(timeout=HANGS_S)
+    stdout, stderr = running.communicate(timeout=hangs_s)
     return Done(running.returncode, stdout, stderr)
 
 
