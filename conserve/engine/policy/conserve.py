@@ -39,8 +39,9 @@ class Conserve:
             running = list(view.offline)
             serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
-                pushed_ms = worth_ms(turn_ms, turn_ms * view.push_scale, smallest_ms(view.model))
-                serve_pushed(composer, view, running, pushed_ms)
+                if view.pushed:
+                    pushed_ms = worth_ms(turn_ms, turn_ms * view.push_scale, smallest_ms(view.model))
+                    serve_pushed(composer, view, running, pushed_ms)
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view)
@@ -48,7 +49,8 @@ class Conserve:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
             time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
-            pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if not prompts else 0.0
+            pushes = bool(view.pushed) and not prompts
+            pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if pushes else 0.0
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
@@ -70,10 +72,8 @@ def pushed_limit_ms(composer: Composer, view: View, time_ms: float, budget_ms: f
     """Longest iteration that rows which push may fill, in ms: `push_scale` times every limit (docs/adr/0030).
 
     `composer` has the online requests, `time_ms` is their time budget, and `budget_ms` the usual limit. 0 where
-    nothing pushes, or a push would gain too little.
+    a push would gain too little.
     """
-    if not view.pushed:
-        return 0.0
     scale = view.push_scale
     harm_ms = harm_limit_ms(composer, view, scale) if composer.tokens else scale * harmless_wait_ms(view)
     taken_ms = max(smallest_ms(view.model), composer.predicted_ms)

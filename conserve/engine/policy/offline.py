@@ -63,7 +63,7 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
 
     Nothing is evicted or restored for them, and no other request gets a token more or less. A limit of 0 is none.
     """
-    if not view.pushed or limit_ms <= 0:
+    if limit_ms <= 0:
         return
     before = dict(composer.tokens)
     mine = [row for row in running if row.name in view.pushed and row.name not in composer.evicted]
