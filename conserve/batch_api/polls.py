@@ -30,13 +30,13 @@ class Polls:
     """Answers to polls. Each reads the store: no answer is older than its request."""
 
     def __init__(self, reads: Reads, foresight: Foresight) -> None:
-        self.reads, self._foresight = reads, foresight
+        self._reads, self._foresight = reads, foresight
         self._kept: dict[tuple[str, str], Polled] = {}
         self.encoded = 0  # answers that were made anew
 
     async def of(self, project: str, name: str) -> Polled:
         """The batch of this project with this id; raises `Refused` if there is none, and `StoreError`."""
-        rows = await self.reads.rows(batches.POLLED, {"project": project, "id": name})
+        rows = await self._reads.rows(batches.POLLED, {"project": project, "id": name})
         kept = self._kept.pop((project, name), None)
         if not rows:
             raise Refused.missing("batch", name)

@@ -64,9 +64,7 @@ class Input:
     table: pa.RecordBatchReader | None = None
     rows: Iterable[Mapping[str, Any]] | None = None
     form: FileFormat | None = None
-    copied_below: Path | None = (
-        None  # folder of copies from buckets, whose paths below it are those of objects
-    )
+    copied_below: Path | None = None  # folder of copies from buckets; below it paths are those of objects
     keep: Keep | None = None  # None: a copy up to `copy_gib`, a link beyond
     copy_gib: float = COPY_GIB
 

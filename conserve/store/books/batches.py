@@ -227,11 +227,9 @@ def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[BatchRecord]:
 
 def of_polled(row: Sequence[Any]) -> BatchRecord:
     """The batch of a row of `POLLED`, with its job."""
-    names, its_job = (
-        batch.columns.keys(),
-        dict(zip(job.columns.keys(), row[len(batch.columns) :], strict=True)),
-    )
-    columns = dict(zip(names, row[: len(names)], strict=True))
+    own = len(batch.columns)
+    columns = dict(zip(batch.columns.keys(), row[:own], strict=True))
+    its_job = dict(zip(job.columns.keys(), row[own:], strict=True))
     return to_batch(columns, None if its_job["id"] is None else readable(its_job))
 
 

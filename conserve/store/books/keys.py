@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, insert, select, text, update
 
 from conserve.errors import UsageError
 from conserve.store.database import schema
@@ -51,9 +51,9 @@ def add(
     limit_tokens: int | None = None,
 ) -> str:
     """Make a key; returns it, which is the only time that it can be read."""
-    for what, text in (("name", name), ("project", project)):
-        if NAME.fullmatch(text) is None:
-            raise UsageError(f"a {what} is letters, digits, - _ and ., at most 64, not {text!r}")
+    for what, given in (("name", name), ("project", project)):
+        if NAME.fullmatch(given) is None:
+            raise UsageError(f"a {what} is letters, digits, - _ and ., at most 64, not {given!r}")
     for flag, limit in (("--limit-rows", limit_rows), ("--limit-tokens", limit_tokens)):
         if limit is not None and limit > MOST:
             raise UsageError(f"{flag} is at most {MOST:,}; leave it out for no limit")
@@ -95,7 +95,7 @@ def lock(tx: Connection, name: str) -> None:
 
 def everything(tx: Connection) -> list[ApiKey]:
     """All keys, also those that were revoked, the oldest first."""
-    return of_rows(tx.execute(select(api_key).order_by(api_key.c.seq)))
+    return of_rows(tx.execute(text(EVERYTHING)))
 
 
 def of_rows(rows: Iterable[Sequence[Any]]) -> list[ApiKey]:
