@@ -132,7 +132,7 @@ def run(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Outcom
 
     def on_outcome(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        if outcome.fate != Fate.KILLED and key(*identity(outcome.mutant)) not in reasons:
+        if outcome.fate != Fate.KILLED and key_of(outcome) not in reasons:
             show(outcome)
         if len(outcomes) % 100 == 0:
             print(f"{len(outcomes)} of {len(mutants)}", file=sys.stderr, flush=True)
@@ -213,14 +213,13 @@ def report(outcomes: Sequence[Outcome]) -> None:
         json.dumps([[*identity(o.mutant), o.test] for o in killed], indent=1)
     )
     reasons = named()
-    keys = {id(outcome): key(*identity(outcome.mutant)) for outcome in outcomes}
-    unnamed = {keys[id(outcome)]: said(outcome) for outcome in left if keys[id(outcome)] not in reasons}
+    unnamed = {key_of(outcome): said(outcome) for outcome in left if key_of(outcome) not in reasons}
     UNNAMED.write_text(as_toml(unnamed.items()))
     table: dict[str, Counter[str]] = {}
     for outcome in outcomes:
         for folder in (str(Path(outcome.mutant.path).parent), "all"):
             table.setdefault(folder, Counter())[outcome.fate] += 1
-            if outcome.fate != Fate.KILLED and keys[id(outcome)] in reasons:
+            if outcome.fate != Fate.KILLED and key_of(outcome) in reasons:
                 table[folder]["named"] += 1
     print(
         f"\n{'folder':32}{'mutants':>9}{'killed':>9}{'survived':>10}{'not reached':>13}{'unknown':>9}"
@@ -232,8 +231,8 @@ def report(outcomes: Sequence[Outcome]) -> None:
             f"{folder:32}{count:9}{fates[Fate.KILLED]:9}{fates[Fate.SURVIVED]:10}{fates[Fate.UNREACHED]:13}"
             f"{fates[Fate.UNKNOWN]:9}{1 - fates[Fate.KILLED] / count:8.1%}{fates['named']:7}"
         )
-    left_keys = {keys[id(outcome)] for outcome in left}
-    for path, function, _, after in stale({keys[id(outcome)] for outcome in killed} - left_keys, reasons):
+    stale = reasons.keys() & set(map(key_of, killed)) - set(map(key_of, left))
+    for path, function, _, after in sorted(stale):
         print(f"named in tests/survivors, but killed: {path}, {function}: {after}")
     if unnamed:
         print(
@@ -241,14 +240,14 @@ def report(outcomes: Sequence[Outcome]) -> None:
         )
 
 
+def key_of(outcome: Outcome) -> Key:
+    """Key under which the mutant would be named."""
+    return key(*identity(outcome.mutant))
+
+
 def said(outcome: Outcome) -> str:
-    """What happened to a mutant, for its entry."""
+    """Outcome of a mutant in words, for its entry."""
     return f"line {outcome.mutant.line}: {outcome.mutant.kind}, {outcome.fate} ({outcome.tests} tests)"
-
-
-def stale(killed: Iterable[Key], reasons: Mapping[Key, str]) -> list[Key]:
-    """Named mutants that a test kills by now."""
-    return sorted(found for found in killed if found in reasons)
 
 
 if __name__ == "__main__":
