@@ -4,12 +4,13 @@ from functools import partial
 
 import httpx
 
-TIMEOUT_S = 600.0  # reached by a hang alone
-get = partial(httpx.get, timeout=TIMEOUT_S)
-head = partial(httpx.head, timeout=TIMEOUT_S)
-options = partial(httpx.options, timeout=TIMEOUT_S)
-post = partial(httpx.post, timeout=TIMEOUT_S)
-put = partial(httpx.put, timeout=TIMEOUT_S)
-request = partial(httpx.request, timeout=TIMEOUT_S)
-stream = partial(httpx.stream, timeout=TIMEOUT_S)
-Client = partial(httpx.Client, timeout=TIMEOUT_S)
+from tests.commands import HANGS_S
+
+get = partial(httpx.get, timeout=HANGS_S)
+head = partial(httpx.head, timeout=HANGS_S)
+options = partial(httpx.options, timeout=HANGS_S)
+post = partial(httpx.post, timeout=HANGS_S)
+put = partial(httpx.put, timeout=HANGS_S)
+request = partial(httpx.request, timeout=HANGS_S)
+stream = partial(httpx.stream, timeout=HANGS_S)
+Client = partial(httpx.Client, timeout=HANGS_S)

@@ -32,7 +32,7 @@ class Service:
     short: int = 0
     """Bytes that are missing at the end of each object that is put."""
     listed_too: list[fs.FileInfo] = field(default_factory=list)
-    """What the service lists beside the files of the folder."""
+    """Entries that the service lists beside the files of the folder."""
     most_read: int | None = None
     """Bytes of an object that one request reads at most."""
 
@@ -113,6 +113,12 @@ class Got:
         self.service._note("read_at", self.at)
         most = size if self.service.most_read is None else min(size, self.service.most_read)
         return self.content[start : start + most]
+
+
+def play_with_folders(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be the service of every bucket, by pyarrow: it has the folders that objects need not have."""
+    files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
+    monkeypatch.setattr(bucket, "connected", lambda *_: files)
 
 
 def play(root: Path, monkeypatch: pytest.MonkeyPatch) -> Service:

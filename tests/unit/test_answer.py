@@ -543,7 +543,7 @@ def data_limit() -> tuple[int, int]:
 
 
 def said_by(work: Callable[[], object], **bounds: Any) -> Any:
-    """What a function returns in a child."""
+    """Answer of a function that runs in a child."""
     with child.working(lambda send: send(b"X", repr(work()).encode()), **bounds) as frames:
         (frame,) = frames
     return ast.literal_eval(bytes(frame.payload).decode())

@@ -6,13 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import fs
 
 from conserve.errors import InputError, UsageError
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.remote import FETCHED, fetch, is_url
 from conserve.jobs.inputs.source import Input, Opened, open_input
-from conserve.store.files import bucket
+from tests.played_bucket import play_with_folders
 
 BUCKET = "s3://lake"
 
@@ -22,8 +21,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts objects of one row, `q` = the object's key, into the bucket."""
     root = tmp_path / "service"
     (root / "lake").mkdir(parents=True)
-    local = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
-    monkeypatch.setattr(bucket, "connected", lambda *_: local)
+    play_with_folders(root, monkeypatch)
 
     def put(*keys: str) -> None:
         for key in keys:

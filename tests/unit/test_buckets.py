@@ -216,7 +216,7 @@ BOTH = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=Tr
 
 
 def opened(settings: Settings, place: object) -> Store:
-    """The same store, with a place of its files given."""
+    """Settings of the same store with a place of its files."""
     return Store.open(load({"home": settings.home, "store": settings.store, "data": str(place)}, environ={}))
 
 

@@ -64,7 +64,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def damaged(store: Store) -> dict[str, tuple[str, str, str]]:
-    """What is damaged in each part, and what repairing does."""
+    """Damage of each part, and what repairing does."""
     found = checking.check(store).damages
     assert len({damage.part for damage in found}) == len(found)
     return {damage.part: (damage.file, damage.what, damage.fix) for damage in found}
@@ -137,11 +137,11 @@ def test_the_first_five_faults_of_the_database_are_named(store: Store) -> None:
     finish(store, leased(store, limit=8))
     raw: Any = store.engine.raw_connection()
     raw.execute("pragma foreign_keys = off")
-    raw.execute("update journal set job_id = 'nobody' where position < 7")
-    raw.execute("update shard set job_id = 'nobody'")
+    raw.execute("update journal set job_id = 'missing' where position < 7")
+    raw.execute("update shard set job_id = 'missing'")
     for number in range(4):
         raw.execute(
-            "insert into shard (job_id, file, failed, num_rows, created_at) values ('nobody', ?, 0, 1, 0)",
+            "insert into shard (job_id, file, failed, num_rows, created_at) values ('missing', ?, 0, 1, 0)",
             [number],
         )
     raw.commit()

@@ -79,7 +79,7 @@ def test_a_folder_is_seized_by_one_process_and_only_by_its_store(folder: Path) -
         assert seized is None
     marks.change(folder, Mark(store_id=""))
     with marks.seized(folder, "") as seized:
-        assert seized is None, "the mark of a store without an id is nobody's"
+        assert seized is None, "the mark of a store without an id belongs to no store"
     assert open_files() == before
 
 

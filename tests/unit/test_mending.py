@@ -327,7 +327,7 @@ def test_rows_that_name_no_job_are_dropped(store: Store, tables: Sequence[str], 
     put(store, "request", [shards.new_request(JOB, 5, 0.0)])
     before = {table: len(rows_of(store, table)) for table in ("request", "journal", "shard", "lease")}
     assert before == {"request": 1, "journal": 1, "shard": 1, "lease": 1}
-    without_foreign_keys(store, *(f"update {table} set job_id = 'nobody'" for table in tables))
+    without_foreign_keys(store, *(f"update {table} set job_id = 'missing'" for table in tables))
     assert mending.mend_database(store) == ["the indexes of the database were made anew", *said]
     after = {table: len(rows_of(store, table)) for table in before}
     assert after == {table: 0 if table in tables else 1 for table in before}

@@ -86,7 +86,7 @@ Shape = dict[str, dict[str, Any]]
 
 
 def shape(engine: Engine) -> Shape:
-    """What the database itself says of each table, in no order."""
+    """Description of each table by the database itself, in no order."""
     found = inspect(engine)
     said: dict[str, str] = {}
     if engine.dialect.name == "sqlite":
@@ -180,7 +180,7 @@ def test_a_postgresql_database_arrives_there_too(databases: Databases) -> None:
 
 
 def test_migrations_that_were_released_are_not_edited() -> None:
-    """What they make is a matter of record: stores of all later versions went through them."""
+    """Their tables are a matter of record: stores of all later versions went through them."""
     record = Path(__file__).with_name("tables_10.sql").read_text()
     with create_engine("sqlite://").begin() as tx:
         for migration in migrations.MIGRATIONS[:10]:

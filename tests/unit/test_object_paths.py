@@ -376,7 +376,7 @@ class TestMarks:
                 assert seized is None
         marks.change(folder, Mark(store_id=""))
         with marks.seized(folder, "") as seized:
-            assert seized is None, "the mark of a store without an id is nobody's"
+            assert seized is None, "the mark of a store without an id belongs to no store"
         service.refused = frozenset({"open_output_stream"})
         marks.register(folder, "ours", {})
 

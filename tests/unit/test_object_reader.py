@@ -9,13 +9,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import fs
 
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
-from conserve.store.files import bucket
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 
@@ -25,6 +23,7 @@ from conserve.store.sql import object_reader, query
 from conserve.store.sql.object_reader import KeptTail, Objects, add_objects
 from conserve.store.sql.snapshot import snapshot
 from tests.conftest import WriteInput
+from tests.played_bucket import play_with_folders
 from tests.store_rows import finish, leased
 
 LAKE = Bucket.parse("s3://lake/team")
@@ -36,8 +35,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
     """Puts an object into the bucket."""
     folder = tmp_path / "lake" / "team"
     folder.mkdir(parents=True)
-    local = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    monkeypatch.setattr(bucket, "connected", lambda *_: local)
+    play_with_folders(tmp_path, monkeypatch)
 
     def put(name: str, content: bytes) -> ObjectPath:
         (folder / name).write_bytes(content)
@@ -132,7 +130,7 @@ def test_the_length_of_an_object_is_asked_for_once(put: Put, monkeypatch: pytest
 
 
 def test_connections_share_no_objects_and_write_none(put: Put) -> None:
-    """What one keeps of an object would never be given back otherwise."""
+    """Memory that one keeps of an object would never be given back otherwise."""
     path = put("a", b"four")
     assert Objects(LAKE) is not Objects(LAKE)
     with pytest.raises(PermissionError, match="not written"):

@@ -71,7 +71,7 @@ def test_files_are_listed_by_their_age_and_then_by_name(store: Store, folder: Pa
     (folder / "half.tmp").write_bytes(b"")
     there = orphans.on_disk(store.home, JOB)
     assert [path.name for path in there] == ["c.parquet", "a.parquet", "d.parquet", "b.parquet"]
-    assert orphans.on_disk(store.home, "nobody") == []
+    assert orphans.on_disk(store.home, "missing") == []
 
 
 def test_a_file_that_is_gone_is_the_oldest(tmp_path: Path) -> None:

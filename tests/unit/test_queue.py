@@ -448,7 +448,7 @@ def test_the_backlog_of_a_model_is_that_of_jobs_which_it_may_answer(store: Store
         put_back(store, leased(store, only=[name], model=model), 0)
     with store.read() as tx:
         assert queue.backlog(tx, model="ours") == UnclaimableRows(4, 2, 0.0)
-        assert queue.backlog(tx, model="nobody") == UnclaimableRows(2, 1, 0.0)
+        assert queue.backlog(tx, model="missing") == UnclaimableRows(2, 1, 0.0)
 
 
 def test_rows_under_leases_are_not_waited_for(store: Store) -> None:

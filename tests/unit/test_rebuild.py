@@ -251,7 +251,7 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
 
 
 def salvaged(**tables: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What was read of a damaged database."""
+    """Rows that were read of a damaged database."""
     return {name: [] for name in rebuild.TABLES} | tables
 
 
@@ -281,15 +281,15 @@ def test_rows_that_can_be_used_are_put_into_the_new_database(store: Store, setti
                 {name: value for name, value in half.items() if name != "checksum"},
                 whole,
                 {**damaged, "checksum": 1},
-                {**whole, "job_id": "nobody"},
+                {**whole, "job_id": "missing"},
             ],
             request=[
                 {**waiting, "unknown": 1},
                 {**waiting, "position": 3},
-                {**waiting, "job_id": "nobody"},
+                {**waiting, "job_id": "missing"},
                 {**waiting, "position": 4, "attempts": None},
             ],
-            shard=[{"job_id": "job-1", "file": 7}, {"job_id": "nobody", "file": "x"}],
+            shard=[{"job_id": "job-1", "file": 7}, {"job_id": "missing", "file": "x"}],
         ),
         now=1.0,
     )

@@ -9,15 +9,15 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import dataset, fs
+from pyarrow import dataset
 
 from conserve.errors import PackageMissing, StoreError, StoreUnreachable
-from conserve.store.files import bucket
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql import tables
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.tables import CountedRows, plain, storage_options, write_dataset, write_delta
+from tests.played_bucket import play_with_folders
 
 
 def rows(job_id: str, *numbers: int, **columns: list[Any]) -> RowBatches:
@@ -59,8 +59,7 @@ def test_a_data_set_in_a_bucket_is_replaced_by_jobs_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder plays the bucket; it has the folders that objects need not have."""
-    local = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    monkeypatch.setattr(bucket, "connected", lambda *_: local)
+    play_with_folders(tmp_path, monkeypatch)
     folder = tmp_path / "lake" / "team" / "table"
     place = ObjectPath(Bucket.parse("s3://lake/team"), "table")
     for job_id, numbers in (("a", [1, 2]), ("b", [7]), ("a", [3])):
