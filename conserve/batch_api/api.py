@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.polls import Polls
+from conserve.batch_api.reads import Reads
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
@@ -33,6 +34,7 @@ class Api:
     deliveries: Deliveries
     streams: Streams
     foresight: Foresight
+    reads: Reads
     polls: Polls
 
     @classmethod

@@ -68,6 +68,7 @@ def application(
         deliveries=deliveries,
         streams=Streams(store, deliveries.ask),
         foresight=foresight,
+        reads=reads,
         polls=Polls(reads, foresight),
     )
 
@@ -83,7 +84,7 @@ def application(
             courier.stop()
             for worker in workers:
                 worker.stop(STOP_S)
-            reads.close()
+            api.reads.close()
 
     routes = [
         Route("/health", health),

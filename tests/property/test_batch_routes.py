@@ -45,7 +45,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Asked"]:
     store = Store.open(Settings(home=tmp_path_factory.mktemp("routes") / "home"))
     app = application(store, LIMITS)
     yield Asked(store, app)
-    app.state.conserve_api.polls.reads.close()
+    app.state.conserve_api.reads.close()
     store.close()
 
 
