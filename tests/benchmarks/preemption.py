@@ -1,17 +1,20 @@
 """Time until offline rows leave an iteration, and the cost of safepoints.
 
-The real engine in this process, in eager mode, on the demo model. What is compared takes turns, down to single
-iterations where they are long.
+The real engine in this process on the demo model, in eager mode. MODE=graph compiles it as one graph, as vLLM's CPU
+build does without `--enforce-eager`; MODE=pieces in pieces by inductor, as on GPUs. What is compared takes turns, down
+to single iterations where they are long.
 """
 
 import gc
 import json
+import os
 import random
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,8 @@ import numpy as np
 from conserve.config import load
 from tests.benchmarks.report import RAW, Figure
 
-COMMAND = "python -m tests.benchmarks preemption"
+MODE = os.environ.get("MODE", "eager")
+COMMAND = ("" if MODE == "eager" else f"MODE={MODE} ") + "python -m tests.benchmarks preemption"
 SEED = 43
 TOKENS = 2048  # of the iteration that is preempted
 STEPS = (1, 2, 4, 8)  # layers between two safepoints
@@ -41,15 +45,23 @@ def measure() -> list[Figure]:
     from conserve.engine.vllm.model.demo_model import ensure_demo_model
     from tests.preempted_engine import started
 
-    raw: dict[str, Any] = {}
+    raw: dict[str, Any] = {"mode": MODE}
     model = ensure_demo_model(load().models_folder)
-    flags = {"dtype": "auto", "max_num_batched_tokens": TOKENS, "max_num_seqs": 64, "block_size": 128}
+    flags: dict[str, Any] = {"dtype": "auto", "max_num_batched_tokens": TOKENS, "max_num_seqs": 64}
+    flags |= {"block_size": 128, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
     figures = scheduling(raw)
-    with started(model, max_model_len=4096, kv_cache_memory_bytes=1 << 30, **flags) as engine:
+    with compiled(MODE), started(model, enforce_eager=MODE == "eager", **flags) as engine:
         engine.worker._safepoints._orders = engine.real_orders
         figures = [*reactions(engine, raw), *costs(engine, raw), *figures]
     keep(raw)
     return figures
+
+
+def compiled(mode: str) -> AbstractContextManager[None]:
+    """Context in which an engine that is not eager is compiled as `mode` says."""
+    from tests.preempted_engine import compiled_in_pieces
+
+    return compiled_in_pieces(RAW / "compiled", "inductor") if mode == "pieces" else nullcontext()
 
 
 # How soon control comes back.
@@ -170,13 +182,22 @@ def reaction_figure(step: int, ms: Sequence[float], whole_ms: float, layers: int
 
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
-    """Iterations with safepoints beside iterations without, and the safepoints alone."""
-    decode, chunk = decode_triples(engine), chunk_triples(engine)
-    calls = call_us(engine)
-    raw["decode_ms"], raw["chunk_ms"], raw["call_us"] = decode, chunk, calls
+    """Iterations with safepoints beside iterations without; in eager mode the safepoints alone too."""
+    measured = {f"{DECODES} decode steps": decode_triples(engine), f"{CHUNK} prompt tokens": chunk_triples(engine)}
+    raw["decode_ms"], raw["chunk_ms"] = measured.values()
+    figures = [
+        cost_figure(f"{name}, safepoint every {step}", step, triples)
+        for name, triples in measured.items()
+        for step in ARMS[1:]
+    ]
+    return figures + alone(engine, measured, raw) if MODE == "eager" else figures
+
+
+def alone(engine: Any, measured: Mapping[str, Sequence["Triple"]], raw: dict[str, Any]) -> list[Figure]:
+    """Calls of safepoints between layers, and their share of the measured iterations."""
+    calls = raw["call_us"] = call_us(engine)
     figures = []
-    for name, triples in ((f"{DECODES} decode steps", decode), (f"{CHUNK} prompt tokens", chunk)):
-        figures += [cost_figure(f"{name}, safepoint every {step}", step, triples) for step in ARMS[1:]]
+    for name, triples in measured.items():
         plain_ms = statistics.median(ms for triple in triples for ms in triple[OFF])
         added = [us * engine.layers / plain_ms / 10 for us in calls["armed"]]
         figures.append(
