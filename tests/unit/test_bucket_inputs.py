@@ -8,9 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import InputError, UsageError
+from conserve.jobs.inputs import remote
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.remote import FETCHED, fetch, is_url
 from conserve.jobs.inputs.source import Input, Opened, open_input
+from conserve.store.files.bucket import Bucket
+from conserve.store.files.objects import ObjectPath
 from tests.played_bucket import play_with_folders
 
 BUCKET = "s3://lake"
@@ -128,6 +131,50 @@ def test_several_objects_are_one_input_with_the_partitions_of_their_urls(
     found.copy_text(folder)
     assert not (folder / FETCHED).exists()
     assert len(rows(found)) == 2
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+@pytest.mark.parametrize("url", ["day=*", "", "day=*/a.*"])
+def test_one_object_of_a_folder_or_pattern_has_its_partitions_too(
+    put: Callable[..., None], folder: Path, url: str, form: str
+) -> None:
+    put(f"day=1/a.{form}")
+    found = opened(folder, f"{BUCKET}/{url}")
+    assert rows(found, ["q", "day"]) == [(f"day=1/a.{form}", 1)]
+    assert found.source.path == f"{BUCKET}/{url}"
+    assert [part.path for part in found.source.parts] == [f"{BUCKET}/day=1/a.{form}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("b.jsonl", '{"q": ', "line 1 of s3://lake/d/b.jsonl is not JSON"),
+        ("b.parquet", "PAR1", "s3://lake/d/b.parquet"),
+        ("b.csv", "q\n1\n", "s3://lake/d/a.jsonl is JSONL and s3://lake/d/b.csv is CSV"),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_errors_name_objects_by_their_urls(
+    put: Callable[..., None], folder: Path, tmp_path: Path, alone: bool, name: str, text: str, said: str
+) -> None:
+    put("d/a.jsonl")
+    (tmp_path / "service" / "lake" / "d" / name).write_text(text)
+    with pytest.raises(InputError) as error:
+        opened(folder, f"{BUCKET}/d" if not alone or name == "b.csv" else f"{BUCKET}/d/{name}")
+    assert said.lower() in str(error.value).lower()
+    assert str(tmp_path) not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["d/../../up.jsonl", "../up.jsonl", "d/./a.jsonl", "d//a.jsonl"])
+def test_an_object_whose_name_leaves_the_folder_of_copies_is_refused(
+    put: Callable[..., None], folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    put("a.jsonl")
+    odd = ObjectPath(Bucket.parse(BUCKET), key)
+    monkeypatch.setattr(remote, "objects_of", lambda url: remote.NamedObjects([odd], several=True))
+    with pytest.raises(InputError, match="rename the object"):
+        fetch([f"{BUCKET}/d"], folder)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])

@@ -15,11 +15,25 @@ from conserve.store.files.objects import ObjectPath
 FETCHED = "fetched"  # folder within that of the new job, until its rows are copied
 
 
+class NamedObjects(NamedTuple):
+    """The objects that a URL names; `several` where it is that of a folder or a pattern."""
+
+    objects: list[ObjectPath]
+    several: bool
+
+
 class Fetched(NamedTuple):
-    """Copies of objects: their paths on this machine, and the URL of each."""
+    """Copies of objects: their paths on this machine, and the URL of each; `several` as of the URLs."""
 
     paths: list[Path]
     urls: dict[str, str]  # by absolute path
+    several: bool
+
+    def by_url(self, said: str) -> str:
+        """A sentence with the URLs of the objects in place of their copies' paths."""
+        for path, url in self.urls.items():
+            said = said.replace(path, url)
+        return said
 
 
 def is_url(name: str) -> bool:
@@ -31,17 +45,20 @@ def fetch(names: Sequence[str], folder: Path) -> Fetched:
     """Copy the objects that URLs name into a folder; raises `InputError` for a URL that names none."""
     if not all(map(is_url, names)):
         raise UsageError("give files or URLs of objects, not both")
-    found = [one for name in names for one in objects_of(name)]
+    named = [objects_of(name) for name in names]
+    found = [one for objects, _ in named for one in objects]
     if len(set(found)) < len(found):
         raise InputError("an object is named twice; name each once")
     paths, urls = [], {}
     for one in found:
+        if {"", ".", ".."} & set(one.key.split("/")):
+            raise InputError(f"{one} has a name that no file can have below a folder; rename the object")
         path = folder / FETCHED / one.bucket.root / one.key
         path.parent.mkdir(parents=True, exist_ok=True)
         one.download(path)
         paths.append(path)
         urls[str(path.absolute())] = str(one)
-    return Fetched(paths, urls)
+    return Fetched(paths, urls, len(named) > 1 or named[0].several)
 
 
 def drop(folder: Path) -> None:
@@ -49,7 +66,7 @@ def drop(folder: Path) -> None:
     shutil.rmtree(folder / FETCHED, ignore_errors=True)
 
 
-def objects_of(url: str) -> list[ObjectPath]:
+def objects_of(url: str) -> NamedObjects:
     """The objects that a URL names: one, those below it, or those that match its pattern."""
     scheme, _, rest = url.partition("://")
     place, mark, options = (
@@ -58,11 +75,11 @@ def objects_of(url: str) -> list[ObjectPath]:
     name, _, key = place.partition("/")
     bucket = Bucket.parse(f"{scheme}://{name}{mark}{options}")
     if glob.has_magic(key):
-        return matching(ObjectPath(bucket), key, url)
+        return NamedObjects(matching(ObjectPath(bucket), key, url), several=True)
     one = ObjectPath(bucket, key.strip("/"))
     if key and one.is_file():
-        return [one]
-    return below(one, url)
+        return NamedObjects([one], several=False)
+    return NamedObjects(below(one, url), several=True)
 
 
 def matching(root: ObjectPath, pattern: str, url: str) -> list[ObjectPath]:

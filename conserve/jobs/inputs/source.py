@@ -148,11 +148,19 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
 def open_objects(given: Input, folder: Path, *, openai: bool) -> Opened:
     """Copy objects of buckets to this machine and open the copies; the source names the objects."""
     fetched = remote.fetch(given.names, folder)
-    names = [str(path) for path in fetched.paths]
-    copies = replace(given, names=names, copied_below=folder / remote.FETCHED, keep=Keep.COPY)
-    opened = open_input(copies, folder, openai=openai)
+    copies = replace(
+        given,
+        names=[str(path) for path in fetched.paths],
+        several=given.several or fetched.several,
+        copied_below=folder / remote.FETCHED,
+        keep=Keep.COPY,
+    )
+    try:
+        opened = open_input(copies, folder, openai=openai)
+    except InputError as error:
+        raise InputError(fetched.by_url(str(error))) from error
     parts = tuple(replace(part, path=fetched.urls[part.path]) for part in opened.source.parts)
-    path = given.names[0] if len(names) > 1 else fetched.urls[names[0]]
+    path = given.names[0] if copies.several else fetched.urls[copies.names[0]]
     return replace(opened, source=replace(opened.source, path=path, parts=parts))
 
 
