@@ -1,5 +1,6 @@
 """Access: the key of a request leads to its project; a store without keys answers this machine alone."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from http import HTTPStatus
@@ -36,6 +37,7 @@ class KeyRing:
         self._reads, self._clock = reads, clock
         self._read_at: float | None = None
         self._keys: Sequence[ApiKey] = ()
+        self._reading = asyncio.Lock()
 
     async def for_caller(self, text: str) -> Sequence[ApiKey]:
         """The keys, read again for a caller whose key is not among them: it may have just been made."""
@@ -44,11 +46,17 @@ class KeyRing:
 
     async def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
         """The keys, also those that were revoked: a store that ever had a key asks for one."""
-        now = self._clock()
-        if self._read_at is None or now - self._read_at >= (KEPT_S if kept_s is None else kept_s):
-            self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
-            self._read_at = now  # when the read began
+        kept_s = KEPT_S if kept_s is None else kept_s
+        if self._is_older(kept_s):
+            async with self._reading:
+                if self._is_older(kept_s):  # no other request has read them meanwhile
+                    now = self._clock()
+                    self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
+                    self._read_at = now  # when the read began
         return self._keys
+
+    def _is_older(self, kept_s: float) -> bool:
+        return self._read_at is None or self._clock() - self._read_at >= kept_s
 
 
 class Access:

@@ -138,6 +138,26 @@ def test_a_new_key_is_known_at_once(store: Store) -> None:
     asyncio.run(walk())
 
 
+def test_requests_at_once_read_the_keys_once() -> None:
+    class SlowReads:
+        count = 0
+
+        async def rows(self, *asked: object) -> list[object]:
+            self.count += 1
+            await asyncio.sleep(0)  # as a database that is asked in another thread
+            return []
+
+    async def walk() -> None:
+        now_s, reads = 0.0, SlowReads()
+        ring = KeyRing(reads, clock=lambda: now_s)  # type: ignore[arg-type]
+        for number in (1, 2):
+            await asyncio.gather(*(ring.for_caller(f"guess {n}") for n in range(20)))
+            assert reads.count == number
+            now_s += access.KEPT_S
+
+    asyncio.run(walk())
+
+
 @pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])
 def test_a_limit_beyond_what_the_database_holds_is_refused(store: Store, flag: str) -> None:
     refused = conserve("keys", "add", "ann", flag, str(2**63))

@@ -18,7 +18,7 @@ class Pushing:
     @property
     def urgent(self) -> Set[str]:
         """Rows that may go beyond the usual limit."""
-        return self.rows if self.largest_scale > NEVER else frozenset()
+        return frozenset(self.rows) if self.largest_scale > NEVER else frozenset()
 
     @property
     def scale(self) -> float:

@@ -58,7 +58,7 @@ KEPT_S = 0.5  # for which the answer on a key holds
 STALE_S = 60.0  # for which it holds while the process does not answer
 MOST_KEPT = 1024
 ASKING_S = 5.0  # live requests wait for the answer on their key
-POLLING_S = 600.0  # as for any other request
+POLLING_S = 600.0
 TIMEOUT = httpx.Timeout(60.0, read=600.0)  # uploads are flushed to disk before they are answered
 
 
@@ -148,6 +148,8 @@ class Beside:
     async def poll(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
         """Answer a request for which `is_poll` is true, as `forward` would, in a tenth of the processor time."""
         headers = passed_on(scope["headers"], caller, body=False, far=is_far(scope))
+        if all(name != HERE[0] for name, _ in headers):  # as HTTP/1.0 allows
+            headers.append(HERE)
         try:
             answer = await self._polling.get(path_of(scope).encode(), headers, POLLING_S)
         except (OSError, ValueError):
