@@ -115,9 +115,66 @@ class Got:
         return self.content[start : start + most]
 
 
+class Appearing(fs.FileSystemHandler):
+    """Files of a folder, whose folders appear with them as in a bucket."""
+
+    def __init__(self, root: Path) -> None:
+        self._files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
+
+    def get_type_name(self) -> str:
+        return "played"
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return self._files.get_file_info(paths)
+
+    def get_file_info_selector(self, selector: fs.FileSelector) -> Any:
+        return self._files.get_file_info(selector)
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._files.create_dir(path, recursive=recursive)
+
+    def delete_dir(self, path: str) -> None:
+        self._files.delete_dir(path)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self._files.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        raise NotImplementedError
+
+    def delete_file(self, path: str) -> None:
+        self._files.delete_file(path)
+
+    def move(self, src: str, dest: str) -> None:
+        self._files.move(src, dest)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self._make_folder_of(dest)
+        self._files.copy_file(src, dest)
+
+    def open_input_stream(self, path: str) -> Any:
+        return self._files.open_input_stream(path)
+
+    def open_input_file(self, path: str) -> Any:
+        return self._files.open_input_file(path)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        self._make_folder_of(path)
+        return self._files.open_output_stream(path, metadata=metadata)
+
+    def open_append_stream(self, path: str, metadata: Any) -> Any:
+        raise NotImplementedError
+
+    def _make_folder_of(self, path: str) -> None:
+        self._files.create_dir(path.rpartition("/")[0])
+
+
 def play_with_folders(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a folder be the service of every bucket, by pyarrow: it has the folders that objects need not have."""
-    files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
+    """Let a folder be the service of every bucket, by pyarrow."""
+    files = fs.PyFileSystem(Appearing(root))
     monkeypatch.setattr(bucket, "connected", lambda *_: files)
 
 

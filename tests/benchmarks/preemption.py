@@ -1,8 +1,8 @@
 """Time until offline rows leave an iteration, and the cost of safepoints.
 
 The real engine in this process on the demo model, in eager mode. MODE=graph compiles it as one graph, as vLLM's CPU
-build does without `--enforce-eager`; MODE=pieces in pieces by inductor, as on GPUs. What is compared takes turns, down
-to single iterations where they are long.
+build does without `--enforce-eager`; MODE=pieces in pieces by inductor, as on GPUs. What is compared takes turns,
+down to single iterations where they are long.
 """
 
 import gc
@@ -183,7 +183,10 @@ def reaction_figure(step: int, ms: Sequence[float], whole_ms: float, layers: int
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
     """Iterations with safepoints beside iterations without; in eager mode the safepoints alone too."""
-    measured = {f"{DECODES} decode steps": decode_triples(engine), f"{CHUNK} prompt tokens": chunk_triples(engine)}
+    measured = {
+        f"{DECODES} decode steps": decode_triples(engine),
+        f"{CHUNK} prompt tokens": chunk_triples(engine),
+    }
     raw["decode_ms"], raw["chunk_ms"] = measured.values()
     figures = [
         cost_figure(f"{name}, safepoint every {step}", step, triples)

@@ -2,6 +2,8 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +60,38 @@ def test_a_data_set_has_a_folder_for_each_job_whose_files_a_second_export_replac
 def test_a_data_set_in_a_bucket_is_replaced_by_jobs_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder plays the bucket; it has the folders that objects need not have."""
     play_with_folders(tmp_path, monkeypatch)
     folder = tmp_path / "lake" / "team" / "table"
     place = ObjectPath(Bucket.parse("s3://lake/team"), "table")
     for job_id, numbers in (("a", [1, 2]), ("b", [7]), ("a", [3])):
-        (folder / f"job_id={job_id}").mkdir(parents=True, exist_ok=True)
         assert write_dataset(rows(job_id, *numbers), place, job_id) == len(numbers)
     assert read(folder) == [("a", 3, TOOK), ("b", 7, TOOK)]
     (folder / "file").touch()
     with pytest.raises(StoreUnreachable, match="s3://lake/team cannot be reached"):
         write_dataset(rows("a", 1), place / "file", "a")
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_an_export_that_fails_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
+) -> None:
+    play_with_folders(tmp_path, monkeypatch)
+    folder = tmp_path / "lake" / "table"
+    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    write_dataset(rows("a", 1, 2), place, "a")
+    cut = rows("a", *range(5000))
+    batches = iter(cut.batches)
+
+    def interrupted() -> Iterator[pa.RecordBatch]:
+        yield next(batches)
+        raise StoreError("out of memory")
+
+    with pytest.raises(StoreError, match="out of memory"):
+        write_dataset(replace(cut, batches=interrupted()), place, "a")
+    assert [path.name for path in folder.iterdir() if any(path.rglob("*.parquet"))] == ["job_id=a"]
+    assert read(folder) == [("a", 1, TOOK), ("a", 2, TOOK)]
+    assert write_dataset(rows("a"), place, "a") == 0
+    assert files(folder) == {}
 
 
 def test_rows_are_counted_as_they_are_read() -> None:

@@ -1,7 +1,8 @@
 """Results as a data set of many files, for Spark, Trino and Athena: Hive's folders, or a Delta table.
 
 Both are parted by `job_id`, and an export takes the place of the same job's earlier one. In Delta that is one
-transaction. Of Hive's folders a reader may meet a part meanwhile.
+transaction. Of Hive's folders a reader may meet none or a part for the moment in which new files take the place of
+old ones.
 """
 
 import os
@@ -15,14 +16,14 @@ import pyarrow as pa
 from conserve.errors import PackageMissing, StoreError, one_line
 from conserve.installation import install_line
 from conserve.store.files.bucket import Bucket, endpoint_of, reached
-from conserve.store.files.home import explained
+from conserve.store.files.home import explained, remove_tree
 from conserve.store.files.objects import FilePath, ObjectPath
 from conserve.store.sql.batches import RowBatches
 from conserve.store.sql.export import held
 from conserve.store.sql.quoting import literal
 
 PART = "job_id"
-FILE_ROWS = 1 << 20
+FILE_ROWS = 1 << 18  # services copy objects of 5 GB at most
 GROUP_ROWS = 1 << 17
 PATIENCE = {"connect_timeout": "5s", "max_retries": "3", "retry_timeout": "30s"}
 COLOUR = re.compile("\x1b\\[[0-9;]*m|↳")
@@ -46,30 +47,44 @@ class CountedRows:
 
 
 def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
-    """Write PLACE/job_id=.../part-*.parquet in place of the job's earlier ones; returns the number of rows."""
+    """Write PLACE/job_id=.../part-*.parquet in place of the job's earlier ones; returns the number of rows.
+
+    An export that fails leaves the earlier one as it was.
+    """
+    counted, part = CountedRows(rows), f"{PART}={job_id}"
+    unfinished = place / f"_{job_id}"  # readers pass over such names
+    remove_tree(unfinished)  # of an export that was killed
+    try:
+        with reached(place.bucket) if isinstance(place, ObjectPath) else explained(place):
+            write_files(counted, unfinished)
+            remove_tree(place / part)
+            if isinstance(place, ObjectPath):
+                for path in (place / unfinished.name / part).iterdir():
+                    path.copy_to(place / part / path.name)
+            elif counted.rows:
+                (place / unfinished.name / part).rename(place / part)
+    finally:
+        remove_tree(unfinished)
+    return counted.rows
+
+
+def write_files(counted: CountedRows, place: FilePath) -> None:
+    """Write rows to files in folders by job."""
     from pyarrow import dataset, fs
 
-    counted = CountedRows(rows)
-    parting = dataset.partitioning(pa.schema([(PART, pa.string())]), flavor="hive")
     target: dict[str, Any] = {"filesystem": fs.LocalFileSystem(), "base_dir": str(place)}
-    if isinstance(place, ObjectPath):
-        target = {"filesystem": place.bucket.filesystem(), "base_dir": place.at}
-        # pyarrow empties only folders that it may make, and in a bucket each would be an object.
-        (place / f"{PART}={job_id}").remove_tree()
-    with reached(place.bucket) if isinstance(place, ObjectPath) else explained(place):
-        dataset.write_dataset(
-            counted.reader(),
-            format="parquet",
-            partitioning=parting,
-            existing_data_behavior="delete_matching",
-            basename_template=f"part-{uuid.uuid4().hex[:8]}-{{i}}.parquet",
-            max_rows_per_file=FILE_ROWS,
-            max_rows_per_group=GROUP_ROWS,
-            file_options=dataset.ParquetFileFormat().make_write_options(compression="zstd"),
-            create_dir=not isinstance(place, ObjectPath),
-            **target,
-        )
-    return counted.rows
+    if isinstance(place, ObjectPath):  # in which a folder would be an object
+        target = {"filesystem": place.bucket.filesystem(), "base_dir": place.at, "create_dir": False}
+    dataset.write_dataset(
+        counted.reader(),
+        format="parquet",
+        partitioning=dataset.partitioning(pa.schema([(PART, pa.string())]), flavor="hive"),
+        basename_template=f"part-{uuid.uuid4().hex[:8]}-{{i}}.parquet",
+        max_rows_per_file=FILE_ROWS,
+        max_rows_per_group=GROUP_ROWS,
+        file_options=dataset.ParquetFileFormat().make_write_options(compression="zstd"),
+        **target,
+    )
 
 
 def write_delta(rows: RowBatches, place: FilePath, job_id: str) -> int:
