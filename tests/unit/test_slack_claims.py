@@ -14,7 +14,7 @@ from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.turns import LOOK_S, Turns, candidate
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import harvested, queue
+from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.harvested import KEPT_S, SLOT_S, HarvestedQuarter
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
@@ -37,6 +37,22 @@ class Asked(FakeEndpoint):
 
     async def complete(self, call: Any, on_tokens: Any = None) -> Any:
         self.letters += call.body["messages"][-1]["content"][0]
+        return await super().complete(call, on_tokens)
+
+
+class Pushed(Asked):
+    """Keeps which prompts came with a push, and sets `seen` with the first of the letter p."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[tuple[str, bool]] = set()
+        self.seen = asyncio.Event()
+
+    async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+        letter = call.body["messages"][-1]["content"][0]
+        self.said.add((letter, call.pushes))
+        if letter == "p":
+            self.seen.set()
         return await super().complete(call, on_tokens)
 
 
@@ -123,15 +139,6 @@ def test_rows_of_a_job_that_would_be_late_push(store: Store, queue_up: QueueUp) 
 
 
 def test_calls_of_a_pushing_job_say_so(store: Store, queue_up: QueueUp) -> None:
-    class Pushed(Asked):
-        def __init__(self) -> None:
-            super().__init__()
-            self.said: set[tuple[str, bool]] = set()
-
-        async def complete(self, call: Any, on_tokens: Any = None) -> Any:
-            self.said.add((call.body["messages"][-1]["content"][0], call.pushes))
-            return await super().complete(call, on_tokens)
-
     note(store, 10 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
     queue_up("p", 20, deadline=BEGIN_S + 62.0, on_late=OnLate.PUSH)
     queue_up("n", 4)
@@ -176,6 +183,38 @@ def test_a_job_pushes_if_the_rows_before_it_make_it_late(
     assert pushing_at(store, Turns(store, begin), BEGIN_S) == ({mine} if pushes else frozenset())
 
 
+def test_with_shares_a_forecast_is_of_the_jobs_of_all_groups(store: Store, queue_up: QueueUp) -> None:
+    """Its own 100 rows take two minutes; beside the other's 3,000 of an earlier deadline it comes too late."""
+    note(store, 400 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    queue_up("o", 3000, deadline=BEGIN_S + 500.0, on_late=OnLate.BEST_EFFORT)
+    queue_up("p", 100, deadline=BEGIN_S + 1200.0, on_late=OnLate.PUSH)
+    endpoint = Pushed()
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        await Harvester(store, endpoint, clock=clock, share="jobs").run(endpoint.seen)
+
+    virtual_time.run(run())
+    assert ("p", True) in endpoint.said
+
+
+def test_no_transaction_is_open_while_a_forecast_is_made(
+    store: Store, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note(store, 10 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    job_id = queue_up("p", 20, deadline=BEGIN_S + 62.0, on_late=OnLate.PUSH)
+    foresee, foreseen = Turns.foresee, []
+
+    def noted(turns: Turns, *given: Any, **named: Any) -> None:
+        with store.write() as tx:  # SQLite has one writer at a time
+            foreseen.append(catalog.states(tx, [job_id]))
+        foresee(turns, *given, **named)
+
+    monkeypatch.setattr(Turns, "foresee", noted)
+    harvest(store, Asked())
+    assert foreseen
+
+
 def test_a_job_that_comes_meanwhile_pushes_at_once(store: Store, queue_up: QueueUp) -> None:
     note(store, 400 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
     turns = Turns(store, begin)
@@ -192,7 +231,11 @@ def begin() -> float:
 
 def pushing_at(store: Store, turns: Turns, now: float) -> frozenset[str]:
     with store.read() as tx:
-        turns.ordered(queue.runnable_jobs(tx, None), now=now)
+        waiting = queue.runnable_jobs(tx, None)
+    if turns.is_to_foresee(waiting, now):
+        turns.foresee(waiting, now)
+        assert not turns.is_to_foresee(waiting, now)
+    turns.ordered(waiting, now=now)
     return turns.pushing
 
 
@@ -231,6 +274,7 @@ def test_the_pushing_jobs_are_those_of_the_group_that_claims(store: Store) -> No
         harvested.note(tx, 1000, since=0.0, now=100.0)
     turns = Turns(store, lambda: 100.0)
     late = runnable(1, deadline=200.0, on_late=OnLate.PUSH, num_rows=10**6)
+    turns.foresee([late, runnable(2)], now=100.0)
     turns.ordered([late], now=100.0, group=1)
     assert turns.pushing == {"job-1"}
     turns.ordered([runnable(2)], now=100.0, group=2)

@@ -173,25 +173,14 @@ class Ledger:
             with self._store.read() as tx:
                 late = catalog.late(tx, now=now)
             self._expire(late)
-            terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
-                runnable = self._of_group(self._runnable(tx), group)
-                runnable = self._turns.ordered(runnable, now=now, group=group)
-                jobs = [] if suspect else choice.contenders(tx, runnable)
-                if windowed := self._is_to_choose(tx, jobs):
-                    back = self._turns.of_this_claim(runnable)
-                    lease = choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit)
-                else:
-                    lease = queue.claim(
-                        tx,
-                        owner=self.owner,
-                        now=now,
-                        lease_s=self._lease_s,
-                        limit=limit,
-                        suspect=suspect,
-                        jobs=runnable,
-                        model=self.model,
-                    )
+                waiting = self._runnable(tx)
+                due = self._turns.is_to_foresee(waiting, now)
+                found = None if due else self._lease(tx, waiting, limit, suspect, group, now)
+            if found is None:
+                self._turns.foresee(waiting, now)
+                continue
+            lease, jobs, windowed = found
             if lease is None and windowed:
                 refused = len(self._tally.refused)
                 works = self._claim_chosen(jobs, limit, identity)
@@ -206,6 +195,28 @@ class Ledger:
                 self._lookahead.forget(lease.job_id)
             if works := self._load(lease, identity):
                 return works
+
+    def _lease(
+        self, tx: Any, waiting: Sequence[Any], limit: int, suspect: bool, group: Group | None, now: float
+    ) -> tuple[Lease | None, Sequence[Any], bool]:
+        """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
+        terms = Terms(self.owner, now, self._lease_s, self.model)
+        runnable = self._turns.ordered(self._of_group(waiting, group), now=now, group=group)
+        jobs = [] if suspect else choice.contenders(tx, runnable)
+        if windowed := self._is_to_choose(tx, jobs):
+            back = self._turns.of_this_claim(runnable)
+            return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
+        lease = queue.claim(
+            tx,
+            owner=self.owner,
+            now=now,
+            lease_s=self._lease_s,
+            limit=limit,
+            suspect=suspect,
+            jobs=runnable,
+            model=self.model,
+        )
+        return lease, jobs, windowed
 
     def _runnable(self, tx: Any) -> Sequence[Any]:
         """Jobs that this harvester may take rows of."""

@@ -44,7 +44,7 @@ class RunnableJob(NamedTuple):
 class LateJobs(NamedTuple):
     """Jobs whose 90 % forecast is behind their deadline."""
 
-    asked: frozenset[str]  # jobs that a forecast was made for
+    asked: frozenset[str]  # jobs that may push, for which the forecast was made
     late: frozenset[str]  # of these
     rates: Rates  # that it follows from
 
@@ -59,7 +59,7 @@ class Turns:
         self._rates = Rates({})
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
-        self._foreseen: dict[Hashable, LateJobs] = {}  # of each such group
+        self._foreseen = LateJobs(frozenset(), frozenset(), self._rates)
         self.pushing: frozenset[str] = frozenset()  # ids of jobs of the newest claim whose rows push
 
     def ordered(
@@ -70,36 +70,42 @@ class Turns:
         self._turn = self._claims[group]
         usual = usual_row_tokens(runnable)
         found = claim_order([candidate(job, usual, now) for job in runnable], self._turn)
-        self.pushing = self._late(found, now, group)
+        self.pushing = self._foreseen.late & {job.id for job in found if job.pushes}
         return found
 
-    def _late(self, jobs: Sequence[RunnableJob], now: float, group: Hashable | None) -> frozenset[str]:
-        """Ids of the jobs that would miss their deadline without a push, as the 90 % forecast has it."""
-        asked = frozenset(job.id for job in jobs if job.pushes)
-        if not asked:
-            return asked
+    def is_to_foresee(self, runnable: Sequence[Any], now: float) -> bool:
+        """True if a forecast is due of which of all runnable jobs push: of other jobs, or once in `LOOK_S`."""
+        asked = {job.id for job in runnable if candidate(job, 0.0, now).pushes}
+        known = self._foreseen
+        return bool(asked) and (
+            asked != known.asked or known.rates is not self._rates or self._is_to_look(now)
+        )
+
+    def foresee(self, runnable: Sequence[Any], now: float) -> None:
+        """Find the jobs that would miss their deadline without a push, as the 90 % forecast has it.
+
+        That takes up to some tenths of a second, in which no transaction should be open.
+        """
         self._rate(now)
-        known = self._foreseen.get(group)
-        if known is None or known.asked != asked or known.rates is not self._rates:
-            waiting = [
-                QueuedJob(
-                    id=job.id,
-                    seq=job.seq,
-                    work=job.work,
-                    priority=job.priority,
-                    deadline=job.deadline,
-                    expires=job.on_late is not OnLate.BEST_EFFORT,
-                )
-                for job in jobs
-            ]
-            found = forecasts(waiting, self._rates, now=now, courses=COURSES)
-            late = frozenset(
-                job.id
-                for job in jobs
-                if job.pushes and job.id in found and finite(found[job.id].done_90) > finite(job.deadline)
+        usual = usual_row_tokens(runnable)
+        jobs = {job.id: candidate(job, usual, now) for job in runnable}
+        waiting = [
+            QueuedJob(
+                id=job.id,
+                seq=job.seq,
+                work=job.work,
+                priority=job.priority,
+                deadline=job.deadline,
+                expires=job.on_late is not OnLate.BEST_EFFORT,
             )
-            self._foreseen[group] = known = LateJobs(asked, late, self._rates)
-        return known.late
+            for job in jobs.values()
+        ]
+        found = forecasts(waiting, self._rates, now=now, courses=COURSES)
+        asked = frozenset(job.id for job in jobs.values() if job.pushes)
+        late = {
+            id_ for id_ in asked & found.keys() if finite(found[id_].done_90) > finite(jobs[id_].deadline)
+        }
+        self._foreseen = LateJobs(asked, frozenset(late), self._rates)
 
     def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
@@ -116,12 +122,15 @@ class Turns:
 
     def _rate(self, now: float) -> float | None:
         """Tokens per second to expect of the hours to come; None before any were harvested."""
-        if not self._look_at - LOOK_S <= now < self._look_at:
+        if self._is_to_look(now):
             self._look_at = now + LOOK_S
             with self._store.read() as tx:
                 self._rates = Rates.of(harvested.slots(tx))
             self._tokens_per_s = self._rates.mean(now)
         return self._tokens_per_s
+
+    def _is_to_look(self, now: float) -> bool:
+        return not self._look_at - LOOK_S <= now < self._look_at
 
 
 def candidate(job: Any, usual_tokens: float, now: float) -> RunnableJob:
