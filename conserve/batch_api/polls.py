@@ -32,7 +32,6 @@ class Polls:
     def __init__(self, reads: Reads, foresight: Foresight) -> None:
         self._reads, self._foresight = reads, foresight
         self._kept: dict[tuple[str, str], Polled] = {}
-        self.encoded = 0  # answers that were made anew
 
     async def of(self, project: str, name: str) -> Polled:
         """The batch of this project with this id; raises `Refused` if there is none, and `StoreError`."""
@@ -45,7 +44,6 @@ class Polls:
         if kept is None or kept.batch is not batch or kept.forecast != forecast:
             body = bytes(JSONResponse(objects.batch_object(batch, forecast)).body)
             kept = Polled(rows[0], batch, forecast, body)
-            self.encoded += 1
         if len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]  # polled the longest ago
         self._kept[project, name] = kept

@@ -28,10 +28,11 @@ class OwnCheckpoints:
         sentence = f"a choice of {name} is refused ({{fault}}); {type(instead).__name__} chooses instead"
         self.refused = Refusals(sentence, say)
         self._rows: Sequence[Marked] = ()
+        self._follows = True  # the user's policy has not failed beside this iteration
 
     def wants_marks(self, pressure: Pressure) -> bool:
         """True if the policy that is followed has anything to decide."""
-        self._follows = True  # the user's policy has not failed beside this iteration
+        self._follows = True
         try:
             return bool(self._own.wants_marks(pressure))
         except BaseException as error:
