@@ -27,7 +27,7 @@ class Binding(NamedTuple):
         if not self.named and settings.model == DEMO_MODEL:
             return replace(settings, model=wanted)
         if settings.endpoint is None and model_name(settings.model) != wanted:
-            from conserve.jobs.harvest.ledger import bound_elsewhere
+            from conserve.jobs.harvest.bound import bound_elsewhere
 
             raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.model))
         return settings

@@ -66,7 +66,7 @@ async def rehearsed(
 
 def refusal(job: JobReading, model: str) -> str | None:
     """Reason for which a run with this model would leave the job alone; None if it would not."""
-    from conserve.jobs.harvest.ledger import bound_elsewhere
+    from conserve.jobs.harvest.bound import bound_elsewhere
 
     return None if job.model in (None, model) else bound_elsewhere(job.id, str(job.model), model)
 

@@ -1,11 +1,12 @@
 """The ledger: all work of a harvester on the store, which runs in the store's one thread."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from conserve.endpoints.protocol import KvCache
 from conserve.errors import JobNotFound, StoreDamaged
 from conserve.jobs.harvest import owner as owners
+from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
@@ -25,15 +26,6 @@ from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
 from conserve.store.upkeep.sweep import sweep
-
-
-def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
-    """Sentence for a job that is bound to another model than this run's."""
-    return (
-        f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
-        "or --rebind to answer the rest of it with this one"
-    )
-
 
 RECOVER_S = 1.0  # between two looks for dead owners while nothing can be claimed
 
@@ -60,7 +52,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
         self._rebind = rebind  # bind jobs of other models to this one, at the first claim
-        self._others: set[str] = set()  # jobs that are bound to other models
+        self._elsewhere = BoundElsewhere(tally)
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
@@ -308,7 +300,7 @@ class Ledger:
             left, holders = self._backlog(tx), leases.owners(tx)
             unleased = any(job.next_position < job.num_rows for job in self._runnable(tx))
             others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
-        self._note_others(others)
+        self._elsewhere.note(others, self.model)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
@@ -327,14 +319,6 @@ class Ledger:
         left = queue.backlog(tx, only=self._only, model=self.model)
         self._next_at = left.next_at
         return left
-
-    def _note_others(self, others: Mapping[str, str]) -> None:
-        """Count jobs that are bound to other models as refused, for as long as they are queued."""
-        for job_id in self._others - others.keys():
-            self._tally.refused.pop(job_id, None)
-        for job_id, bound_to in others.items():
-            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, self.model)
-        self._others = set(others)
 
     def _bind_all(self) -> None:
         """Bind all jobs of this run to its model, whatever they were bound to."""

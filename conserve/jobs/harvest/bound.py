@@ -1,0 +1,29 @@
+"""Jobs that are bound to another model than the one that answers."""
+
+from collections.abc import Mapping
+
+from conserve.jobs.harvest.tally import Tally
+
+
+def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
+    """Sentence for a job that is bound to another model than this run's."""
+    return (
+        f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
+        "or --rebind to answer the rest of it with this one"
+    )
+
+
+class BoundElsewhere:
+    """Counts such jobs as refused, for as long as they are queued."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._jobs: set[str] = set()
+
+    def note(self, found: Mapping[str, str], model: str | None) -> None:
+        """Take the jobs that are bound elsewhere now, with their models."""
+        for job_id in self._jobs - found.keys():
+            self._tally.refused.pop(job_id, None)
+        for job_id, bound_to in found.items():
+            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, model)
+        self._jobs = set(found)
