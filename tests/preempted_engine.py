@@ -23,6 +23,7 @@ from vllm.v1.sample import sampler
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Stamp, outcome_of
+from conserve.engine.vllm.preemption import cpu_pieces
 from conserve.engine.vllm.preemption.worker import Worker as OurWorker
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
 from tests.bare_scheduler import known_model
@@ -434,28 +435,9 @@ class PreemptedEngine:
 
 @contextmanager
 def compiled_in_pieces(cache: Path, backend: str = "eager") -> Iterator[None]:
-    """Engines that start meanwhile are compiled in pieces, as on a GPU.
-
-    On a CPU vLLM's platform makes one graph of a model (`DYNAMO_TRACE_ONCE`), which calls attention within. Its
-    check is run, and the mode put back; what follows in vLLM's configuration splits at attention as on a GPU.
-    Of vLLM's passes over inductor's graphs one names operators that only GPUs have; it is left out.
-    """
-    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
-    from vllm.config import CompilationMode
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def checked(config: Any) -> None:
-        check(config)
-        chosen = config.compilation_config
-        if chosen.mode == CompilationMode.DYNAMO_TRACE_ONCE:
-            chosen.mode, chosen.backend = CompilationMode.VLLM_COMPILE, backend
-            chosen.compile_sizes = []  # vLLM sets them with the sizes of CUDA graphs
-
+    """Engines that start meanwhile compile their pieces by this backend, and keep them in this folder."""
     with (
-        mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(checked)),
-        mock.patch.object(FixFunctionalizationPass, "__call__"),
+        mock.patch.object(cpu_pieces, "BACKEND", backend),
         mock.patch.dict(ENVIRONMENT, VLLM_CACHE_ROOT=str(cache)),
     ):
         yield

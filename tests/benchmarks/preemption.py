@@ -1,8 +1,8 @@
 """Time until offline rows leave an iteration, and the cost of safepoints.
 
-The real engine in this process on the demo model, in eager mode. MODE=graph compiles it as one graph, as vLLM's CPU
-build does without `--enforce-eager`; MODE=pieces in pieces by inductor, as on GPUs. What is compared takes turns,
-down to single iterations where they are long.
+The real engine in this process on the demo model, in eager mode. MODE=pieces compiles it in pieces, as on GPUs
+and as `conserve serve --no-enforce-eager` does; MODE=graph as one graph, as vLLM's CPU build does alone. What is
+compared takes turns, down to single iterations where they are long.
 """
 
 import gc
@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,18 +49,13 @@ def measure() -> list[Figure]:
     flags: dict[str, Any] = {"dtype": "auto", "max_num_batched_tokens": TOKENS, "max_num_seqs": 64}
     flags |= {"block_size": 128, "max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
     figures = scheduling(raw)
-    with compiled(MODE), started(model, enforce_eager=MODE == "eager", **flags) as engine:
+    if MODE == "graph":
+        flags["compilation_config"] = {"mode": 2}
+    with started(model, enforce_eager=MODE == "eager", **flags) as engine:
         engine.worker._safepoints._orders = engine.real_orders
         figures = [*reactions(engine, raw), *costs(engine, raw), *figures]
     keep(raw)
     return figures
-
-
-def compiled(mode: str) -> AbstractContextManager[None]:
-    """Context in which an engine that is not eager is compiled as `mode` says."""
-    from tests.preempted_engine import compiled_in_pieces
-
-    return compiled_in_pieces(RAW / "compiled", "inductor") if mode == "pieces" else nullcontext()
 
 
 # How soon control comes back.

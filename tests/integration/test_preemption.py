@@ -507,9 +507,9 @@ class TestHiddenLayers(Attention):
 
 @pytest.mark.full
 class TestCompiled(Attention):
-    """Pieces of the model are compiled, and attention is called from between them."""
+    """The model is compiled as one graph, which calls attention within."""
 
-    flags: ClassVar = {"enforce_eager": False}
+    flags: ClassVar = {"enforce_eager": False, "compilation_config": {"mode": 2}}
 
 
 # With vLLM's V2 model runner; `test_runners.py` notices the same faults in minutes.

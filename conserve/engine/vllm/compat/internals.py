@@ -225,6 +225,11 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.utils.torch_utils.async_tensor_h2d": "copies to the device without waiting for it",
         "AttentionGroup.{build_metadata,metadata_builders,layer_names}": "its builder's calls are noted, and made again for "
         "the rows that stay",
+        "vllm.compilation.passes.utility.fix_functionalization.FixFunctionalizationPass": "left out on a CPU, where it "
+        "names operators that are not there",
+        "vllm.config.CompilationMode.{DYNAMO_TRACE_ONCE,VLLM_COMPILE}": "one graph, or pieces",
+        "CompilationConfig.{backend,compile_sizes}": "set for pieces on a CPU",
+        "vllm.platforms.cpu.CpuPlatform.check_and_update_config": "wrapped: models are compiled in pieces on a CPU too",
         "vllm.compilation.{backends,caching}.compile_execution_fn": "wrapped while a model is compiled or loaded "
         "from the cache: its code is cut behind each attention call",
         "GPUModelRunner.{_dummy_run,max_num_tokens}": "two passes, to see which variables have an entry a token",

@@ -18,6 +18,7 @@ from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.compat.vllms_worker import VllmWorker
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, stamp_of
+from conserve.engine.vllm.preemption.cpu_pieces import leave_gpu_pass_out
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
 from conserve.engine.vllm.preemption.pieces import pieces_of
 from conserve.engine.vllm.preemption.rows import RunnerRows
@@ -102,6 +103,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         self._stitched: list[Stitched] = []
         self._recording = contextlib.ExitStack()
         self._recording.enter_context(recorded(self._stitched))
+        leave_gpu_pass_out()
         super().load_model(**kwargs)
 
     def compile_or_warm_up_model(self) -> Any:

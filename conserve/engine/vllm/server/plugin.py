@@ -22,6 +22,7 @@ from conserve.engine.vllm.compat.installed import too_old, untried
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
 from conserve.engine.vllm.compat.versions import SUPPORTED
+from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
@@ -54,6 +55,7 @@ def register() -> None:
     if "Worker" in process.name:
         count_uncompiled()
         return
+    split_on_cpu()
     hook_engine_core()
     if not process.name.startswith("EngineCore"):
         hook_server()
