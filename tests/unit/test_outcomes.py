@@ -98,7 +98,7 @@ def test_only_tokens_of_this_model_that_can_be_continued_are_continued(
     tokens: list[int] | None, made_by: str | None, params: dict[str, int], resumed: list[int]
 ) -> None:
     saved = None if tokens is None else pack_tokens(tokens)
-    made = work(task=replace(TASK, params=params), row=replace(ROW, tokens=saved, tokens_by=made_by))
+    made = work(task=replace(TASK, params=params), row=ROW._replace(tokens=saved, tokens_by=made_by))
     assert made.call is not None
     assert list(made.call.resume_from) == resumed
     assert success(made, ANSWER, now=12.0).resumed_tokens == len(resumed)

@@ -3,7 +3,6 @@
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, select, update
@@ -18,8 +17,7 @@ from conserve.store.database.connection import chunks
 job, request, journal = schema.job, schema.request, schema.journal
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """One row's result and the lease it was computed under."""
 
     epoch: int
@@ -65,7 +63,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
 def entry(finished: Finished) -> tuple[Finished, bytes]:
     """The row's result as it is written, and its payload."""
     result, payload = checked(finished.result)
-    return finished if result is finished.result else replace(finished, result=result), payload
+    return finished if result is finished.result else finished._replace(result=result), payload
 
 
 def to_row(finished: Finished, payload: bytes) -> dict[str, Any]:
