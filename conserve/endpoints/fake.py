@@ -16,7 +16,6 @@ from conserve.endpoints.fake_logprobs import likeliest, logprobs_of
 from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens, Url
 from conserve.errors import (
     EndpointBusy,
-    EndpointError,
     EndpointFault,
     EndpointUnavailable,
     EngineDied,
@@ -26,6 +25,7 @@ from conserve.errors import (
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
 MOST_TOKENS = 1_000_000  # in an answer
+in_order = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make an encoder for each request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,6 @@ class FakeEndpoint:
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         self.calls += 1
-        if not {"prompt", "messages", "input"} & call.body.keys():
-            raise RequestRejected("the body has neither messages nor a prompt")
         text = request_text(call.body)
         self._misbehave(text)
         token_ids = answer_tokens(text, num_tokens(call.body, self.script.tokens))
@@ -124,14 +122,16 @@ class FakeEndpoint:
             raise RequestRejected("scripted rejection")
         if script.fault in text:
             raise EndpointFault("scripted fault")
-        once: list[tuple[str, EndpointError]] = [
-            (script.busy, EndpointBusy("scripted: busy", retry_after_s=0.05)),
-            (script.unavailable, EndpointUnavailable("scripted: unavailable")),
-        ]
-        for word, error in once:
-            if word in text and text not in self._excused:
-                self._excused.add(text)
-                raise error
+        if script.busy in text and self._is_first(text):
+            raise EndpointBusy("scripted: busy", retry_after_s=0.05)
+        if script.unavailable in text and self._is_first(text):
+            raise EndpointUnavailable("scripted: unavailable")
+
+    def _is_first(self, text: str) -> bool:
+        """True the first time that this request comes."""
+        first = text not in self._excused
+        self._excused.add(text)
+        return first
 
     async def _generate(
         self, text: str, token_ids: Sequence[int], already: int, on_tokens: OnTokens | None
@@ -183,10 +183,13 @@ def asks_for_logprobs(call: Call) -> bool:
 
 
 def request_text(body: Mapping[str, Any]) -> str:
-    """The part of a request that its answer depends on."""
+    """The part of a request that its answer depends on; raises `RequestRejected` if there is none."""
     if "prompt" in body:
         return str(body["prompt"])
-    return json.dumps(body["messages"] if "messages" in body else body["input"], sort_keys=True)
+    for name in ("messages", "input"):
+        if name in body:
+            return in_order(body[name])
+    raise RequestRejected("the body has neither messages nor a prompt")
 
 
 def num_prompt_tokens(body: Mapping[str, Any], text: str) -> int:

@@ -1,9 +1,12 @@
 """The seam between jobs and engines: a request goes in; its completion, or its tokens so far, come out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from conserve.config import model_name
 
@@ -17,8 +20,7 @@ class Url(StrEnum):
     RESPONSES = "/v1/responses"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):
     """One request, in the words of the OpenAI API.
 
     `body` is the request body without ``model`` and ``stream``. `resume_from` holds the token ids that an earlier
@@ -41,8 +43,7 @@ class Call:
         return self if traceparent is None else replace(self, traceparent=traceparent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """One of a completion's `n` answers; `logprobs` is the route's OpenAI object, if asked for.
 
     `beside` is what an answer holds beside its text, under OpenAI's names: `tool_calls`, a `refusal`.
@@ -51,11 +52,10 @@ class Choice:
     text: str
     finish_reason: str  # "stop", "length", ...
     logprobs: Mapping[str, Any] | None = None
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(Struct, frozen=True, kw_only=True):
     """The whole answer to one call, with token counts of one uninterrupted generation."""
 
     choices: Sequence[Choice]  # n >= 1, in order

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from conserve.endpoints.fake import answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url

@@ -5,7 +5,6 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from conserve.endpoints.exchange import AnswerLimits
 from conserve.endpoints.http import HttpEndpoint, put_push

@@ -137,4 +137,4 @@ def test_many_results_go_in_one_transaction(store: Store) -> None:
 
 def test_nothing_finished_is_nothing_written(store: Store) -> None:
     with store.write() as tx:
-        assert journal.commit(tx, [], now=0.0) == ([], [], [])
+        assert journal.commit(tx, [], now=0.0) == ([], [], [], ())

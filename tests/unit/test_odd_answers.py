@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script, request_text

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from msgspec import structs
 
 from conserve.endpoints.protocol import Choice, Completion, Url
 from conserve.errors import (
@@ -98,7 +99,7 @@ def test_only_tokens_of_this_model_that_can_be_continued_are_continued(
     tokens: list[int] | None, made_by: str | None, params: dict[str, int], resumed: list[int]
 ) -> None:
     saved = None if tokens is None else pack_tokens(tokens)
-    made = work(task=replace(TASK, params=params), row=replace(ROW, tokens=saved, tokens_by=made_by))
+    made = work(task=replace(TASK, params=params), row=ROW._replace(tokens=saved, tokens_by=made_by))
     assert made.call is not None
     assert list(made.call.resume_from) == resumed
     assert success(made, ANSWER, now=12.0).resumed_tokens == len(resumed)
@@ -177,7 +178,7 @@ def test_a_failure_is_one_too() -> None:
 @pytest.mark.parametrize(("text", "kept"), [(' {"a": 1}\n', '{"a": 1}'), ('{"a": ', None)])
 def test_json_is_kept_where_the_answer_is_some(text: str, kept: str | None) -> None:
     task = replace(TASK, params={"response_format": {"type": "json_object"}})
-    answer = replace(ANSWER, choices=[Choice(text=text, finish_reason="length")])
+    answer = structs.replace(ANSWER, choices=[Choice(text=text, finish_reason="length")])
     found = success(work(task=task), answer, now=0.0)
     assert (found.text, found.json) == (text, kept)
     assert success(work(), answer, now=0.0).json is None, "the task does not ask for it"
@@ -194,7 +195,7 @@ def test_tool_calls_and_refusals_are_kept_and_come_back_as_openai_has_them(
     beside: dict[str, object], message: None
 ) -> None:
     choice = Choice(text="", finish_reason="tool_calls", beside=beside)
-    found = success(work(), replace(ANSWER, choices=[choice]), now=0.0)
+    found = success(work(), structs.replace(ANSWER, choices=[choice]), now=0.0)
     assert json.loads(found.choices or "") == [{"text": "", "finish_reason": "tool_calls", **beside}]
     row = {
         **{name: getattr(found, name) for name in ("text", "choices", "finish_reason", "model", "engine")},
@@ -211,7 +212,7 @@ def test_tool_calls_and_refusals_are_kept_and_come_back_as_openai_has_them(
 def test_several_choices_are_kept_with_their_logprobs() -> None:
     first = Choice(text="a", finish_reason="stop", logprobs={"tokens": ["a"]})
     found = success(
-        work(), replace(ANSWER, choices=[first, Choice(text="b", finish_reason="length")]), now=0.0
+        work(), structs.replace(ANSWER, choices=[first, Choice(text="b", finish_reason="length")]), now=0.0
     )
     assert (found.text, json.loads(found.logprobs or "")) == ("a", {"tokens": ["a"]})
     assert json.loads(found.choices or "") == [
@@ -228,7 +229,9 @@ def echoing(tokens: list[str], **others: object) -> Choice:
 def scored(keep: object, *choices: Choice, prompt_tokens: int = 3) -> Result:
     """Result of a row that asks for the log probabilities of its prompt's last tokens alone."""
     task = replace(TASK, params={"echo": True, KEEP_LOGPROBS: keep})
-    return success(work(task=task), replace(ANSWER, choices=choices, prompt_tokens=prompt_tokens), now=0.0)
+    return success(
+        work(task=task), structs.replace(ANSWER, choices=choices, prompt_tokens=prompt_tokens), now=0.0
+    )
 
 
 @pytest.mark.parametrize(

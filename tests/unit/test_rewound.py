@@ -174,15 +174,13 @@ def test_files_that_crashes_leave_are_no_orphans(store: Store, tmp_path: Path) -
     answered(job_id, 10, compacted=False)
     folder = home.job_folder(store.home, job_id) / home.RESULTS
     folder.mkdir(exist_ok=True)
-    with store.read() as tx:
-        rows = tx.execute(text("select * from journal order by position")).all()
+    rows = shards.oldest(store, job_id, failed=False, at_least=1)
     shards.write_file(folder, job_id, rows, local=store.local)
     assert checking.check(store).damages == []
     shards.compact(store, job_id, now=0.0)
     assert checking.check(store).damages == []
     answered(job_id, 5, failed=range(10, 15), compacted=False)
-    with store.read() as tx:
-        rows = tx.execute(text("select * from journal order by position")).all()
+    rows = shards.oldest(store, job_id, failed=True, at_least=1)
     shards.write_file(folder, job_id, rows, local=store.local)
     retried(job_id)
     assert checking.check(store).damages == []

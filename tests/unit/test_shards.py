@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import text
 
 from conserve.errors import JobRefused, StoreError, StoreFull, StoreUnreachable

@@ -5,9 +5,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Annotated, Any, get_args, get_origin
+
+from msgspec import Struct
 
 import conserve
 from conserve.api.engines import Engine
@@ -71,8 +73,9 @@ def of_class(name: str, kind: type) -> str:
     parts = [f"## {name}\n\n{prose(kind)}"]
     if name == "Engine":
         parts.append(signature("conserve.Engine", Engine.__init__) + "\n")
-    if is_dataclass(kind):
-        parts.append("\n".join(f"- `{field.name}`: `{text(field.type)}`" for field in fields(kind)) + "\n")
+    if is_dataclass(kind) or issubclass(kind, Struct):
+        of = inspect.get_annotations(kind).items()
+        parts.append("\n".join(f"- `{name}`: `{text(annotation)}`" for name, annotation in of) + "\n")
     if issubclass(kind, Enum):
         parts.append("\n".join(f'- `"{member.value}"`' for member in kind) + "\n")
         return "\n".join(parts)

@@ -11,9 +11,10 @@ only errors that say something about the row, or that no other server is there t
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
+
+from msgspec.structs import replace
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens
 from conserve.endpoints.roster import Joined

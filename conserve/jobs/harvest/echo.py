@@ -5,8 +5,9 @@ servers return too, would take 100 bytes a token in the store.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from conserve.endpoints.protocol import Choice, Completion
 

@@ -8,10 +8,12 @@ All work on the store runs in one thread of its own, so that an fsync never hold
 """
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import inf
 from typing import TypeVar
 
@@ -41,6 +43,22 @@ T = TypeVar("T")
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
 LISTENING_S = 2.0  # how soon rows are noticed that the store does not call out, where it calls out new ones
+
+
+@contextmanager
+def collected_apart() -> Iterator[None]:
+    """Have Python's garbage collector leave out the objects that exist already, as long as the context lasts.
+
+    The objects of rows in flight are so many that it runs all the time. Looking through those of all imported
+    modules each time took a fifth of a row's processor time.
+    """
+    others = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not others:  # else the process had a reason of its own
+            gc.unfreeze()
 
 
 class Harvester:
@@ -139,7 +157,8 @@ class Harvester:
         waits. A bucket out of reach is waited for without `follow` too.
         """
         try:
-            await self._sessions(stop)
+            with collected_apart():
+                await self._sessions(stop)
         finally:
             await self.endpoint.close()
             self._thread.shutdown()

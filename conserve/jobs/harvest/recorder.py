@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books import catalog, harvested, journal, leases, queue, saved_tokens, shards, spans
-from conserve.store.books.journal import Committed
+from conserve.store.books.journal import Committed, Counted
 from conserve.store.books.queue import Returned
 from conserve.store.database.store import Store
 
@@ -33,7 +32,7 @@ class Recorder:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._clock, self._observer = store, clock, observer or Observer()
-        self._uncompacted: Counter[str] = Counter()
+        self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
         self._monotonic, self._compact_at = monotonic, 0.0
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
@@ -68,7 +67,7 @@ class Recorder:
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens = 0 if noted else tokens
         self._busy_since = until if noted else self._busy_since
-        self._uncompacted.update(f.job_id for f in committed.written)
+        self._gathered.update(job.job_id for job in committed.counted if fills_a_shard(job))
         self._completed.update(committed.completed)
         self._compact()
         return committed
@@ -95,14 +94,12 @@ class Recorder:
         if self._monotonic() < self._compact_at:
             return
         try:
-            for job_id, rows in list(self._uncompacted.items()):
-                if job_id in self._completed:
-                    self._move(job_id, whole=True)
-                    del self._uncompacted[job_id]
-                elif rows >= shards.SHARD_ROWS:
-                    moved = self._move(job_id, whole=False)
-                    if moved is not None:  # else it is tried again
-                        self._uncompacted[job_id] -= moved or rows
+            for job_id in self._completed:
+                self._move(job_id, whole=True)
+            self._gathered -= self._completed
+            for job_id in list(self._gathered):
+                if self._move(job_id, whole=False) is not None:  # else it is tried again
+                    self._gathered.remove(job_id)
             self._completed.clear()
         except StoreUnreachable as error:
             self._compact_at = self._monotonic() + AGAIN_S
@@ -117,6 +114,11 @@ class Recorder:
         if positions:
             self._observer.moved(job_id, positions, begun=now, seconds=time.perf_counter() - since)
         return moved
+
+
+def fills_a_shard(counted: Counted) -> bool:
+    """True of one transaction for each shard of a job, so that harvesters of one job share the work."""
+    return counted.done // shards.SHARD_ROWS > (counted.done - counted.new) // shards.SHARD_ROWS
 
 
 def returned(work: ReadyRow, decision: RetryDecision, now: float) -> Returned:

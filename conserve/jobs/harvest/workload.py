@@ -18,8 +18,7 @@ from conserve.store.files import home
 from conserve.store.upkeep.damage import StorePart, unreadable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyRow:
+class ReadyRow(msgspec.Struct, frozen=True, kw_only=True):
     """One leased row, ready to be sent; `call` is None where the row could not be rendered."""
 
     job_id: str
@@ -138,7 +137,7 @@ def to_work(
         usable = can_resume and row.tokens_by == identity
         call = Call(
             key=f"{opened.job.id}/{row.position}/{epoch}",
-            url=Url(request.url or opened.task.url),
+            url=Url(request.url) if request.url else opened.task.url,
             body=body,
             resume_from=unpack_tokens(row.tokens) if usable and row.tokens else (),
             identity=identity,

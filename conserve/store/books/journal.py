@@ -3,7 +3,6 @@
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, select, update
@@ -14,12 +13,12 @@ from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
+from conserve.store.database.wakeup import wake
 
 job, request, journal = schema.job, schema.request, schema.journal
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """One row's result and the lease it was computed under."""
 
     epoch: int
@@ -28,12 +27,22 @@ class Finished:
     result: Result
 
 
+class Counted(NamedTuple):
+    """A job of which results were counted."""
+
+    job_id: str
+    new: int  # results that this transaction wrote
+    done: int  # all results of the job by then, whoever wrote them
+    num_rows: int
+
+
 class Committed(NamedTuple):
     """Outcome of `commit`: results written, results refused as their lease was gone, ids of jobs now complete."""
 
     written: list[Finished]
     late: list[Finished]
     completed: list[str]
+    counted: Sequence[Counted] = ()
 
 
 def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
@@ -58,14 +67,15 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
     spans.write(tx, alive.values())
     insert_rows(tx, journal, [to_row(f, payload) for f, payload in entries])
     spans.end_empty_leases(tx, alive)
-    done = count(tx, written)  # last, since other writers of the same jobs wait from here on
-    return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)])
+    counted = count(tx, written)  # last, since other writers of the same jobs wait from here on
+    done = [each.job_id for each in counted if each.done == each.num_rows]
+    return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)], counted)
 
 
 def entry(finished: Finished) -> tuple[Finished, bytes]:
     """The row's result as it is written, and its payload."""
     result, payload = checked(finished.result)
-    return finished if result is finished.result else replace(finished, result=result), payload
+    return finished if result is finished.result else finished._replace(result=result), payload
 
 
 def to_row(finished: Finished, payload: bytes) -> dict[str, Any]:
@@ -105,15 +115,15 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
     assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
 
 
-def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
-    """Add the rows to their jobs' counters; returns the ids of jobs of which every row has its result."""
+def count(tx: Connection, written: Sequence[Finished]) -> list[Counted]:
+    """Add the rows to their jobs' counters."""
     by_job: dict[str, list[Result]] = defaultdict(list)
     for f in written:
         by_job[f.job_id].append(f.result)
-    done = []
+    counted = []
     for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
         failed = sum(r.failed for r in results)
-        counted = (
+        added = (
             update(job)
             .where(job.c.id == job_id)
             .values(
@@ -124,11 +134,10 @@ def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
                 cached_tokens=job.c.cached_tokens + sum(r.cached_tokens for r in results),
                 resumed_tokens=job.c.resumed_tokens + sum(r.resumed_tokens for r in results),
             )
-            .returning(job.c.num_rows - job.c.succeeded - job.c.failed)
+            .returning(job.c.succeeded + job.c.failed, job.c.num_rows)
         )
-        if tx.scalar(counted) == 0:
-            done.append(job_id)
-    return done
+        counted.append(Counted(job_id, len(results), *tx.execute(added).one()))
+    return counted
 
 
 def complete(tx: Connection, job_id: str, now: float) -> bool:
@@ -144,6 +153,7 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
     )
     if done.rowcount:
         events.of_jobs(tx, [job_id], now=now)
+        wake(tx)  # harvesters that wait for the rows of others may end
     return done.rowcount == 1
 
 

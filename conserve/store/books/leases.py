@@ -20,8 +20,7 @@ from conserve.store.database.wakeup import wake
 job, lease, request = schema.job, schema.lease, schema.request
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedRow:
+class LeasedRow(NamedTuple):
     """One row under a lease."""
 
     position: int

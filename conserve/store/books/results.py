@@ -21,8 +21,7 @@ RowIndex = Annotated[int, Meta(ge=UNKNOWN, le=2**63 - 1)]
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]  # the year 9999
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one input row: an answer, or an error with `error_type` and `error` set.
 
     Times are seconds since the epoch; `json`, `choices` and `logprobs` are JSON text.
@@ -54,7 +53,7 @@ class Result:
         return self.error_type is not None
 
 
-COLUMNS = tuple(Result.__slots__)
+COLUMNS = Result.__struct_fields__
 COUNTERS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 _INTEGERS = {
     "row_index": "int64",
@@ -166,10 +165,10 @@ def to_arrow(job_ids: Sequence[str], positions: Sequence[int], results: Sequence
     import pyarrow as pa
 
     schema = arrow_schema()
-    columns: list[list[object]] = [list(job_ids), list(positions)]
-    for name in COLUMNS:
-        values = [getattr(result, name) for result in results]
-        columns.append([round(value * 1e6) for value in values] if name in TIMES else values)
+    columns: list[Sequence[object]] = [job_ids, positions]
+    values = zip(*map(msgspec.structs.astuple, results), strict=True) if results else ((),) * len(COLUMNS)
+    for name, of_rows in zip(COLUMNS, values, strict=True):
+        columns.append([round(value * 1e6) for value in of_rows] if name in TIMES else of_rows)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 

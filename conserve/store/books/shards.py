@@ -15,8 +15,8 @@ from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 from conserve.errors import JobRefused, StoreUnreachable, one_line
 from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
-from conserve.store.books.journal import Finished, is_whole
-from conserve.store.books.results import decode, encode, from_arrow, to_arrow
+from conserve.store.books.journal import Finished, Misfit, is_whole
+from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
@@ -102,7 +102,8 @@ def compact_oldest(
     """Move the oldest journalled results into one shard, if they are enough; returns how many rows moved."""
     for failed in (False, True):
         while rows := oldest(store, job_id, failed=failed, at_least=at_least):
-            if misfits := [] if failed else journalled.misfits(rows):
+            misfits = [Misfit(row.position, row.payload, row.result) for row in rows if row.result.failed]
+            if misfits and not failed:
                 with store.write() as tx:
                     journalled.fail_misfits(tx, job_id, misfits)
                 continue
@@ -114,7 +115,16 @@ def compact_oldest(
     return 0
 
 
-def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[Any]:
+class JournalRow(NamedTuple):
+    """A row of the journal that is to move, as it was read."""
+
+    position: int
+    payload: bytes
+    checksum: int | None
+    result: Result
+
+
+def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[JournalRow]:
     """The next journal rows for a shard; none if they are fewer than `at_least` and do not fill a shard."""
     rows: list[Any] = []
     size = 0
@@ -136,10 +146,12 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
             if size >= SHARD_BYTES:
                 break
         found.close()
-    return rows if len(rows) >= at_least or size >= SHARD_BYTES else []
+    if len(rows) < at_least and size < SHARD_BYTES:
+        return []
+    return [JournalRow(row.position, row.payload, row.checksum, decode(row.payload)) for row in rows]
 
 
-def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
+def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed: bool, now: float) -> bool:
     """Move these journal rows to one shard; False if another process moved some of them meanwhile.
 
     The job's mark is held from before the file exists until it is registered, so that no sweep takes it and no
@@ -160,7 +172,7 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
     return False
 
 
-def write_held(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
+def write_held(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed: bool, now: float) -> bool:
     """Write and register one shard of a job whose mark is held."""
     folder = home.job_folder(store.data, job_id) / home.RESULTS
     home.make_folder(folder)
@@ -178,13 +190,14 @@ def is_known(store: Store, job_id: str) -> bool:
         return catalog.taken(tx, job_id)
 
 
-def write_file(folder: FilePath, job_id: str, rows: Sequence[Any], *, local: Path) -> tuple[FilePath, Seal]:
+def write_file(
+    folder: FilePath, job_id: str, rows: Sequence[JournalRow], *, local: Path
+) -> tuple[FilePath, Seal]:
     """Write the file of a shard, flushed; the database does not name it yet."""
     positions = [row.position for row in rows]
     path = folder / f"{positions[0]:012}-{uuid.uuid4().hex[:8]}.parquet"
     with home.scratch_of(path, local) as scratch:
-        results = [decode(row.payload) for row in rows]
-        table = to_arrow([job_id] * len(rows), positions, results)
+        table = to_arrow([job_id] * len(rows), positions, [row.result for row in rows])
         pq.write_table(table, scratch, compression="zstd", write_page_checksum=True)
         seal = digests.seal(scratch)
         home.write_durably(path, scratch)
@@ -200,7 +213,7 @@ def register(
     job_id: str,
     path: FilePath,
     seal: Seal,
-    rows: Sequence[Any],
+    rows: Sequence[JournalRow],
     *,
     failed: bool,
     now: float,
@@ -247,7 +260,7 @@ def discard(path: FilePath) -> None:
         path.unlink(missing_ok=True)
 
 
-def as_read(tx: Connection, job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
+def as_read(tx: Connection, job_id: str, rows: Sequence[JournalRow]) -> Iterator[list[ColumnElement[bool]]]:
     """Conditions for these journal rows as they were read: `retry` and `check --repair` may have replaced some."""
     for part in slices(tx, rows):
         of_job = journal.c.job_id == job_id

@@ -1,7 +1,8 @@
 """Wake-up calls to harvesters that wait for rows: PostgreSQL's NOTIFY and LISTEN.
 
-A call reaches the listeners when its transaction commits. Claims and commits send none, since PostgreSQL commits
-transactions that notify one after the other. SQLite has no such calls: its harvesters look for rows by themselves.
+A call reaches the listeners when its transaction commits. Claims send none, and of commits only the last of a job,
+since PostgreSQL commits transactions that notify one after the other. SQLite has no such calls: its harvesters look
+for rows by themselves.
 """
 
 from contextlib import suppress
