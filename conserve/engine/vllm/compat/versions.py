@@ -18,6 +18,7 @@ class Tried(NamedTuple):
 
 
 TRIED = (
+    Tried("0.30.0", "2026-11-24"),
     Tried("0.31.0", "2026-11-23"),
     Tried("0.32.0", "2026-11-22"),
     Tried("0.33.0", "2026-11-23"),
@@ -73,6 +74,25 @@ class VersionDifference:
 
 
 DIFFERENCES = (
+    # Before 0.31 waiting requests with KV blocks are in one queue with those that were skipped (`vllms_scheduler`).
+    VersionDifference(
+        name="vllm.v1.core.sched.scheduler.Scheduler.kv_holding_waiting",
+        since=(0, 31),
+        instead="vllm.v1.core.sched.scheduler.Scheduler.skipped_waiting",
+    ),
+    VersionDifference(
+        name="vllm.v1.core.sched.scheduler.Scheduler._handle_blocked_waiting_request",
+        since=(0, 31),
+        instead="vllm.v1.core.sched.scheduler.Scheduler._try_promote_blocked_waiting_request",
+    ),
+    # Before 0.31 processes have the environment's log level: the steps of their start are not told.
+    VersionDifference(name="vllm.config.VllmConfig.logging_config", since=(0, 31)),
+    VersionDifference(name="vllm.config.LoggingConfig.log_level", since=(0, 31)),
+    VersionDifference(name="vllm.logger._last_configured_logging_config", since=(0, 31)),
+    # Before 0.31 prompts are not scored for given tokens.
+    VersionDifference(
+        name="vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.token_id_scores", since=(0, 31)
+    ),
     # Before 0.32 hits are not counted by their source.
     VersionDifference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
     VersionDifference(

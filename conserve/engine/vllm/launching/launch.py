@@ -19,6 +19,7 @@ from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
 
+from conserve.engine.vllm.compat.versions import name_here
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.watchdog import Watchdog
 
@@ -162,6 +163,8 @@ def tell_steps(config: VllmConfig) -> None:
     """
     import vllm.logger
 
+    if name_here("vllm.config.VllmConfig.logging_config") is None:
+        return  # the log level is the environment's, as this process has it
     if config.logging_config.log_level == "ERROR":
         config.logging_config = replace(config.logging_config, log_level="INFO")
         vllm.logger._last_configured_logging_config = config.logging_config

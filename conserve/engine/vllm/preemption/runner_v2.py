@@ -44,7 +44,8 @@ class V2Runner(VllmRunner):
         asked = self._runner.prompt_logprobs_worker
         slots = [self._runner.req_states.req_id_to_index[name] for name in left]
         wanted = asked.uses_prompt_logprobs[slots]
-        scores = {name: asked.token_id_scores.pop(name) for name in left if name in asked.token_id_scores}
+        scored = getattr(asked, "token_id_scores", {})
+        scores = {name: scored.pop(name) for name in left if name in scored}
         asked.uses_prompt_logprobs[slots] = False
         self._left = left
         try:
@@ -52,7 +53,7 @@ class V2Runner(VllmRunner):
         finally:
             self._left = frozenset()
             asked.uses_prompt_logprobs[slots] = wanted
-            asked.token_id_scores.update(scores)
+            scored.update(scores)
 
     def transferred(self, scheduler_output: Any) -> Any:
         return self._runner.kv_connector.post_forward(scheduler_output.finished_req_ids)

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,6 +24,7 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
+from conserve.engine.vllm.compat.vllms_scheduler import AsyncScheduler, Scheduler
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
 from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor

@@ -110,8 +110,9 @@ class MetricsRoute:
         self._said: dict[str, Any] | None = None
 
     def attach(self, app: FastAPI) -> None:
-        """Replace vLLM's route, as its plug-ins may."""
+        """Answer in the place of vLLM's route: the first route of a path does, in every version."""
         app.add_api_route(PATH, self.show, methods=["GET"], include_in_schema=False)
+        app.router.routes.insert(0, app.router.routes.pop())
 
     async def show(self, request: Request) -> Response:
         """Answer with vLLM's metrics, then ours, then those of the backlog."""

@@ -1,0 +1,64 @@
+"""vLLM's own schedulers, with the queues of its newest version."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched import async_scheduler, scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from conserve.engine.vllm.compat.versions import name_here
+
+HOLDING = "vllm.v1.core.sched.scheduler.Scheduler.kv_holding_waiting"
+
+
+class HoldersApart:
+    """Mixed into schedulers of vLLM 0.30: `skipped_waiting` has the requests that hold KV blocks, and only them."""
+
+    waiting: Any
+    skipped_waiting: Any
+    _try_promote_blocked_waiting_request: Any
+
+    @property
+    def kv_holding_waiting(self) -> Any:
+        """Waiting requests that hold KV blocks, or are getting them."""
+        return self.skipped_waiting
+
+    @kv_holding_waiting.setter
+    def kv_holding_waiting(self, queue: Any) -> None:
+        self.skipped_waiting = queue
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule as vLLM does; what it has skipped and holds no KV block waits with the others again."""
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        skipped = [request for request in self.skipped_waiting if not _holds_kv(request)]
+        self.skipped_waiting.remove_requests(skipped)
+        self.waiting.prepend_requests(reversed(skipped))
+        return output
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        queue = self.skipped_waiting if _holds_kv(request) else self.waiting
+        queue.add_request(request)
+
+    def _select_waiting_queue_for_scheduling(self) -> Any:
+        return self.skipped_waiting or self.waiting or None
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        return bool(self._try_promote_blocked_waiting_request(request))
+
+
+def _holds_kv(request: Request) -> bool:
+    return request.num_computed_tokens > 0 or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+if TYPE_CHECKING or name_here(HOLDING) == HOLDING:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+else:
+
+    class Scheduler(HoldersApart, scheduler.Scheduler):
+        """vLLM's scheduler."""
+
+    class AsyncScheduler(HoldersApart, async_scheduler.AsyncScheduler):
+        """vLLM's scheduler of an engine that schedules ahead."""
+
+
+__all__ = ["AsyncScheduler", "Scheduler"]
