@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -56,6 +57,7 @@ SERVERS = frozenset(
 IMPORT_VLLM = frozenset(
     {
         "test_checkpoints",
+        "test_internals",
         "test_leavers",
         "test_live_classes",
         "test_preemption",
@@ -72,6 +74,11 @@ IMPORT_VLLM = frozenset(
 # A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
 os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
 os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
+
+REPOSITORY = Path(__file__).parents[1]
+COMMANDS = re.compile(
+    r"tests\.commands|import commands|forks: Forks|sql\.(query|answer)"
+)  # in modules that fork
 
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30  # bytes; the files of all tests together take a quarter, of which those of failed ones stay
@@ -98,11 +105,17 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 class Together(LoadScopeScheduling):
     """Keeps tests that share an engine in one worker, and those that start engine processes one after the other.
 
-    The first worker takes the tests of engines first, the others the tests without vLLM. A fork of a process that
-    has imported vLLM costs several times as much, and most tests of commands fork.
+    A fork of a process that has imported vLLM costs several times as much, and most commands fork. So the first
+    worker takes the tests of engines first, and then those without commands; the others begin with commands.
 
     Not xdist's own groups, which pytest 9.2 passes over.
     """
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self._turns: dict[
+            WorkerController, list[str]
+        ] = {}  # kinds of tests that a worker has not found to be out
 
     def _split_scope(self, nodeid: str) -> str:
         module, _, _ = nodeid.partition("::")
@@ -113,19 +126,31 @@ class Together(LoadScopeScheduling):
         return nodeid
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        engines = node is self.nodes[0]
-        for scope in self.workqueue:
-            if imports_vllm(scope) is engines:
+        turns = self._turns.setdefault(node, [*KINDS] if node is self.nodes[0] else [*reversed(KINDS)])
+        while turns:
+            scope = next((one for one in self.workqueue if kind_of(one) == turns[0]), None)
+            if scope is not None:
                 self.workqueue.move_to_end(scope, last=False)
                 break
+            turns.pop(0)
         super()._assign_work_unit(node)
 
 
+KINDS = ("engine", "plain", "command")
+
+
+def kind_of(scope: str) -> str:
+    """Kind of the tests of a scope, one of `KINDS`."""
+    return "engine" if scope == "servers" else kind_of_module(scope.partition("::")[0])
+
+
 @functools.cache
-def imports_vllm(scope: str) -> bool:
-    """True if tests of this scope import vLLM in their process, or start its processes."""
-    module = Path(scope.partition("::")[0])
-    return scope == "servers" or module.parent.name == "integration" or module.stem in IMPORT_VLLM
+def kind_of_module(path: str) -> str:
+    """Kind of a module's tests: that import vLLM in their process, that run commands, or neither."""
+    module = Path(path)
+    if module.parent.name == "integration" or module.stem in IMPORT_VLLM:
+        return "engine"
+    return "command" if COMMANDS.search((REPOSITORY / path).read_text()) else "plain"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -149,7 +174,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start vLLM's processes."""
+    """Mark the tests that start vLLM's processes, and let those that fork come first."""
+    items.sort(key=lambda item: -KINDS.index(kind_of(item.nodeid)))
     for item in items:
         if item.path.stem in SERVERS:
             item.add_marker(pytest.mark.server)
@@ -200,6 +226,7 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_FAKE", "1")
     monkeypatch.setenv("CONSERVE_FORK_SERVER", "keep")
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path / "models"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 

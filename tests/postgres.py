@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from sqlalchemy import Connection, create_engine, delete, make_url, text
+from sqlalchemy import Connection, create_engine, make_url, text
 
 from conserve.store.database import schema
 from conserve.store.database.connection import connect
@@ -64,12 +64,7 @@ class Databases:
             self._used = self.new()
             self._cleaner = create_engine(self._used, isolation_level="AUTOCOMMIT").connect()
             return self._used
-        self._cleaner.execute(text(END_OTHERS))
-        for table in reversed(schema.metadata.sorted_tables):
-            if table is not schema.meta:
-                self._cleaner.execute(delete(table))
-        self._cleaner.execute(text(FORGET))
-        self._cleaner.execute(text(RESTART))
+        self._cleaner.exec_driver_sql(EMPTY)
         return self._used
 
     def drop(self, url: str) -> None:
@@ -96,10 +91,17 @@ END_OTHERS = """
     where datname = current_database() and pid <> pg_backend_pid()
 """
 RESTART = "select setval(schemaname || '.' || sequencename, 1, false) from pg_sequences"
+ROWS = ";".join(
+    f"delete from {table.name}"
+    for table in reversed(schema.metadata.sorted_tables)
+    if table is not schema.meta
+)
 FORGET = f"""
     delete from meta where key not in ('version', '{STORE_ID}');
     update meta set value = '{LATEST}' where key = 'version'
 """
+EMPTY = ";".join((END_OTHERS, ROWS, FORGET, RESTART))
+"""All in one message to the server."""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`conserve sql` as a user meets it."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -9,13 +10,17 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.cli import app, queries, stdout
 from conserve.store.sql.named_files import kind_of, named_file
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
@@ -305,36 +310,60 @@ def test_a_temporary_file_of_a_killed_command_goes_at_the_next(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.csv"]
 
 
-def on_a_terminal(*arguments: str, **variables: str) -> str:
-    """Output of a command on a terminal, both streams together."""
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, Future[str]]]:
+    """A terminal's descriptor, which is closed at the end, and then what was shown on it."""
     master, slave = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "conserve", *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=os.environ | variables,
-    ) as running:
-        os.close(slave)
-        shown = b""
-        while True:
-            try:
-                data = os.read(master, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not data:
-                break
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(all_of, master)
+        try:
+            yield slave, shown
+        finally:
+            os.close(slave)
+            wait([shown])
+            os.close(master)
+
+
+def all_of(master: int) -> str:
+    """What a terminal shows until nothing has it open."""
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while data := os.read(master, 65536):
             shown += data
-        running.wait()
-    os.close(master)
     return shown.decode()
+
+
+def on_a_terminal(*arguments: str, **variables: str) -> str:
+    """Output of a command of this process on a terminal, both streams together."""
+    variables = {"TERM": "xterm"} | variables
+    with terminal() as (slave, shown), open(slave, closefd=False) as stdin:
+        out, err = (
+            stdout.text_stream(stdout.Stdout(slave, "w", closefd=False), None, line_buffering=True)
+            for _ in range(2)
+        )
+        streams = mock.patch.multiple(sys, stdin=stdin, stdout=out, stderr=err)
+        words = mock.patch.object(sys, "argv", ["conserve", *arguments])
+        with streams, words, mock.patch.dict(os.environ, variables):
+            stdout.flushed(app.main)
+        err.flush()
+    return shown.result()
+
+
+def process_on_a_terminal(*arguments: str, **variables: str) -> str:
+    """Output of a process."""
+    command = [sys.executable, "-m", "conserve", *arguments]
+    with terminal() as (slave, shown):
+        subprocess.run(
+            command, stdin=slave, stdout=slave, stderr=slave, env=os.environ | variables, check=False
+        )
+    return shown.result()
 
 
 ESCAPES = "select chr(27) || ']0;owned' || chr(7) || chr(155) || '2J' as \"a\x1b[31m\""
 
 
 def test_a_terminal_gets_no_commands_from_answers() -> None:
-    shown = on_a_terminal("sql", ESCAPES, NO_COLOR="1")
+    shown = process_on_a_terminal("sql", ESCAPES, NO_COLOR="1")
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
     assert r"\x1b]0;owned\x07\x9b2J" in shown
     assert r"a\x1b[31m" in shown
@@ -368,12 +397,13 @@ def test_pipes_and_files_get_answers_as_they_are(tmp_path: Path) -> None:
     assert raw in (tmp_path / "out.csv").read_text()
 
 
-def test_a_long_query_says_on_a_terminal_that_it_is_at_work() -> None:
-    shown = on_a_terminal("sql", "--timeout", "1.5", ENDLESS)
+def test_a_long_query_says_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "SPINNER_AFTER_S", 0.05)
+    shown = on_a_terminal("sql", "--timeout", "0.3", ENDLESS)
     assert "the query is at work" in shown
-    assert "longer than 1.5 s" in shown
-    assert "at work" not in on_a_terminal("sql", "--timeout", "1.5", ENDLESS, NO_COLOR="1")
-    assert "at work" not in conserve("sql", "--timeout", "1.5", ENDLESS).stderr
+    assert "longer than 0.3 s" in shown
+    assert "at work" not in on_a_terminal("sql", "--timeout", "0.3", ENDLESS, NO_COLOR="1")
+    assert "at work" not in conserve("sql", "--timeout", "0.3", ENDLESS).stderr
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,11 @@ from conserve.errors import (
 from conserve.store.database import guard, moves
 from conserve.store.database.migrations import migrate, version
 from conserve.store.database.reader import reader
+from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
+SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
 
 T = TypeVar("T")
 
@@ -54,11 +56,11 @@ def engine_of(url: str) -> Engine:
     with usable_url():
         parsed = parse(url)
         if parsed.get_backend_name() != "sqlite":
-            engine = create_engine(parsed, pool_pre_ping=True)
+            engine = create_engine(parsed, pool_pre_ping=True, execution_options=SHARED)
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
             return engine
-        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S}, execution_options=SHARED)
     event.listen(engine, "connect", prepare_sqlite)
     event.listen(engine, "begin", begin_sqlite)
     return engine
@@ -99,7 +101,10 @@ def connect_to_read(url: str) -> Engine | None:
     if not path.is_file():
         return None
     engine = create_engine(
-        parsed, creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S), poolclass=StaticPool
+        parsed,
+        creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S),
+        poolclass=StaticPool,
+        execution_options=SHARED,
     )
     event.listen(engine, "begin", begin_sqlite)
     with closed_on_error(engine):
