@@ -63,4 +63,4 @@ def unanswered(error: Exception) -> str:
     """Reason that a server did not answer."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
         return "wants another key; set CONSERVE_API_KEY"
-    return "does not answer (starting, or starting again)"
+    return "does not answer (busy, or starting)"

@@ -9,7 +9,7 @@ from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.states import OnLate
 
-UNKNOWN = "hardly any row was answered here, so there is no forecast, and --strict lets the job pass"
+UNKNOWN = "rows have run for less than 15 s here, so there is no forecast, and --strict lets the job pass"
 
 
 @dataclass(slots=True, kw_only=True)

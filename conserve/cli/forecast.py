@@ -10,6 +10,7 @@ from conserve.cli.context import Context
 from conserve.cli.forecast_report import document, header, row
 from conserve.cli.options import JOB
 from conserve.jobs.deadlines.queue import GOING, forecast_queue
+from conserve.jobs.deadlines.rate import LEAST_BUSY_S
 from conserve.store.books.readings import read_harvested, read_jobs, resolve
 
 EXAMPLE = """
@@ -36,7 +37,8 @@ def forecast(
     elif not shown:
         output.say("no job has rows to run" if wanted is None else f"job {wanted} has no rows to run")
     elif not found:
-        output.say("no forecast yet: hardly any row was answered here; run: conserve run")
+        ran = f"rows have run for less than {LEAST_BUSY_S:g} s in each quarter of an hour here"
+        output.say(f"no forecast yet: {ran}; run: conserve run")
     else:
         rows = [row(one, found[one.id], now) for one in shown if one.id in found]
         output.data("\n".join(output.columns(header(), rows, right=(1, 5))))

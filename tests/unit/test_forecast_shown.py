@@ -55,7 +55,7 @@ def test_a_store_that_harvested_nothing_says_so(store: Store, words: list[str]) 
     done = conserve(*words, "--within", "9h", "--strict")
     assert done.returncode == 0
     assert "no forecast" in done.stderr
-    assert conserve("forecast").stderr.startswith("no forecast yet")
+    assert conserve("forecast").stderr.startswith("no forecast yet: rows have run for less than 15 s")
     (shown,) = json.loads(conserve("forecast", "--json").stdout)
     assert shown["done_50"] is None
     assert "forecast" not in conserve("status").stdout
