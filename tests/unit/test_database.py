@@ -5,13 +5,14 @@ import gc
 import os
 import sqlite3
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import inspect, make_url, text
+from sqlalchemy import select as sql_select
 from sqlalchemy.exc import NoResultFound, OperationalError
 
 from conserve.config import Settings, load
@@ -25,8 +26,9 @@ from conserve.errors import (
     StoreTooNew,
 )
 from conserve.store.database import connection as database
-from conserve.store.database import guard, migrations, reader
+from conserve.store.database import guard, migrations, reader, schema
 from conserve.store.database.moves import MoveMark, MoveState
+from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import home
@@ -483,3 +485,13 @@ def test_only_one_process_migrates_a_postgresql_database_at_a_time() -> None:
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
 def test_a_postgresql_url_needs_no_driver(scheme: str) -> None:
     assert database.parse(f"{scheme}://me@there/store").drivername == "postgresql+psycopg"
+
+
+def test_stores_share_what_they_have_compiled(tmp_path: Path) -> None:
+    """The second store compiles nothing."""
+    known = []
+    for name in ("one", "other"):
+        with closing(Store.open(load({"home": tmp_path / name}))) as opened, opened.read() as tx:
+            assert tx.scalar(sql_select(schema.job.c.id).where(schema.job.c.priority == 7)) is None
+            known.append(len(STATEMENTS))
+    assert known[0] == known[1] > 0

@@ -12,6 +12,7 @@ from conserve.batch_api import access
 from conserve.batch_api.access import KeyRing
 from conserve.batch_api.reads import Reads
 from conserve.errors import UsageError
+from conserve.hosts import free_port
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, keys
@@ -245,7 +246,7 @@ def test_without_keys_only_this_machine_is_answered(store: Store, headers: dict[
 
 
 def test_an_api_without_keys_listens_on_this_machine_alone() -> None:
-    done = conserve("api", "--host", "0.0.0.0")
+    done = conserve("api", "--host", "0.0.0.0", "--port", str(free_port()))
     assert done.returncode == 2
     assert "conserve keys add NAME" in done.stderr
 

@@ -200,7 +200,7 @@ def make_at_once(tx: Connection) -> None:
 def sqlite_tables() -> list[str]:
     """Statements that make all tables and their indexes."""
     tables = schema.metadata.sorted_tables
-    made = [CreateTable(table) for table in tables]
+    made: list[CreateTable | CreateIndex] = [CreateTable(table) for table in tables]
     made += [
         CreateIndex(index)
         for table in tables
