@@ -6,6 +6,7 @@ All of it runs in virtual time: seconds are the harvester's and the endpoint's, 
 import asyncio
 import contextlib
 import errno
+import gc
 import shutil
 import socket
 import threading
@@ -128,6 +129,30 @@ def test_busy_and_unreachable_endpoints_cost_a_row_nothing(
     job_id = queue_up("BUSY", "UNAVAILABLE", "c")
     harvest(store, FakeEndpoint(), max_attempts=1)
     assert [row[2] for row in results(store, job_id)] == [None, None, None]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
+    store: Store, queue_up: Callable[..., str], before: bool
+) -> None:
+    """A process that had left them out before the run leaves them out after it."""
+
+    class Looking(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            frozen.append(gc.get_freeze_count() > 0)
+            return await super().complete(call, on_tokens)
+
+    frozen: list[bool] = []
+    queue_up("a")
+    gc.unfreeze()
+    if before:
+        gc.freeze()
+    try:
+        harvest(store, Looking())
+        assert frozen == [True]
+        assert (gc.get_freeze_count() > 0) is before
+    finally:
+        gc.unfreeze()
 
 
 class Scripted(FakeEndpoint):

@@ -198,6 +198,19 @@ def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
     assert job(store, job_id).finished_at == 1000.0
 
 
+def test_results_of_several_harvesters_fill_a_shard_together(
+    store: Store, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    recorders = [Recorder(store, Clock()) for _ in range(3)]
+    lease = leased(store)
+    journalled = []
+    for recorder, position in zip(recorders, positions(lease), strict=False):
+        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        journalled.append(select(store, "select count(*) from journal")[0][0])
+    assert journalled == [1, 0, 1]
+
+
 def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id: str) -> None:
     recorder = Recorder(store, Clock())
     lease = leased(store)
