@@ -79,7 +79,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _common_defaults() -> list[str]:
-    return ["--disable-log-stats", "--no-use-tqdm-on-load", "--enable-prefix-caching"]
+    return ["--disable-log-stats", "--no-use-tqdm-on-load"]
 
 
 def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:

@@ -60,8 +60,7 @@ def command_line(
 
     path = resolve_model(model, models_folder)
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
-    defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
     return [path, *without(defaults, flags), *flags, "--scheduling-policy", "priority"]
 
