@@ -17,7 +17,6 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 GROUP = 32  # weights with one scale, where 4 bits are kept of each
 PER_INT = 8  # such weights in an integer
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-IMAGE, PATCH = 32, 8  # pixels
 SOUND = 16_000  # samples a second
 
 MAMBA = {
@@ -56,46 +55,31 @@ def tokenizer_with(folder: Path, tokenizer_from: Path, *words: str) -> Any:
     return tokenizer
 
 
-def build_tiny_llava(folder: Path, *, tokenizer_from: Path) -> Path:
-    """A Llama that sees: a CLIP of two layers in front of it, 16 tokens an image."""
+def build_tiny_listener(folder: Path, *, tokenizer_from: Path) -> Path:
+    """A Qwen2-Audio: a decoder with an encoder of sound in front of it. Encoders of images want torchvision."""
     import torch
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-    from transformers.models.llava.processing_llava import LlavaProcessor
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, WhisperFeatureExtractor
+    from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
-    tokenizer = tokenizer_with(folder, tokenizer_from, "<image>")
-    text = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=LAYERS, dtype="float32", **WIDTHS)
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        image_size=IMAGE, patch_size=PATCH, projection_dim=32, initializer_range=SPREAD,
-    )  # fmt: skip
-    config = LlavaConfig(
-        vision_config=vision,
+    tokenizer = tokenizer_with(folder, tokenizer_from, "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    heard = {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+        "initializer_range": SPREAD, "num_mel_bins": 80,
+    }  # fmt: skip
+    text = {
+        **WIDTHS, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": len(tokenizer), "num_hidden_layers": LAYERS,
+    }  # fmt: skip
+    config = Qwen2AudioConfig(
+        audio_config=heard,
         text_config=text,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=(IMAGE // PATCH) ** 2,
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
         dtype="float32",
     )
     torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
-    square = {"height": IMAGE, "width": IMAGE}
-    LlavaProcessor(
-        CLIPImageProcessorPil(size=square, crop_size=square),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    Qwen2AudioForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
+    Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(folder)
     return folder
-
-
-def image(seed: int) -> Any:
-    """Random pixels."""
-    import numpy as np
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE, IMAGE, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def build_tiny_whisper(folder: Path, *, tokenizer_from: Path) -> Path:

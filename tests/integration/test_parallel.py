@@ -35,7 +35,7 @@ SETTINGS = {
 class Ranks:
     """An engine core in this process with a worker process for each rank, and what every rank did."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **parallel: int) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -47,7 +47,7 @@ class Ranks:
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
-                tensor_parallel_size=2,
+                **parallel,
                 max_model_len=1024,
                 max_num_batched_tokens=512,
                 max_num_seqs=16,
@@ -168,7 +168,7 @@ def ranks(six_layers: Path) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, **SETTINGS}.items():
             patch.setenv(name, value)
-        ranks = Ranks(six_layers)
+        ranks = Ranks(six_layers, tensor_parallel_size=2)
         yield ranks
         ranks.close()
 

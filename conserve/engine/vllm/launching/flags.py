@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from conserve.engine.runtime.machine import memory_headroom
-from conserve.engine.vllm.launching.number_format import FLOAT32, Chosen, format_of, names_format
+from conserve.engine.vllm.launching.number_format import (
+    FLOAT32,
+    MAMBA2,
+    Chosen,
+    format_of,
+    keeps,
+    names_format,
+    read_config,
+)
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -92,7 +100,15 @@ def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
         name = affordable(chosen, available=available, weights=weights)
         weights *= 2 if name == FLOAT32 else 1
         defaults += ["--dtype", name]
+    if not caches_prefixes(model):
+        defaults += ["--no-enable-prefix-caching"]
     return [*defaults, "--kv-cache-memory-bytes", str(kv_bytes(available - weights))]
+
+
+def caches_prefixes(model: str) -> bool:
+    """False for a hybrid with Mamba 2: vLLM's CPU kernels keep no state at a prefix's end, and fail for it."""
+    config = read_config(model)
+    return config is None or not keeps(config, MAMBA2)
 
 
 def affordable(chosen: Chosen, *, available: int, weights: int) -> str:
