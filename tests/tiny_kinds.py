@@ -58,6 +58,7 @@ def tokenizer_with(folder: Path, tokenizer_from: Path, *words: str) -> Any:
 def build_tiny_listener(folder: Path, *, tokenizer_from: Path) -> Path:
     """A Qwen2-Audio: a decoder with an encoder of sound in front of it. Encoders of images want torchvision."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, WhisperFeatureExtractor
     from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
@@ -78,6 +79,10 @@ def build_tiny_listener(folder: Path, *, tokenizer_from: Path) -> Path:
     )
     torch.manual_seed(0)
     Qwen2AudioForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    # Published models have the older names.
+    older = {name.replace("model.model.", "model."): weight for name, weight in weights.items()}
+    save_file(older, folder / "model.safetensors", {"format": "pt"})
     Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(folder)
     return folder
 

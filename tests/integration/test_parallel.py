@@ -35,7 +35,7 @@ SETTINGS = {
 class Ranks:
     """An engine core in this process with a worker process for each rank, and what every rank did."""
 
-    def __init__(self, model: Path, **parallel: int) -> None:
+    def __init__(self, model: Path, *, eager: bool = True, **parallel: int) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -54,7 +54,7 @@ class Ranks:
                 block_size=32,
                 kv_cache_memory_bytes=32 << 20,
                 enable_prefix_caching=True,
-                enforce_eager=True,
+                enforce_eager=eager,
                 dtype="float32",
                 scheduling_policy="priority",
                 scheduler_cls=SCHEDULER,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
+PIPELINE = ("--pipeline-parallel-size", "-pp")
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
@@ -93,7 +94,9 @@ def _common_defaults() -> list[str]:
 def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
     """Engine flags for a CPU. The user's flags come after them and win."""
     # Compiling takes a minute, gains 10-20 %, and changes greedy text on near-ties.
-    defaults = ["--enforce-eager"]
+    # But an eager stage of a pipeline has no room there for what it gets from the one before it.
+    pipelined = any(flag.split("=")[0].replace("_", "-") in PIPELINE for flag in flags)
+    defaults = [] if pipelined else ["--enforce-eager"]
     available, weights = _available_bytes(), _weight_bytes(Path(model))
     chosen = None if names_format(flags) else format_of(model)
     if chosen is not None:
