@@ -113,6 +113,13 @@ class Ask(NamedTuple):
     params: SamplingParams
     offline: bool = True
     adapter: Any = None  # a LoRARequest
+    media: Mapping[str, Any] | None = None  # vLLM's multi_modal_data
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The prompt as vLLM takes it."""
+        tokens: dict[str, Any] = {"prompt_token_ids": list(self.prompt)}
+        return tokens if self.media is None else {**tokens, "multi_modal_data": dict(self.media)}
 
 
 class Chunk(NamedTuple):
@@ -138,7 +145,9 @@ class Answer(NamedTuple):
 class PreemptedEngine:
     """An engine and the orders that its worker gets."""
 
-    def __init__(self, model: Path, *, section: Mapping[str, Any] | None = None, **flags: Any) -> None:
+    def __init__(
+        self, model: Path, *, section: Mapping[str, Any] | None = None, worker: str = WORKER, **flags: Any
+    ) -> None:
         chosen = {
             "max_model_len": 1024,
             "max_num_batched_tokens": CHUNK,
@@ -157,7 +166,7 @@ class PreemptedEngine:
                 model=str(model),
                 scheduling_policy="priority",
                 scheduler_cls=SCHEDULER,
-                worker_cls=WORKER,
+                worker_cls=worker,
                 additional_config={SECTION: ours},
                 **{**chosen, **flags},
             )
@@ -167,7 +176,7 @@ class PreemptedEngine:
         self.preemptions = self.scheduler.arrival_monitor
         self.worker = self.core.model_executor.driver_worker.worker
         self.orders = Scripted()
-        if isinstance(self.worker, OurWorker):
+        if isinstance(self.worker, OurWorker) and self.worker._safepoints is not None:
             self.real_orders = self.worker._safepoints._orders
             self.worker._safepoints._orders = self.orders
         self.answers: dict[str, Answer] = {}
@@ -187,7 +196,7 @@ class PreemptedEngine:
         for ask in asked:
             self.llm.add_request(
                 ask.name,
-                {"prompt_token_ids": list(ask.prompt)},
+                ask.question,
                 ask.params.clone(),
                 lora_request=ask.adapter,
                 priority=OFFLINE_PRIORITY if ask.offline else 0,
@@ -197,7 +206,7 @@ class PreemptedEngine:
         """A request as far as vLLM's I/O thread brings it; to be called in another thread."""
         request = self.llm.input_processor.process_inputs(
             ask.name,
-            {"prompt_token_ids": list(ask.prompt)},
+            ask.question,
             ask.params.clone(),
             ("generate",),
             priority=OFFLINE_PRIORITY if ask.offline else 0,
@@ -306,7 +315,8 @@ class PreemptedEngine:
         self.orders.follow(None)
         answers: dict[str, Answer] = {}
         for ask in asked:
-            what = (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter)
+            media = pickle.dumps(ask.media)
+            what = (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter, media)
             if what not in self._undisturbed:
                 self.forget()
                 self.add(ask)
@@ -338,7 +348,7 @@ class PreemptedEngine:
 
     def forget(self) -> None:
         """Empty the prefix cache; and nothing that is read before it is written is right by chance."""
-        for layer in self.worker.model_runner.kv_caches:
+        for layer in self.kv_tensors:
             layer.fill_(NOISE)
         if self.scheduler.kv_cache_manager.enable_caching:
             assert self.llm.reset_prefix_cache()
@@ -380,11 +390,17 @@ class PreemptedEngine:
             for part in self.bytes_of(block):
                 part.fill_(NOISE)
 
+    @property
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """KV of all layers; a state-space layer has several tensors."""
+        caches = self.worker.model_runner.kv_caches
+        return [part for layer in caches for part in (layer if isinstance(layer, list | tuple) else [layer])]
+
     def bytes_of(self, block: int) -> list[torch.Tensor]:
         """A KV block's part of every layer, as it lies there."""
         pool = self.scheduler.kv_cache_manager.block_pool
         found = []
-        for cache in self.worker.model_runner.kv_caches:
+        for cache in self.kv_tensors:
             dimension = next(n for n, size in enumerate(cache.shape) if size == pool.num_gpu_blocks)
             found.append(cache.movedim(dimension, 0)[block])
         return found
@@ -407,7 +423,7 @@ class PreemptedEngine:
             ],
             "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],
             "runner": requests_in(runner),
-            "rows": [self.worker._rows._suspended] if self.worker._rows is not None else [],
+            "rows": [rows._suspended] if (rows := getattr(self.worker, "_rows", None)) is not None else [],
         }
         if (checkpoints := scheduler.checkpoints) is not None:
             parts = [part for part in vars(checkpoints).values() if isinstance(part, dict | list | set)]

@@ -35,7 +35,7 @@ SETTINGS = {
 class Ranks:
     """An engine core in this process with a worker process for each rank, and what every rank did."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, eager: bool = True, **parallel: int) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -47,14 +47,14 @@ class Ranks:
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
-                tensor_parallel_size=2,
+                **parallel,
                 max_model_len=1024,
                 max_num_batched_tokens=512,
                 max_num_seqs=16,
                 block_size=32,
                 kv_cache_memory_bytes=32 << 20,
                 enable_prefix_caching=True,
-                enforce_eager=True,
+                enforce_eager=eager,
                 dtype="float32",
                 scheduling_policy="priority",
                 scheduler_cls=SCHEDULER,
@@ -168,7 +168,7 @@ def ranks(six_layers: Path) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, **SETTINGS}.items():
             patch.setenv(name, value)
-        ranks = Ranks(six_layers)
+        ranks = Ranks(six_layers, tensor_parallel_size=2)
         yield ranks
         ranks.close()
 

@@ -673,6 +673,33 @@ def test_several_prompts_share_an_iteration_in_chunks(make: Make) -> None:
     assert shared
 
 
+@pytest.mark.parametrize("policy", ["conserve", "online-only"])
+def test_no_prompt_is_cut_where_vllm_cuts_none(make: Make, policy: str) -> None:
+    """A cut prompt of an encoder would be another one: each of its tokens sees those behind it."""
+    limits = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "enable_chunked_prefill": False}
+    engine = make(policy, slo={"harm": 0.1}, **limits)
+    lengths = [700, 900, 1300, 1500]
+    asked = [engine.add(n, 6, offline=n % 200 == 100) for n in lengths for _ in range(2)]
+    first: dict[str, int] = {}
+    for _ in range(500):
+        for name, tokens in engine.step().num_scheduled_tokens.items():
+            first.setdefault(name, tokens)
+    ended = [request for request in asked if request.is_finished()]
+    assert len(ended) >= sum(request.priority == 0 for request in asked)
+    assert all(first[request.request_id] == request.num_prompt_tokens for request in ended)
+    assert len(ended) == len(asked) or policy == "online-only"
+
+
+def test_a_model_that_embeds_is_not_learned(make: Make) -> None:
+    """A plan by what was learned would cut prompts, and there is no decode step to spare."""
+    from conserve.engine.vllm.scheduling.iterations import Iterations
+    from conserve.engine.vllm.settings import EngineSettings
+
+    installed = EngineSettings.read(unprofiled(make, "conserve").config)
+    assert Iterations(installed).warm_up is not None
+    assert Iterations(installed, learns=False).warm_up is None
+
+
 def test_prompts_with_logprobs_are_cut_shorter(make: Make) -> None:
     chunks = []
     for params in ({}, {"prompt_logprobs": 1}):

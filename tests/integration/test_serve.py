@@ -36,13 +36,21 @@ FLAGS = (
     *("--dtype", "float32"),  # in bf16 greedy text varies with the shape of the batch
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
+PROMISES = ("--ttft-slo", "5s", "--tbt-slo", "500ms")
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Service:
     """A `conserve serve` in a home of its own, at a port of its own."""
 
-    def __init__(self, home: Path, models: Path, *more: str) -> None:
+    def __init__(
+        self,
+        home: Path,
+        models: Path,
+        *more: str,
+        promises: tuple[str, ...] = PROMISES,
+        flags: tuple[str, ...] = FLAGS,
+    ) -> None:
         self.home = home
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -54,10 +62,10 @@ class Service:
             "CONSERVE_HARVEST_KEY": HARVEST_KEY,
         }
         self.said = home.parent / "said.txt"
-        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(self.port))
+        words = ("serve", MODEL, *promises, "--port", str(self.port))
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "conserve", *words, *more, *FLAGS],
+                [sys.executable, "-m", "conserve", *words, *more, *flags],
                 env=self.environment,
                 stdout=out,
                 stderr=out,

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from conserve.engine.runtime.machine import memory_headroom
-from conserve.engine.vllm.launching.number_format import FLOAT32, Chosen, format_of, names_format
+from conserve.engine.vllm.launching.number_format import (
+    FLOAT32,
+    MAMBA2,
+    Chosen,
+    format_of,
+    keeps,
+    names_format,
+    read_config,
+)
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -16,6 +24,7 @@ if TYPE_CHECKING:
 
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
+PIPELINE = ("--pipeline-parallel-size", "-pp")
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
@@ -79,20 +88,30 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _common_defaults() -> list[str]:
-    return ["--disable-log-stats", "--no-use-tqdm-on-load", "--enable-prefix-caching"]
+    return ["--disable-log-stats", "--no-use-tqdm-on-load"]
 
 
 def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
     """Engine flags for a CPU. The user's flags come after them and win."""
     # Compiling takes a minute, gains 10-20 %, and changes greedy text on near-ties.
-    defaults = ["--enforce-eager"]
+    # But an eager stage of a pipeline has no room there for what it gets from the one before it.
+    pipelined = any(flag.split("=")[0].replace("_", "-") in PIPELINE for flag in flags)
+    defaults = [] if pipelined else ["--enforce-eager"]
     available, weights = _available_bytes(), _weight_bytes(Path(model))
     chosen = None if names_format(flags) else format_of(model)
     if chosen is not None:
         name = affordable(chosen, available=available, weights=weights)
         weights *= 2 if name == FLOAT32 else 1
         defaults += ["--dtype", name]
+    if not caches_prefixes(model):
+        defaults += ["--no-enable-prefix-caching"]
     return [*defaults, "--kv-cache-memory-bytes", str(kv_bytes(available - weights))]
+
+
+def caches_prefixes(model: str) -> bool:
+    """False for a hybrid with Mamba 2: vLLM's CPU kernels keep no state at a prefix's end, and fail for it."""
+    config = read_config(model)
+    return config is None or not keeps(config, MAMBA2)
 
 
 def affordable(chosen: Chosen, *, available: int, weights: int) -> str:

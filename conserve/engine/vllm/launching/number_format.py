@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FLOAT32 = "float32"
 HALVES = ("bfloat16", "float16")
+GATED_DELTA_NET = ("linear_key_head_dim",)  # entries of configurations with such layers
+MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # limit instructions
 
 
@@ -38,10 +40,11 @@ def names_format(flags: Sequence[str]) -> bool:
 def format_of(model: str) -> Chosen | None:
     """The faster number format of this model on this machine; None if vLLM is to decide. Imports torch and vLLM.
 
-    vLLM decides for quantised models, and if the configuration cannot be read.
+    vLLM decides for quantised models, for gated delta nets (Qwen3-Next), whose CPU kernels take bfloat16 alone, and
+    if the configuration cannot be read.
     """
     config = read_config(model)
-    if config is None or config.get("quantization_config"):
+    if config is None or config.get("quantization_config") or keeps(config, GATED_DELTA_NET):
         return None
     try:
         shapes = Shapes.of(config)
@@ -95,6 +98,12 @@ def read_config(model: str) -> dict[str, Any] | None:
     except Exception:  # vLLM will ask for it next, and report the error
         return None
     return fetched
+
+
+def keeps(config: dict[str, Any], names: Iterable[str]) -> bool:
+    """True if the configuration of the text model has one of these entries."""
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in names)
 
 
 def own_format(config: dict[str, Any]) -> str:

@@ -102,9 +102,13 @@ def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
 
 
 def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Stand-ins for two methods that vLLM asks about each request's tokens before it allocates blocks for them."""
+    """Stand-ins for two methods that vLLM asks about each request's tokens before it allocates blocks for them.
+
+    Where vLLM cuts no prompts into chunks (encoders, for one), a prompt that the plan would cut waits.
+    """
     lookahead, split = scheduler._reserve_prefill_lookahead, scheduler._mamba_block_aligned_split
     spec_tokens, looks_ahead = scheduler.num_spec_tokens, bool(scheduler.num_prefill_lookahead)
+    cuts = scheduler.scheduler_config.enable_chunked_prefill
 
     def capped(request: Request, tokens: int) -> int:
         cap = planned.get(request.request_id)
@@ -112,14 +116,17 @@ def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int]
             return 0 if is_running(request) else tokens
         if spec_tokens and tokens == 1 + spec_tokens and not is_running(request):
             return tokens  # vLLM has made one token as long as a decode step, and insists on it
-        return cap if cap < tokens else tokens
+        return shorter(request, cap) if cap < tokens else tokens
+
+    def shorter(request: Request, cap: int) -> int:
+        return cap if cuts or request.num_computed_tokens >= request.num_prompt_tokens else 0
 
     def before_lookahead(request: Request, computed: int, tokens: int) -> int:
         cap = None if spec_tokens else planned.get(request.request_id)
         if cap is None:
             tokens = capped(request, tokens)
         elif cap < tokens:  # as in `capped`, without another call for each request
-            tokens = cap
+            tokens = shorter(request, cap)
         return int(lookahead(request, computed, tokens)) if looks_ahead else tokens
 
     def aligned(request: Request, tokens: int, *args: Any, **kwargs: Any) -> int:

@@ -28,9 +28,10 @@ SURCHARGE_SHARE = 0.2  # weight of the newest iteration in what was measured
 class Iterations:
     """The latency model, corrected by every iteration that was computed whole, and counts of overruns."""
 
-    def __init__(self, installed: EngineSettings) -> None:
+    def __init__(self, installed: EngineSettings, *, learns: bool = True) -> None:
+        """`learns`: False for a model that only embeds, whose iterations vLLM composes: it cuts no prompt."""
         self.model: CorrectedModel | None = installed.model
-        self.warm_up = WarmUp() if installed.model is None else None
+        self.warm_up = WarmUp() if installed.model is None and learns else None
         self.worth = Worth.by(installed.model) if installed.model is not None else Worth()
         self.hygen: HyGenModel | None = installed.hygen  # HyGen's predictor, by the same measurements
         self.counted = self.planned = self.overruns = 0

@@ -71,7 +71,7 @@ class CoServing:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         installed = EngineSettings.read(vllm_config)
         self.waiting = Lanes()
-        self._iterations = Iterations(installed)
+        self._iterations = Iterations(installed, learns=vllm_config.model_config.runner_type == "generate")
         self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
         self._traffic.pushing.largest_scale = installed.push_slo_scale
         self._offline: set[str] = set()  # offline requests in the engine

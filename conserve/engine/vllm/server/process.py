@@ -33,6 +33,7 @@ from conserve.engine.vllm.launching.flags import (
     names_scheduling,
     said_of_adapters,
 )
+from conserve.engine.vllm.launching.number_format import read_config
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
@@ -59,9 +60,10 @@ def command_line(
     from vllm.platforms import current_platform
 
     path = resolve_model(model, models_folder)
+    if (read_config(path) or {}).get("is_encoder_decoder"):
+        flags = without_checkpoints(flags)  # vLLM starts no such model with a KV connector
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
-    defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
     return [path, *without(defaults, flags), *flags, "--scheduling-policy", "priority"]
 

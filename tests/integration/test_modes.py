@@ -1,0 +1,313 @@
+"""Modes of vLLM beside the usual one: rows and live requests answer as they would alone, and the report says why.
+
+docs/reference/modes.md lists them. `wanted` is always the same engine's answer to each request on its own, with
+nothing cached.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_kinds
+from tests.integration.test_checkpoints import transfer
+from tests.tiny_models import LAYERS, build_tiny_model
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+PROMISES: tuple[dict[str, float], ...] = (
+    {},
+    {"harm": 0.1},
+    {"tbt_ms": 3.0},
+)  # the last two cut prompts small
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+STATE = "its state is not only KV blocks"
+
+
+@contextmanager
+def checkpointed(model: Path, **flags: Any) -> Iterator[Any]:
+    """An engine with the connector of checkpoints, as `conserve serve` starts one."""
+    from tests.preempted_engine import started
+
+    settings = {"policy": "eager", "host_bytes": 16 << 20}
+    with started(model, kv_transfer_config=transfer(settings), **flags) as engine:
+        yield engine
+
+
+def mixed() -> list[Any]:
+    """Rows, and two live requests."""
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    asked = [Ask(f"off{n}", prompt(30 + n * 67 % 290, n), greedy(16)) for n in range(5)]
+    return [
+        *asked,
+        *(Ask(f"on{n}", prompt(20 + n * 31, 50 + n), greedy(24), offline=False) for n in range(2)),
+    ]
+
+
+def assert_undisturbed(engine: Any, asked: list[Any], *, losses: int = 5, kinds: int = 10) -> dict[str, Any]:
+    """Check answers beside each other, with orders to leave, losses of memory and three promises; the report."""
+    from tests.preempted_engine import Dice
+
+    wanted = engine.undisturbed(asked)
+    assert len({token for answer in wanted.values() for token in answer.tokens}) >= kinds, (
+        "nothing to compare"
+    )
+    for seed, promise in enumerate(PROMISES):
+        engine.scheduler.conserve({"slo": promise})
+        engine.orders.follow(Dice(seed, LAYERS))
+        engine.add(*(ask for ask in asked if not ask.offline))
+        engine.step()
+        engine.add(*(ask for ask in asked if ask.offline))
+        answers = engine.drain_losing(random.Random(seed), 0.2)
+        engine.orders.follow(None)
+        assert answers == wanted, promise
+        engine.assert_nothing_is_left()
+        engine.forget()
+    assert engine.lost >= losses
+    said: dict[str, Any] = engine.scheduler.conserve({"slo": {}})
+    return said
+
+
+def test_vllms_own_worker(six_layers: Path) -> None:
+    """Your own `vllm serve` without `--worker-cls`: rows stay, and host memory brings their KV back."""
+    with checkpointed(six_layers, worker="auto") as engine:
+        said = assert_undisturbed(engine, mixed())
+    assert said["preemption"]["why_off"] == "the worker is not ConServe's (--worker-cls)"
+    assert said["preemption"]["preemptions"] == 0
+    assert said["checkpoint"]["why_off"] is None
+    assert said["checkpoint"]["tokens_restored"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "why_no_kv"),
+    [
+        ("Mamba2", "its layers do not keep KV of the whole context"),
+        ("FalconH1", "its layers keep KV in different ways"),
+        ("GraniteMoeHybrid", "its layers keep KV in different ways"),
+    ],
+)
+def test_states_are_computed_again(kind: str, why_no_kv: str, demo_model: Path, tmp_path: Path) -> None:
+    """vLLM's CPU kernels keep no state at a prefix's end, so `conserve serve` turns its prefix cache off."""
+    from conserve.engine.vllm.launching.flags import caches_prefixes
+
+    settings = tiny_kinds.STATES[kind]
+    model = build_tiny_model(
+        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind=kind, **settings
+    )
+    assert caches_prefixes(str(model)) == (kind == "Mamba2"), "which has none by vLLM's own choice"
+    with checkpointed(model, enable_prefix_caching=False) as engine:
+        said = assert_undisturbed(engine, mixed())
+    assert said["preemption"]["why_off"] == STATE
+    assert said["checkpoint"]["why_off"] == why_no_kv
+    assert said["checkpoint"]["tokens_recomputed"]
+
+
+@pytest.mark.full
+def test_gated_delta_nets_run_beside_live_requests(demo_model: Path, tmp_path: Path) -> None:
+    """In bfloat16 alone, where stock vLLM's text too depends on what runs beside: every request ends."""
+    from conserve.engine.vllm.launching.number_format import format_of
+    from tests.preempted_engine import Dice
+
+    model = build_tiny_model(
+        tmp_path / "model",
+        tokenizer_from=demo_model,
+        layers=LAYERS,
+        kind="Qwen3Next",
+        **tiny_kinds.STATES["Qwen3Next"],
+    )
+    assert format_of(str(model)) is None, "vLLM is to decide"
+    asked = mixed()
+    with checkpointed(model, dtype="bfloat16") as engine:
+        engine.orders.follow(Dice(0, LAYERS))
+        engine.add(*asked)
+        answers = engine.drain_losing(random.Random(0), 0.2)
+        engine.orders.follow(None)
+        assert {name: len(answer.tokens) for name, answer in answers.items()} == {
+            ask.name: ask.params.max_tokens for ask in asked
+        }
+        engine.assert_nothing_is_left()
+        assert engine.scheduler.conserve()["preemption"]["why_off"] == STATE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "dtype"), [("int8", "float32"), ("gptq", "float16"), ("awq", "float16")])
+def test_quantised_weights(method: str, dtype: str, demo_model: Path, tmp_path: Path) -> None:
+    model = tiny_kinds.build_quantised(tmp_path / "model", tokenizer_from=demo_model, method=method)
+    with checkpointed(model, dtype=dtype) as engine:
+        assert_rows_leave_and_come_back(assert_undisturbed(engine, mixed()))
+
+
+@pytest.mark.full
+def test_a_quantised_kv_cache(six_layers: Path) -> None:
+    with checkpointed(six_layers, kv_cache_dtype="fp8") as engine:
+        assert_rows_leave_and_come_back(assert_undisturbed(engine, mixed()))
+
+
+def assert_rows_leave_and_come_back(said: Mapping[str, Any]) -> None:
+    """Check that rows left one by one, and that host memory brought KV back."""
+    assert said["preemption"]["rows_go_on"]
+    assert said["preemption"]["preemptions"] > said["preemption"]["abandoned"] > 0
+    assert said["checkpoint"]["tokens_restored"]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*reflected list")  # numba's, of vLLM's proposer
+def test_speculated_tokens(six_layers: Path) -> None:
+    with checkpointed(six_layers, speculative_config=SPECULATION) as engine:
+        said = assert_undisturbed(engine, mixed(), losses=1)
+    assert said["preemption"]["why_off"] == said["checkpoint"]["why_off"] == "tokens are speculated"
+
+
+@pytest.mark.full
+def test_a_model_that_hears(demo_model: Path, tmp_path: Path) -> None:
+    """A multi-modal one, of sound: vLLM's models with images want torchvision."""
+    model = tiny_kinds.build_tiny_listener(tmp_path / "model", tokenizer_from=demo_model)
+    with checkpointed(model) as engine:
+        sign = engine.worker.vllm_config.model_config.hf_config.audio_token_index
+        asked = [
+            ask._replace(
+                prompt=[*ask.prompt[:7], sign, *ask.prompt[7:]], media={"audio": tiny_kinds.sound(n)}
+            )
+            if n % 2 == 0
+            else ask
+            for n, ask in enumerate(mixed())
+        ]
+        said = assert_undisturbed(engine, asked)
+    assert said["preemption"]["abandoned"] == said["preemption"]["preemptions"] > 0
+    assert said["checkpoint"]["tokens_restored"]
+
+
+@pytest.mark.full
+def test_an_encoder_and_a_decoder(demo_model: Path, tmp_path: Path) -> None:
+    from tests.preempted_engine import Ask, greedy, prompt, started
+
+    model = tiny_kinds.build_tiny_whisper(tmp_path / "model", tokenizer_from=demo_model)
+    limits = {"max_model_len": 448, "max_num_batched_tokens": 2048, "enable_prefix_caching": None}
+    with started(model, **limits) as engine:
+        begin = engine.worker.vllm_config.model_config.hf_config.decoder_start_token_id
+        asked = [
+            Ask(
+                f"row{n}",
+                [begin, *prompt(3 + 20 * n, n)],
+                greedy(20),
+                offline=n < 5,
+                media={"audio": tiny_kinds.sound(n)},
+            )
+            for n in range(7)
+        ]
+        said = assert_undisturbed(engine, asked)
+    assert said["preemption"]["why_off"] == "it has an encoder"
+
+
+def test_a_model_with_an_encoder_starts_without_checkpoints(tmp_path: Path) -> None:
+    """VLLM starts no such model with a KV connector; another's connector stays, for vLLM to refuse."""
+    from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints
+    from conserve.engine.vllm.server.process import command_line
+
+    def words(model: Path) -> list[str]:
+        flags = with_checkpoints(["--max-model-len", "64", "--dtype", "float32"], {"policy": "eager"})
+        return command_line(str(model), flags, {}, models_folder=tmp_path)
+
+    whisper = configured(tmp_path / "whisper", model_type="whisper", is_encoder_decoder=True)
+    assert FLAG not in words(whisper)
+    assert "64" in words(whisper)
+    assert FLAG in words(configured(tmp_path / "llama", model_type="llama"))
+
+
+OFF = "--no-enable-prefix-caching"
+
+
+@pytest.mark.parametrize(
+    ("config", "off"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, False),
+        ({"model_type": "falcon_h1", "mamba_n_heads": 4}, True),
+        ({"model_type": "nemotron_h", "mamba_num_heads": 4}, True),
+        ({"model_type": "qwen3_5", "text_config": {"linear_key_head_dim": 128}}, False),
+        ({"model_type": "nano", "text_config": {"mamba_num_heads": 4}}, True),
+    ],
+)
+def test_prefix_caching_is_vllms_choice_but_for_mamba_2_on_a_cpu(
+    config: dict[str, Any], off: bool, tmp_path: Path
+) -> None:
+    from conserve.engine.vllm.launching.flags import cpu_defaults
+    from conserve.engine.vllm.server.process import command_line
+
+    model = configured(tmp_path / "model", **config)
+    assert (OFF in cpu_defaults(str(model), ["--dtype", "float32"])) == off
+    words = command_line(str(model), ["--dtype", "float32"], {}, models_folder=tmp_path)
+    assert (OFF in words) == off
+    assert "--enable-prefix-caching" not in words
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--pipeline_parallel_size=2", "-pp"])
+def test_stages_of_a_pipeline_are_compiled_on_a_cpu(flag: str, tmp_path: Path) -> None:
+    from conserve.engine.vllm.launching.flags import cpu_defaults
+
+    model = str(configured(tmp_path / "model", model_type="llama"))
+    assert "--enforce-eager" in cpu_defaults(model, ["--dtype", "float32"])
+    assert "--enforce-eager" not in cpu_defaults(model, ["--dtype", "float32", flag])
+
+
+def configured(folder: Path, **config: Any) -> Path:
+    """A model that is nothing but its configuration."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def ranks(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine with two stages, a process each."""
+    from tests.integration.test_parallel import SETTINGS, Ranks
+    from tests.preempted_engine import ENVIRONMENT
+
+    for name, value in {**ENVIRONMENT, **SETTINGS}.items():
+        monkeypatch.setenv(name, value)
+    # vLLM on a CPU makes room for what a stage gets from the one before it while it compiles, and only then.
+    made = Ranks(six_layers, eager=False, pipeline_parallel_size=2)
+    yield made
+    made.close()
+
+
+@pytest.mark.full
+def test_a_parallel_pipeline(ranks: Any) -> None:
+    """Two iterations are under way at once: rows stay, are evicted, and answer as alone."""
+    from tests.integration.test_parallel import rows
+
+    asked, scheduler, dice, lost = rows(1), ranks.core.scheduler, random.Random(3), 0
+    wanted: Mapping[str, Any] = {}
+    for ask in asked:
+        wanted |= ranks.answers([ask])
+    assert ranks.core.batch_queue_size == 2
+
+    def lose() -> None:
+        nonlocal lost
+        running = [row for row in scheduler.running if row.request_id in scheduler._offline]
+        if running and dice.random() < 0.2:
+            ranks.take_memory(dice.choice(running))
+            lost += 1
+
+    for promise in PROMISES:
+        scheduler.conserve({"slo": promise})
+        assert ranks.answers(asked) == wanted, promise
+        assert ranks.answers(asked, lose) == wanted, promise
+    assert lost > 5
+    said = scheduler.conserve()
+    assert said["preemption"]["why_off"] == said["checkpoint"]["why_off"] == "the pipeline is parallel"
+    assert said["checkpoint"]["tokens_recomputed"]
