@@ -442,7 +442,7 @@ class PreemptedEngine:
         """End the engine, so that another can start in this process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self.core.shutdown()
+        self.llm.engine_core.shutdown()
         for name in list(vars(self)):
             delattr(self, name)
         cleanup_dist_env_and_memory()

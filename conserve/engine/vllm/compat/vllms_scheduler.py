@@ -46,7 +46,7 @@ class HoldersApart:
 
 
 def _holds_kv(request: Request) -> bool:
-    return request.num_computed_tokens > 0 or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    return bool(request.num_computed_tokens or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 if TYPE_CHECKING or name_here(HOLDING) == HOLDING:
