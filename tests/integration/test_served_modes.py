@@ -1,4 +1,4 @@
-"""`conserve serve` in modes that only whole processes show: embeddings, two engines behind one address."""
+"""`conserve serve` with a model that embeds: rows and live requests get the vectors that they would get alone."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from conserve.engine.vllm.model.demo_model import FOLDER
-from tests.integration.test_serve import FLAGS, FRANCE, MODEL, Service, answered_by_transformers, rows_file
+from tests.integration.test_serve import MODEL, Service
 from tests.tiny_kinds import build_tiny_bert
 
 pytestmark = [
@@ -76,25 +76,3 @@ def test_rows_and_live_requests_that_ask_for_embeddings(demo_model: Path, tmp_pa
         said = service.report()
         assert said["latency_model"] is None
         assert said["preemption"]["why_off"] == "it does not generate"
-
-
-def test_two_engines_behind_one_address(tiny_llama: Path, tmp_path: Path) -> None:
-    greedy = answered_by_transformers(tiny_llama, FRANCE, 24)
-    flags = (*FLAGS, "--data-parallel-size", "2")
-    with served(tmp_path, tiny_llama, flags=flags) as service, service.client() as client:
-        job_id = service.conserve("submit", str(rows_file(tmp_path, 40)))
-        for _ in range(8):
-            assert asked(client) == greedy
-        service.until(lambda: service.job(job_id)["state"] == "completed")
-        results = [json.loads(line) for line in service.conserve("results", job_id).splitlines()]
-        assert [row["custom_id"] for row in results] == [str(number) for number in range(40)]
-        assert all(row["text"] for row in results)
-        said = service.report()
-        assert said["preemption"]["why_off"] == "data parallel engines wait for each other"
-        assert said["checkpoint"]["policy"] == "adaptive"
-
-
-def asked(client: openai.OpenAI) -> str | None:
-    """Live text."""
-    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
-    return answer.choices[0].message.content

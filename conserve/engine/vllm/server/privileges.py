@@ -176,11 +176,13 @@ def permitting(serve: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(serve)
-    def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
+    def wrapped(llm: Any, prompt: Any, *args: Any, **rest: Any) -> Any:
+        # vLLM names a model's parameters differently where it embeds.
+        params = args[0] if args else rest.get("sampling_params", rest.get("pooling_params"))
         extra = getattr(params, "extra_args", None) or {}
         why = refusal(CALLER.get(), rest.get("priority", 0), extra)
         if why is not None:
             refuse(why, HTTPStatus.FORBIDDEN)
-        return serve(llm, prompt, params, request_id, *args, **rest)
+        return serve(llm, prompt, *args, **rest)
 
     return wrapped
