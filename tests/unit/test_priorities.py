@@ -27,7 +27,9 @@ class Engine:
     """vLLM's front end, which notes the priority of all that is sent to the engine and aborts it."""
 
     model_config = SimpleNamespace(max_model_len=100)
-    input_processor = SimpleNamespace(resolve_watermarking=lambda params: None)
+    input_processor = SimpleNamespace(
+        resolve_watermarking=lambda params: None, vllm_config=None, generation_config_fields={}
+    )
 
     def __init__(self) -> None:
         self.priorities: list[int] = []
