@@ -492,7 +492,7 @@ def requests_in(runner: Any) -> list[dict[str, Any]]:
         return [
             runner.req_states.req_id_to_index,
             asked.in_progress_prompt_logprobs,
-            asked.token_id_scores,
+            getattr(asked, "token_id_scores", {}),
         ]
     return [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs]
 

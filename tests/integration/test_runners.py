@@ -120,8 +120,9 @@ def of_all_kinds() -> list[Any]:
         ),
         "logprobs": (90, greedy(6, logprobs=2)),
         "prompt": (120, greedy(3, prompt_logprobs=1, logprobs=1)),
-        "scores": (110, greedy(3, prompt_logprob_token_ids=[[7 + n, 9] for n in range(109)])),
     }
+    if hasattr(SamplingParams, "prompt_logprob_token_ids"):  # vLLM 0.30 has none
+        kinds["scores"] = (110, greedy(3, prompt_logprob_token_ids=[[7 + n, 9] for n in range(109)]))
     asked = [
         Ask(name, prompt(tokens, 40 + n), params) for n, (name, (tokens, params)) in enumerate(kinds.items())
     ]

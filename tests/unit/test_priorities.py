@@ -1,6 +1,7 @@
 """All parts of a request reach the engine with its priority: beams, and turns after a server-side tool."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ class Engine:
     """vLLM's front end, which notes the priority of all that is sent to the engine and aborts it."""
 
     model_config = SimpleNamespace(max_model_len=100)
-    input_processor = SimpleNamespace(resolve_watermarking=lambda params: None)
+    input_processor = SimpleNamespace(
+        resolve_watermarking=lambda params: None, vllm_config=None, generation_config_fields={}
+    )
 
     def __init__(self) -> None:
         self.priorities: list[int] = []
@@ -64,7 +67,10 @@ async def search_beams(engine: Engine, **fields: Any) -> None:
     request = ChatCompletionRequest(model="m", messages=messages, use_beam_search=True, n=2, **fields)
     GenerateBaseServing._get_session_id(request, None)
     params = BeamSearchParams(beam_width=2, max_tokens=3)
-    async for _ in BeamSearchOnlineMixin.beam_search(serving, PROMPT, "1", params):
+    rest: dict[str, Any] = {}
+    if "priority" in inspect.signature(BeamSearchOnlineMixin.beam_search).parameters:  # from vLLM 0.33 on
+        rest["priority"] = GenerateBaseServing._get_priority(request, None)
+    async for _ in BeamSearchOnlineMixin.beam_search(serving, PROMPT, "1", params, **rest):
         pass
 
 

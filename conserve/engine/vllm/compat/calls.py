@@ -81,5 +81,5 @@ HABITS = {
     "vllm.platform_plugins": "the entry points of its platforms, which `conserve serve` lets it load",
     "vllm.conserve": "our logger: what it says goes where vLLM's log goes",
     "app.state.engine_client": "the engine, in vLLM's API server",
-    "args.{middleware,served_model_name}": "flags of that server",
+    "args.{enable_request_id_headers,middleware,served_model_name}": "flags of that server",
 }
