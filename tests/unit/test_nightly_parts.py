@@ -184,6 +184,27 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert commands.conserve("eval", "init", str(tmp_path / "x.toml")).returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"--data": "none.jsonl"}, "none.jsonl"),
+        ({"--prompt": "{{ quest }}"}, "quest"),
+        ({"--expected": "right"}, "names the column 'right'"),
+    ],
+)
+def test_init_writes_no_file_whose_questions_cannot_be_asked(
+    wrong: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    nightly_files.written(tmp_path)
+    file = tmp_path / "first.toml"
+    flags = {"--data": "questions.jsonl", "--prompt": "{{ question }}", "--expected": "answer"}
+    words = [word for flag in (flags | wrong).items() for word in flag]
+    done = commands.conserve("eval", "init", str(file), *words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not file.exists()
+
+
 class Hook(HTTPServer):
     """A webhook that answers with these codes in turn."""
 
