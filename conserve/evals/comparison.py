@@ -66,9 +66,14 @@ class Comparison:
     nights: Sequence[str] = ()  # runs of the history
 
     @property
+    def of_itself(self) -> bool:
+        """True for a run compared with itself, unless a suite of it can find no decline."""
+        return self.before == self.after and not any(one.doubt for one in self.judged.values())
+
+    @property
     def verdict(self) -> Verdict:
         """Worst verdict of all suites. A lasting decline is worse; a suite that cannot be judged leaves a doubt."""
-        if self.before == self.after:
+        if self.of_itself:
             return Verdict.NO_WORSE
         found = {one.verdict for one in self.judged.values()}
         if self.changes:
@@ -104,8 +109,8 @@ def compared(
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
     judged = {name: found[key_of(name)] for name in pairs}
-    for name, metric in metrics.items():
-        if not metric.lower_is_better and not (pairs[name].before.any() or pairs[name].after.any()):
+    for name, measure in metrics.items():
+        if not measure.lower_is_better and not (pairs[name].before.any() or pairs[name].after.any()):
             judged[name] = judged[name]._replace(verdict=Verdict.CANNOT_TELL, doubt=blind(name.metric))
     return judged, metrics
 

@@ -190,7 +190,7 @@ def test_two_nights_that_score_nothing_get_no_all_clear(tmp_path: Path) -> None:
     doubt = "every item scores 0 by score: this suite can find no decline"
     nightly_files.kept(home(), [0.0] * 60, began_at=1e9)
     nightly_files.kept(home(), [0.0] * 60, began_at=1e9 + 86_400)
-    for against in ("previous", "history"):
+    for against in ("previous", "history", "last"):
         gate = commands.conserve("eval", "gate", "last", "--against", against)
         assert gate.returncode == 7
         assert doubt in gate.stdout
