@@ -9,7 +9,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.errors import UsageError
+from conserve.errors import ConserveError, UsageError
 
 WAYS = ("cron", "systemd")
 
@@ -94,15 +94,20 @@ def schedule(
         minute=minute,
         command=schedules.own_command(),
     )
-    if install == "cron":
-        output.say(schedules.install_crontab(night))
-    elif install == "systemd":
-        output.say(schedules.install_units(night))
-    else:
-        folder = "~/.config/systemd/user"
-        output.data(f"# crontab -e\n{schedules.crontab_line(night)}\n")
-        output.data(f"# {folder}/{night.unit}.service\n{schedules.service(night)}")
-        output.data(f"# {folder}/{night.unit}.timer\n{schedules.timer(night)}".rstrip())
+    lines = (
+        f"# crontab -e\n{schedules.crontab_line(night)}\n\n"
+        f"# ~/.config/systemd/user/{night.unit}.service\n{schedules.service(night)}\n"
+        f"# ~/.config/systemd/user/{night.unit}.timer\n{schedules.timer(night)}"
+    ).rstrip()
+    if install is None:
+        output.data(lines)
+        return
+    installed = schedules.install_crontab if install == "cron" else schedules.install_units
+    try:
+        output.say(installed(night))
+    except ConserveError:
+        output.data(lines)  # which the error says to copy
+        raise
 
 
 def time_of(text: str) -> tuple[int, int]:

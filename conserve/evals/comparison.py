@@ -10,7 +10,7 @@ from conserve.evals.history import ChangePoint
 from conserve.evals.paired import Pairs
 from conserve.evals.plan import Metric, SuitePlan
 from conserve.evals.records import RunRecord
-from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, judge
+from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, blind, judge
 
 IGNORED = ("conserve",)  # its version changes no answer
 
@@ -66,9 +66,14 @@ class Comparison:
     nights: Sequence[str] = ()  # runs of the history
 
     @property
+    def of_itself(self) -> bool:
+        """True for a run compared with itself, unless a suite of it can find no decline."""
+        return self.before == self.after and not any(one.doubt for one in self.judged.values())
+
+    @property
     def verdict(self) -> Verdict:
         """Worst verdict of all suites. A lasting decline is worse; a suite that cannot be judged leaves a doubt."""
-        if self.before == self.after:
+        if self.of_itself:
             return Verdict.NO_WORSE
         found = {one.verdict for one in self.judged.values()}
         if self.changes:
@@ -103,7 +108,11 @@ def compared(
             metrics[SuiteMetric(suite, metric)] = known
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
-    return {name: found[key_of(name)] for name in pairs}, metrics
+    judged = {name: found[key_of(name)] for name in pairs}
+    for name, measure in metrics.items():
+        if not measure.lower_is_better and not (pairs[name].before.any() or pairs[name].after.any()):
+            judged[name] = judged[name]._replace(verdict=Verdict.CANNOT_TELL, doubt=blind(name.metric))
+    return judged, metrics
 
 
 def unpaired(

@@ -35,17 +35,23 @@ WORST_FIRST = (Verdict.WORSE, Verdict.CANNOT_TELL, Verdict.NO_WORSE)
 
 
 class SuiteVerdict(NamedTuple):
-    """Verdict on a suite with its evidence; `p_decline` is adjusted for the number of suites."""
+    """Verdict on a suite with its evidence; `p_decline` is adjusted for the number of suites.
+
+    `doubt` says why nothing can be told whatever the number of items.
+    """
 
     verdict: Verdict
     evidence: Evidence
     p_decline: float
+    doubt: str = ""
 
     @property
     def sentence(self) -> str:
         """Verdict in words."""
         seen = self.evidence
         if self.verdict is Verdict.CANNOT_TELL:
+            if self.doubt:
+                return f"cannot tell: {self.doubt}"
             if seen.needed is None:
                 return "cannot tell, and no number of items of these sources would"
             return f"cannot tell: n = {seen.needed:,} needed for this effect"
@@ -75,6 +81,11 @@ def decide(seen: Evidence, p_decline: float, standard: Standard) -> Verdict:
     if seen.p_effect <= standard.alpha:
         return Verdict.NO_WORSE
     return Verdict.WORSE if p_decline <= standard.alpha else Verdict.CANNOT_TELL
+
+
+def blind(metric: str) -> str:
+    """Sentence about a suite that has the lowest score already, as where it compares with the wrong column."""
+    return f"every item scores 0 by {metric}: this suite can find no decline"
 
 
 def of_night(judged: Mapping[str, SuiteVerdict]) -> Verdict:

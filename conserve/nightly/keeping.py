@@ -108,12 +108,16 @@ def previous(home: Path, run: RunRecord) -> RunRecord | None:
 
 
 def history(home: Path, run: RunRecord) -> list[RunRecord]:
-    """Earlier runs of the same evaluation that ended, the oldest first."""
+    """Earlier runs of the same evaluation that ended, the oldest first.
+
+    A trial with `--limit` is no night of the file's own sample: both are compared with their like alone.
+    """
     return [
         one
         for one in runs(home, run.evaluation)
         if (one.began_at, one.id) < (run.began_at, run.id)
         and one.state in (RunState.FINISHED, RunState.FAILED)
+        and one.overrides.get("limit") == run.overrides.get("limit")
     ]
 
 

@@ -16,6 +16,7 @@ from conserve.evals.outcome import SuiteOutcome
 from conserve.evals.plan import ModelTarget, NightlyPlan, SuitePlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
+from conserve.evals.verdict import blind
 from conserve.nightly import keeping
 from conserve.nightly.asking import Answering, AskedJob, SuiteNight
 from conserve.nightly.facts import facts_of
@@ -244,6 +245,6 @@ def sameness(score: MeanScore) -> str:
     """Doubt about a score that every item has, as where it compares with the wrong column."""
     if not score.same:
         return ""
-    none = score.mean == 0 and not score.lower_is_better
-    doubt = "this suite can find no decline" if none else "see that it tells right from wrong"
-    return f"; every item scores {score.mean:.4g} by {score.metric}: {doubt}"
+    if score.mean == 0 and not score.lower_is_better:
+        return f"; {blind(score.metric)}"
+    return f"; every item scores {score.mean:.4g} by {score.metric}: see that it tells right from wrong"

@@ -5,6 +5,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,14 +100,37 @@ def install_crontab(schedule: Schedule) -> str:
 
 
 def install_units(schedule: Schedule, folder: Path | None = None) -> str:
-    """Write the user's units and start the timer; returns a sentence."""
+    """Write the user's units and start the timer; returns a sentence. If that fails the files are as before."""
     folder = folder or Path.home() / ".config" / "systemd" / "user"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{schedule.unit}.service").write_text(service(schedule), encoding="utf-8")
-    (folder / f"{schedule.unit}.timer").write_text(timer(schedule), encoding="utf-8")
-    ran(["systemctl", "--user", "daemon-reload"])
-    ran(["systemctl", "--user", "enable", "--now", f"{schedule.unit}.timer"])
+    units = {
+        folder / f"{schedule.unit}.service": service(schedule),
+        folder / f"{schedule.unit}.timer": timer(schedule),
+    }
+    before = {path: path.read_bytes() if path.exists() else None for path in units}
+    try:
+        for path, text in units.items():
+            path.write_text(text, encoding="utf-8")
+        ran(["systemctl", "--user", "daemon-reload"])
+        ran(["systemctl", "--user", "enable", "--now", f"{schedule.unit}.timer"])
+    except (ConserveError, OSError):
+        put_back(schedule, before)
+        raise
     return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer"
+
+
+def put_back(schedule: Schedule, before: Mapping[Path, bytes | None]) -> None:
+    """Restore the units that were there, and remove those that were not; systemd forgets them if it can."""
+    if None in before.values():
+        with suppress(ConserveError):
+            ran(["systemctl", "--user", "disable", "--now", f"{schedule.unit}.timer"])
+    for path, text in before.items():
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(text)
+    with suppress(ConserveError):
+        ran(["systemctl", "--user", "daemon-reload"])
 
 
 def ran(words: list[str], *, stdin: str = "", unless: str | None = None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conserve.errors import UsageError
 from conserve.evals.plan_file import plan_of
+from conserve.nightly.running import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,9 @@ def quoted(text: str) -> str:
 
 
 def write(path: Path, wishes: NightlyWishes) -> None:
-    """Write the file; raises `UsageError` if there is one already, or for an answer that makes no sense."""
+    """Write the file; raises `UsageError` if there is one already, or for questions that cannot be asked."""
     text = text_of(wishes)
-    plan_of(text)
+    check(plan_of(text), path.parent.absolute())
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -145,6 +146,19 @@ def test_against_its_history_an_equal_night_passes_and_a_worse_one_does_not() ->
     worse = gate("--against", "history")
     assert worse.returncode == 6
     assert "since" not in worse.stderr, "one night is no level"
+
+
+def test_a_trial_with_a_limit_is_no_night_before() -> None:
+    night = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    trial = nightly_files.kept(home(), RIGHT[:3], began_at=1e9 + 3600)
+    keeping.write(home(), replace(trial, overrides={"limit": 3}))
+    nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400)
+    for against in ("previous", "history"):
+        done = gate("--against", against)
+        assert done.returncode == 0, done.stdout
+    last = keeping.resolve(home(), "last")
+    assert keeping.previous(home(), last) == night
+    assert keeping.previous(home(), replace(last, overrides={"limit": 3})) == keeping.read(home(), trial.id)
 
 
 def test_a_metric_of_which_less_is_better_is_worse_if_it_rises() -> None:

@@ -186,6 +186,30 @@ def test_a_suite_that_can_find_no_decline_says_so(file: Path) -> None:
     assert "every item scores 0 by score: this suite can find no decline" in done.stderr
 
 
+def test_two_nights_that_score_nothing_get_no_all_clear(tmp_path: Path) -> None:
+    doubt = "every item scores 0 by score: this suite can find no decline"
+    nightly_files.kept(home(), [0.0] * 60, began_at=1e9)
+    nightly_files.kept(home(), [0.0] * 60, began_at=1e9 + 86_400)
+    for against in ("previous", "history", "last"):
+        gate = commands.conserve("eval", "gate", "last", "--against", against)
+        assert gate.returncode == 7
+        assert doubt in gate.stdout
+        assert "Cannot tell whether it is worse" in gate.stdout
+    assert doubt in commands.conserve("eval", "compare").stdout
+    forms = {form: tmp_path / form for form in ("html", "markdown", "junit")}
+    flags = [word for form, path in forms.items() for word in (f"--{form}", str(path))]
+    assert commands.conserve("eval", "report", *flags).returncode == 0
+    assert all(doubt in path.read_text() for path in forms.values())
+
+
+def test_a_night_that_scores_where_the_other_did_not_is_judged() -> None:
+    name, nothing = SuiteMetric("sql", "score"), {"score": 0.0}
+    assert against(nothing, HIT)[1][name].verdict is Verdict.NO_WORSE
+    assert against(HIT, nothing)[1][name].verdict is Verdict.WORSE
+    less = "[suites.sql.metrics.score]\nlower_is_better = true\n"
+    assert against(nothing, nothing, less)[1][name].verdict is Verdict.NO_WORSE
+
+
 def test_scores_without_a_name_are_one_at_most() -> None:
     named = (
         "exact",

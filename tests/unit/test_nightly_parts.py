@@ -163,6 +163,32 @@ def test_units_are_written_and_started(tmp_path: Path, monkeypatch: pytest.Monke
     assert "enable --now conserve-small.timer" in calls.read_text()
 
 
+@pytest.mark.parametrize("fails", ["daemon-reload", "enable"])
+@pytest.mark.parametrize("earlier", [None, "an earlier unit"])
+def test_units_that_cannot_be_started_leave_the_files_as_before_and_are_printed(
+    fails: str, earlier: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "systemctl"
+    script.write_text(f'#!/bin/sh\n[ "$2" != {fails} ] || {{ echo no bus >&2; exit 1; }}\n')
+    script.chmod(0o755)
+    units = tmp_path / ".config" / "systemd" / "user"
+    units.mkdir(parents=True)
+    names = ("conserve-small.service", "conserve-small.timer")
+    for name in names if earlier else ():
+        (units / name).write_text(earlier or "")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    file = nightly_files.written(tmp_path)
+    done = commands.conserve(
+        "eval", "schedule", str(file), "--at", "01:30", "--install", "systemd", HOME=str(tmp_path)
+    )
+    assert done.returncode == 1
+    assert "copy the printed lines instead" in done.stderr
+    assert "OnCalendar=*-*-* 01:30:00" in done.stdout
+    assert {path.name: path.read_text() for path in units.iterdir()} == (
+        dict.fromkeys(names, earlier) if earlier else {}
+    )
+
+
 def test_schedule_prints_both_ways(tmp_path: Path) -> None:
     file = nightly_files.written(tmp_path)
     done = commands.conserve("eval", "schedule", str(file), "--at", "23:59")
@@ -182,6 +208,27 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
     assert commands.conserve("eval", "run", str(file), "--check").returncode == 0
     assert commands.conserve("eval", "init", str(tmp_path / "x.toml")).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"--data": "none.jsonl"}, "none.jsonl"),
+        ({"--prompt": "{{ quest }}"}, "quest"),
+        ({"--expected": "right"}, "names the column 'right'"),
+    ],
+)
+def test_init_writes_no_file_whose_questions_cannot_be_asked(
+    wrong: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    nightly_files.written(tmp_path)
+    file = tmp_path / "first.toml"
+    flags = {"--data": "questions.jsonl", "--prompt": "{{ question }}", "--expected": "answer"}
+    words = [word for flag in (flags | wrong).items() for word in flag]
+    done = commands.conserve("eval", "init", str(file), *words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not file.exists()
 
 
 class Hook(HTTPServer):

@@ -165,7 +165,7 @@ def headline(found: Comparison | None) -> str:
     """Verdict in one sentence."""
     if found is None:
         return "The first night: there is nothing to compare with yet."
-    if found.before == found.after:
+    if found.of_itself:
         return "The same run: no worse than itself."
     than = "its history" if found.before == HISTORY else found.before
     worse = [f"{name.suite} {name.metric}" for name, one in found.judged.items() if one.verdict == "worse"]
