@@ -313,4 +313,6 @@ def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
     if missing:
         names = " and ".join(repr(name) for name in missing)
         kind = TemplateError if what == "the template" else InputError
-        raise kind(f"{what} names {names}, but the columns are: {', '.join(rows.columns)}")
+        hint = rows.hint if isinstance(rows, CsvRows) else ""
+        said = f"{what} names {names}, but the columns are: {', '.join(rows.columns)}"
+        raise kind(f"{said}; {hint}" if hint else said)
