@@ -138,6 +138,7 @@ def test_the_query_that_the_error_of_other_separators_names_reads_them(
     task = replace(PROMPT, template="{{ id }} {{ q }}")
     with pytest.raises(UsageError, match="they seem to be separated by") as refused:
         submit(store, str(path), task)
+    assert "row[" not in str(refused.value)
     done = submit(store, Input(sql=hinted_sql(refused.value)), task)
     (row,) = requests(store, done.job_id, 1)
     assert row.payload == f"007 {value}"
@@ -364,3 +365,44 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(
     with pytest.raises(UsageError, match=said) as refused:
         submit(store, str(write_input(q=["a"])), task)
     assert type(refused.value) is kind
+
+
+ODD_COLUMNS = "id,a b,it's\n1,x,y\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "prompt"),
+    [
+        (ODD_COLUMNS, "{{ row['a b'] }} {{ id }}", "x 1"),
+        (ODD_COLUMNS, "{{ row['id'] }} {{ row[\"it's\"] | upper }}", "1 Y"),
+        (ODD_COLUMNS, "{% for n in range(2) %}{{ row['a b'] }}{% endfor %}", "xx"),
+        ("row,a b\nmine,x\n", "{{ row }} {{ row[0] }}", "mine m"),
+    ],
+)
+def test_a_template_names_a_column_that_is_no_word_by_the_row(
+    store: Store, tmp_path: Path, text: str, template: str, prompt: str
+) -> None:
+    (tmp_path / "odd.csv").write_text(text)
+    done = submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
+    (row,) = requests(store, done.job_id, 1)
+    assert (row.payload, row.error) == (prompt, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ a b }}", "the prompt template has a mistake in line 1"),
+        ("{{ row['missing'] }}", "the template names 'missing', but the columns are: id, a b, it's"),
+        ("{{ row[id] }} {{ row['a b'] }}", "the template names 'row', but the columns are"),
+        ("{{ row }}", "the template names 'row', but the columns are"),
+        ("constant", "the template names no column"),
+    ],
+)
+def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(
+    store: Store, tmp_path: Path, template: str, said: str
+) -> None:
+    (tmp_path / "odd.csv").write_text(ODD_COLUMNS)
+    with pytest.raises(TemplateError) as refused:
+        submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
+    assert str(refused.value).startswith(said)
+    assert str(refused.value).endswith("; a template names 'a b' as {{ row['a b'] }}")

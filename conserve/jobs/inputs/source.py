@@ -313,6 +313,11 @@ def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
     if missing:
         names = " and ".join(repr(name) for name in missing)
         kind = TemplateError if what == "the template" else InputError
-        hint = rows.hint if isinstance(rows, CsvRows) else ""
+        hint = other_separator(rows)
         said = f"{what} names {names}, but the columns are: {', '.join(rows.columns)}"
         raise kind(f"{said}; {hint}" if hint else said)
+
+
+def other_separator(rows: InputRows) -> str:
+    """What to do about a CSV whose columns another sign separates; empty for every other input."""
+    return rows.hint if isinstance(rows, CsvRows) else ""

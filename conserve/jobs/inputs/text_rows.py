@@ -30,8 +30,8 @@ KINDS = {
     dict: "object",
 }
 
-SEPARATORS = {";": "';'", "\t": "tabs", "|": "'|'"}
-"""Signs that separate columns in files that are called CSV, and their names in messages."""
+SEPARATORS = {";": "';'", "\t": r"'\t'", "|": "'|'"}
+"""Signs that separate columns in files that are called CSV, as SQL writes them."""
 
 
 class TextRows:
@@ -231,7 +231,7 @@ def separator_hint(header: Sequence[str], file: str) -> str:
     found = next((sign for sign in SEPARATORS if len(header) == 1 and sign in header[0]), None)
     if found is None:
         return ""
-    query = f"from read_csv({file}, delim='{found}', all_varchar=true)"
+    query = f"from read_csv({file}, delim={SEPARATORS[found]}, all_varchar=true)"
     return f'they seem to be separated by {SEPARATORS[found]}; submit --sql "{query}"'
 
 
