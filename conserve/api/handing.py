@@ -50,7 +50,8 @@ def input_of(source: Source, *, form: str | None, keep: str | None, copy_gib: fl
     if isinstance(source, Iterable) and not isinstance(source, bytes | bytearray | Mapping):
         return Input(rows=cast("Iterable[Mapping[str, Any]]", source))
     raise InputError(
-        f"a job cannot be made of a {type(source).__name__}; give a path, a table, a frame, a relation, or dicts"
+        f"a job cannot be made of a value of type {type(source).__name__}; "
+        "give a path, a table, a frame, a relation, or dicts"
     )
 
 

@@ -45,14 +45,20 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
     from conserve.store.books.shards import retry_failed
 
     context: Context = ctx.obj
+    back = False
     with context.store() as store:
         with store.read() as tx:
             wanted = [catalog.get(tx, job) for job in jobs]
         for job in wanted:
             rows = retry_failed(store, job.id, now=time.time(), warn=output.say)
+            if not rows and job.state != "expired":
+                output.data(f"{job.id}: there is nothing to retry")
+                continue
+            back = True
             left = f"{output.count(job.unanswered, 'row')} left and " if job.state == "expired" else ""
             output.data(f"{job.id}: {left}{output.count(rows, 'failed row')} back in the queue")
-    output.say("run them with: conserve run")
+    if back:
+        output.say("run them with: conserve run")
 
 
 def move(context: Context, jobs: list[str], verb: str) -> None:

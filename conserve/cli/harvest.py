@@ -193,7 +193,7 @@ def work(
     with sending(store):
         interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
-    code = report(done, settings, only=only, as_json=as_json)
+    code = report(done, settings, command="harvest", only=only, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 

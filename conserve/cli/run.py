@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -204,7 +204,9 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
     return stop.is_set()
 
 
-def report(done: Outcome, settings: Settings, *, only: list[str] | None = None, as_json: bool) -> int:
+def report(
+    done: Outcome, settings: Settings, *, command: str = "run", only: list[str] | None = None, as_json: bool
+) -> int:
     """Print the outcome; returns the exit code. `only` are the jobs that the command line names."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
@@ -214,10 +216,8 @@ def report(done: Outcome, settings: Settings, *, only: list[str] | None = None, 
         failed = f", {reading.failed:,} failed" if reading.failed else ""
         said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
         output.say(said, job=reading.id)
-    if any(reading.failed for reading in ours):
-        output.say(
-            'why rows failed: conserve sql "select error_type, error from results where error is not null"'
-        )
+    for said in next_commands(ours, command if done.interrupted else None):
+        output.say(said)
     output.say(
         f"{output.count(done.done, 'row')} in {output.duration(done.work_s)}, "
         f"{done.tokens_per_s:,.0f} tokens/s (ready after {output.duration(done.start_s)})"
@@ -227,6 +227,19 @@ def report(done: Outcome, settings: Settings, *, only: list[str] | None = None, 
     if as_json:
         output.data_json(done.document())
     return exit_code(done, ours, paused=paused)
+
+
+def next_commands(ours: list[JobReading], command: str | None) -> Iterator[str]:
+    """Yield what to do about jobs that did not end well; `command` was interrupted, None if none was."""
+    failed = " ".join(f"--job {reading.id}" for reading in ours if reading.failed)
+    if failed:
+        query = "select error_type, error from results where error is not null"
+        yield f'why rows failed: conserve sql {failed} "{query}"'
+    expired = " ".join(reading.id for reading in ours if reading.state == JobState.EXPIRED)
+    if expired:
+        yield f"put the rows that are left back with: conserve retry {expired}"
+    if command and any(reading.state in (JobState.QUEUED, JobState.RUNNING) for reading in ours):
+        yield f"go on with: conserve {command}"
 
 
 def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:

@@ -129,11 +129,11 @@ def test_a_named_index_of_pandas_is_a_column_and_another_is_not(opened: conserve
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (7, "a job cannot be made of a int; give a path, a table, a frame, a relation, or dicts"),
-        ({"q": "one"}, "a job cannot be made of a dict"),
+        (7, "made of a value of type int; give a path, a table, a frame, a relation, or dicts"),
+        ({"q": "one"}, "a job cannot be made of a value of type dict"),
         ([{"q": "a"}, 7], "row 1 of the rows is of type int; give a dict of its columns"),
         ([{"q": object()}], "row 0 of the rows has no JSON (a value of type object); give text, numbers"),
-        ([], "the rows has no rows"),
+        ([], "there are no rows; nothing was submitted"),
         (pa.table({"q": pa.array([], pa.string())}), "the input has no rows; nothing was submitted"),
         (pa.table([["a"], ["b"]], names=["q", "q"]), "the table has two columns called 'q'"),
         (
@@ -154,7 +154,7 @@ def test_a_source_that_is_none_leaves_nothing_behind(opened: conserve.Store, sou
     ("arguments", "said"),
     [
         ({"prompt": "{{ q }}", "messages": "q"}, "give prompt or messages, not both"),
-        ({}, "the table is a table; say what to ask: prompt TEMPLATE or messages COLUMN"),
+        ({}, "a table holds no requests of its own; say what to ask: prompt TEMPLATE or messages COLUMN"),
         ({"prompt": "same"}, "give constant_prompt"),
         ({"prompt": "{{ q }}", "params": {"max_tokenz": 1}}, "params: "),
         ({"prompt": "{{ q }}", "order": "upwards"}, "order takes prefix, input, random or random:SEED"),

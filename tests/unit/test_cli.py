@@ -1,7 +1,9 @@
 """The command line as a user meets it: what goes where, exit codes, help."""
 
 import json
+import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ import typer
 
 from conserve.cli.app import app
 from conserve.config import load
+from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import OnLate
+from conserve.store.database.store import Store
 from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
 
@@ -63,11 +68,39 @@ def test_a_run_that_cannot_begin_says_nothing_but_why(write_input: WriteInput) -
 
 def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a", "REJECT"]))
-    assert conserve("run", "--endpoint", "fake:").returncode == 5
-    assert conserve("retry", job_id).stdout == f"{job_id}: 1 failed row back in the queue\n"
+    ran = conserve("run", "--endpoint", "fake:")
+    assert ran.returncode == 5
+    assert f'why rows failed: conserve sql --job {job_id} "select' in ran.stderr
+    back = conserve("retry", job_id)
+    assert back.stdout == f"{job_id}: 1 failed row back in the queue\n"
+    assert "run them with: conserve run" in back.stderr
     assert conserve("run", "--endpoint", "fake:?reject=NEVER").returncode == 0
     errors = [json.loads(line)["error"] for line in conserve("results", job_id).stdout.splitlines()]
     assert errors == [None, None]
+    nothing = conserve("retry", job_id)
+    assert (nothing.returncode, nothing.stdout) == (0, f"{job_id}: there is nothing to retry\n")
+    assert "conserve run" not in nothing.stderr
+
+
+def test_an_interrupted_run_names_the_command_that_goes_on(write_input: WriteInput) -> None:
+    submit(write_input(q=["a"] * 4))
+    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
+    running.send_signal(signal.SIGINT)
+    code, _, stderr = ended(running)
+    assert code == 130
+    assert "go on with: conserve run\n" in stderr
+
+
+def test_a_job_that_expires_in_a_run_names_its_retry(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a"] * 4))
+    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
+    with closing(Store.open(load())) as store, store.write() as tx:
+        catalog.set_deadline(tx, job_id, time.time() - 1.0, OnLate.EXPIRE)
+    _, _, stderr = ended(running)
+    assert f"back with: conserve retry {job_id}\n" in stderr
+    assert "go on with" not in stderr
 
 
 def test_a_cancelled_job_exits_3(write_input: WriteInput) -> None:

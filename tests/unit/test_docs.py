@@ -189,3 +189,10 @@ def test_a_table_is_read_from_its_page(tmp_path: Path) -> None:
     assert other.rows == [["y"]]
     with pytest.raises(LookupError):
         one.row("z")
+
+
+def test_the_readme_names_every_extra_of_users() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    install = (REPOSITORY / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    extras = project["optional-dependencies"].keys() - {"dev", "docs"}
+    assert {extra for extra in extras if f"`{extra}`" not in install and f"[{extra}]" not in install} == set()

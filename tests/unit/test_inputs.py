@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
+from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.submit import new_ids, slug, submit
 from conserve.jobs.task import Kind, Task
@@ -58,6 +59,9 @@ BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("named.parquet", "text", PROMPT, "is not a Parquet file"),
     ("bad.jsonl", '{"q": "a"}\n{"q": "b"\n', PROMPT, "line 2 of .*bad.jsonl is not JSON"),
     ("list.jsonl", '{"q": "a"}\n\n["b"]\n', PROMPT, "line 3 .* is not a JSON object"),
+    ("array.json", '[\n {"q": "a"},\n {"q": "b"}\n]\n', PROMPT, "array.json is one JSON array; .* --sql"),
+    ("flat.json", '[{"q": "a"}, {"q": "b"}]', PROMPT, "flat.json is one JSON array; .* --sql"),
+    ("numbers.jsonl", "[1, 2]\n[3, 4]\n", PROMPT, "line 1 .* is not a JSON object"),
     ("empty.jsonl", "", PROMPT, "has no rows"),
     ("empty2.jsonl", "\n\n", OPENAI, "has no rows"),
     ("plain.jsonl", '{"q": "a"}\n', OPENAI, "line 1 .* has no valid 'custom_id'"),
@@ -92,6 +96,52 @@ def test_bad_input_is_one_sentence_and_leaves_the_store_as_it_was(
     assert everything_in(store.home) == before
     with store.read() as tx:
         assert catalog.ids(tx) == []
+
+
+def hinted_sql(error: UsageError) -> str:
+    """The query that a message names."""
+    return str(error).partition('--sql "')[2].rpartition('"')[0]
+
+
+@pytest.mark.parametrize("text", ['[\n {"q": "a"},\n {"q": "b"}\n]\n', '[{"q": "a"}, {"q": "b"}]'])
+def test_the_query_that_the_error_of_a_json_array_names_reads_it(
+    store: Store, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "it's.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as refused:
+        submit(store, str(path), PROMPT)
+    done = submit(store, Input(sql=hinted_sql(refused.value)), PROMPT)
+    assert [row.payload for row in requests(store, done.job_id, 2)] == ["a", "b"]
+
+
+def test_lines_that_are_chats_are_no_array_of_rows(store: Store, tmp_path: Path) -> None:
+    chat = '[{"role": "user", "content": "hi"}]\n'
+    (tmp_path / "chats.jsonl").write_text(chat * 2)
+    with pytest.raises(InputError, match=r"line 1 .* is not a JSON object; write one"):
+        submit(store, str(tmp_path / "chats.jsonl"), CHAT)
+
+
+def test_an_array_on_standard_input_names_no_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b'[\n{"q": "a"}]')))
+    with pytest.raises(InputError, match=r"standard input is one JSON array; .*read_json\('FILE'\)"):
+        submit(store, Input(names=["-"]), PROMPT)
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+@pytest.mark.parametrize("value", ["a", "a,b"])  # with a comma the reader finds two values
+def test_the_query_that_the_error_of_other_separators_names_reads_them(
+    store: Store, tmp_path: Path, sign: str, value: str
+) -> None:
+    path = tmp_path / "it's.csv"
+    path.write_text(f"id{sign}q\n007{sign}{value}\n")
+    task = replace(PROMPT, template="{{ id }} {{ q }}")
+    with pytest.raises(UsageError, match="they seem to be separated by") as refused:
+        submit(store, str(path), task)
+    assert "row[" not in str(refused.value)
+    done = submit(store, Input(sql=hinted_sql(refused.value)), task)
+    (row,) = requests(store, done.job_id, 1)
+    assert row.payload == f"007 {value}"
 
 
 def test_a_parquet_file_needs_a_prompt_or_messages(store: Store, write_input: WriteInput) -> None:
@@ -315,3 +365,44 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(
     with pytest.raises(UsageError, match=said) as refused:
         submit(store, str(write_input(q=["a"])), task)
     assert type(refused.value) is kind
+
+
+ODD_COLUMNS = "id,a b,it's\n1,x,y\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "prompt"),
+    [
+        (ODD_COLUMNS, "{{ row['a b'] }} {{ id }}", "x 1"),
+        (ODD_COLUMNS, "{{ row['id'] }} {{ row[\"it's\"] | upper }}", "1 Y"),
+        (ODD_COLUMNS, "{% for n in range(2) %}{{ row['a b'] }}{% endfor %}", "xx"),
+        ("row,a b\nmine,x\n", "{{ row }} {{ row[0] }}", "mine m"),
+    ],
+)
+def test_a_template_names_a_column_that_is_no_word_by_the_row(
+    store: Store, tmp_path: Path, text: str, template: str, prompt: str
+) -> None:
+    (tmp_path / "odd.csv").write_text(text)
+    done = submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
+    (row,) = requests(store, done.job_id, 1)
+    assert (row.payload, row.error) == (prompt, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ a b }}", "the prompt template has a mistake in line 1"),
+        ("{{ row['missing'] }}", "the template names 'missing', but the columns are: id, a b, it's"),
+        ("{{ row[id] }} {{ row['a b'] }}", "the template names 'row', but the columns are"),
+        ("{{ row }}", "the template names 'row', but the columns are"),
+        ("constant", "the template names no column"),
+    ],
+)
+def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(
+    store: Store, tmp_path: Path, template: str, said: str
+) -> None:
+    (tmp_path / "odd.csv").write_text(ODD_COLUMNS)
+    with pytest.raises(TemplateError) as refused:
+        submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
+    assert str(refused.value).startswith(said)
+    assert str(refused.value).endswith("; a template names 'a b' as {{ row['a b'] }}")

@@ -116,13 +116,15 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
         return open_query(given, given.sql, folder)
     if given.table is not None:
         if openai:
-            raise unasked(given.title, "a table")
+            raise unasked("a table holds no requests of its own")
         try:
             return kept_table(given.table, folder, given.title, "table")
         except pa.ArrowException as error:
             raise InputError(f"{given.title} cannot be read: {one_line(error)}") from error
     if given.rows is not None:
         spool_rows(given.rows, folder / SPOOLED, given.title)
+        if not (folder / SPOOLED).stat().st_size:
+            raise InputError("there are no rows; nothing was submitted")
         return open_text([folder / SPOOLED], given.title, FileFormat.JSONL, openai=openai)
     if any(map(remote.is_url, given.names)):
         return open_objects(given, folder, openai=openai)
@@ -137,7 +139,9 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     form = form_of_all(named, given, from_stdin=from_stdin)
     if form is FileFormat.PARQUET or (form is not FileFormat.JSONL and openai):
         if openai:
-            raise unasked(given.title, "a Parquet file" if form is FileFormat.PARQUET else form.upper())
+            raise unasked(
+                f"{given.title} is {'a Parquet file' if form is FileFormat.PARQUET else form.upper()}"
+            )
         return open_parquet(named, given, folder, from_stdin=from_stdin)
     marks = [] if from_stdin else marks_of(named.paths)
     parts = partitions(named.paths, given.copied_below) if named.several else None
@@ -215,9 +219,9 @@ def kept_table(reader: pa.RecordBatchReader, folder: Path, title: str, kind: str
     return Opened(ParquetRows(path, title), source)
 
 
-def unasked(title: str, kind: str) -> InputError:
+def unasked(rows: str) -> InputError:
     """Error for rows that are no OpenAI lines, and that no task asks anything."""
-    return InputError(f"{title} is {kind}; say what to ask: --prompt TEMPLATE or --messages COLUMN")
+    return InputError(f"{rows}; say what to ask: --prompt TEMPLATE or --messages COLUMN")
 
 
 def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: bool) -> Opened:
@@ -313,4 +317,11 @@ def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
     if missing:
         names = " and ".join(repr(name) for name in missing)
         kind = TemplateError if what == "the template" else InputError
-        raise kind(f"{what} names {names}, but the columns are: {', '.join(rows.columns)}")
+        hint = other_separator(rows)
+        said = f"{what} names {names}, but the columns are: {', '.join(rows.columns)}"
+        raise kind(f"{said}; {hint}" if hint else said)
+
+
+def other_separator(rows: InputRows) -> str:
+    """What to do about a CSV whose columns another sign separates; empty for every other input."""
+    return rows.hint if isinstance(rows, CsvRows) else ""

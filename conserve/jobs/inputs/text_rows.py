@@ -30,6 +30,9 @@ KINDS = {
     dict: "object",
 }
 
+SEPARATORS = {";": "';'", "\t": r"'\t'", "|": "'|'"}
+"""Signs that separate columns in files that are called CSV, as SQL writes them."""
+
 
 class TextRows:
     """Rows of text files, read front to back any number of times; `name` is the input's name in messages."""
@@ -97,6 +100,7 @@ class JsonLines(TextRows):
 
     def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
         decode = msgspec.json.Decoder().decode
+        first = True
         with opened(path, name) as file:
             for number, line in enumerate(file, start=1):
                 self.bytes_read += len(line)
@@ -108,14 +112,19 @@ class JsonLines(TextRows):
                 try:
                     row = decode(line)
                 except (msgspec.DecodeError, ValueError) as error:  # not UTF-8, or a number of 5,000 digits
+                    if first and line.lstrip().startswith(b"["):
+                        raise one_array(path, name) from error
                     raise InputError(f"{where} is not JSON ({error}); correct it and submit again") from error
                 except RecursionError as error:
                     raise too_deep(where) from error
+                if first and holds_rows(row) and all(map(bytes.isspace, file)):
+                    raise one_array(path, name)
                 if not isinstance(row, dict):
                     raise InputError(f"{where} is not a JSON object; write one object a line")
                 if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
                     raise too_deep(where)
                 self.check_line(row, where)
+                first = False
                 yield row
 
     def check_line(self, row: dict[str, Any], where: str) -> None:
@@ -146,15 +155,20 @@ class CsvRows(TextRows):
 
     delimiter = ","
 
+    @property
+    def hint(self) -> str:
+        """What to do if the columns are not those that the user meant; empty if they look sound."""
+        return separator_hint(self.columns, in_sql(self.paths[0], self.name))
+
     def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
         with opened(path, name) as file, closing(self._lines(file, name)) as lines:
             _, names = next(lines, (0, []))
             header = header_of(names, name)
+            hint = separator_hint(header, in_sql(path, name)) or "correct it and submit again"
             for number, values in lines:
                 if len(values) != len(header):
                     raise InputError(
-                        f"line {number} of {name} has {len(values)} values and the header {len(header)}; "
-                        "correct it and submit again"
+                        f"line {number} of {name} has {len(values)} values and the header {len(header)}; {hint}"
                     )
                 yield dict(zip(header, values, strict=True))
 
@@ -191,6 +205,34 @@ def header_of(names: list[str], file: str) -> list[str]:
     if twice is not None:
         raise InputError(f"{file} has two columns called {twice!r}; rename one")
     return header
+
+
+def holds_rows(value: object) -> bool:
+    """Whether a line's value is a list of objects."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def one_array(path: Path, name: str) -> InputError:
+    """The error for a file that is one array of rows instead of lines, which a query reads nevertheless."""
+    query = f"from read_json({in_sql(path, name)})"
+    return InputError(
+        f"{name} is one JSON array; write one object a line, or submit a file of this machine with "
+        f'--sql "{query}"'
+    )
+
+
+def in_sql(path: Path, name: str) -> str:
+    """The file as SQL names it, or a word in its place for an input that is no file of the user's."""
+    return "'" + (name if name == str(path) else "FILE").replace("'", "''") + "'"
+
+
+def separator_hint(header: Sequence[str], file: str) -> str:
+    """What to do about a header that seems to be separated by another sign; empty if it does not."""
+    found = next((sign for sign in SEPARATORS if len(header) == 1 and sign in header[0]), None)
+    if found is None:
+        return ""
+    query = f"from read_csv({file}, delim={SEPARATORS[found]}, all_varchar=true)"
+    return f'they seem to be separated by {SEPARATORS[found]}; submit --sql "{query}"'
 
 
 def too_deep(where: str) -> InputError:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.jobs.inputs.source import InputRows, check_columns
+from conserve.jobs.inputs.source import InputRows, check_columns, other_separator
 from conserve.jobs.requests.fault import DECIDED, parameter_fault
-from conserve.jobs.requests.rendering import template_names
+from conserve.jobs.requests.rendering import odd_name_hint, template_names
 from conserve.jobs.task import Kind, Task
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1  # priorities: 32 bits in every database
@@ -60,7 +60,12 @@ def check_tags(tags: Mapping[str, str]) -> None:
 def check_input(rows: InputRows, task: Task, *, constant_prompt: bool) -> None:
     """Raise if the task names columns that are missing or of the wrong type, or asks every row the same."""
     if task.kind is Kind.PROMPT:
-        check_template(rows, template_names(task.template or ""), constant_prompt=constant_prompt)
+        try:
+            names = template_names(task.template or "", rows.columns)
+            check_template(rows, names, constant_prompt=constant_prompt)
+        except TemplateError as error:
+            hint = "" if other_separator(rows) else odd_name_hint(rows.columns)
+            raise TemplateError(f"{error}{hint}") from error
     if task.column is not None:
         check_columns(rows, [task.column], what="--messages")
     if task.id_column is not None:
@@ -82,7 +87,9 @@ def needed_columns(task: Task, rows: InputRows) -> list[str]:
     """The columns that rendering reads."""
     if task.kind is Kind.OPENAI:
         return list(rows.columns)
-    names = template_names(task.template or "") if task.kind is Kind.PROMPT else {task.column or ""}
+    names = {task.column or ""}
+    if task.kind is Kind.PROMPT:
+        names = template_names(task.template or "", rows.columns)
     if task.id_column is not None:
         names.add(task.id_column)
     return [name for name in rows.columns if name in names]

@@ -1,11 +1,12 @@
 """Rendering: an input row becomes its request's payload, by a template, a messages column, or as it is."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import msgspec
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta, nodes
 from jinja2 import TemplateError as JinjaError
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,6 +18,8 @@ from conserve.jobs.requests.fault import request_fault
 from conserve.jobs.task import Kind, Task
 
 Row = Mapping[str, Any]
+ROW = "row"
+"""The whole row in a template, for columns whose names are no words: `row['a b']`. A column called so wins."""
 
 
 class RenderedRow(NamedTuple):
@@ -61,10 +64,29 @@ def mistakes_named() -> Iterator[None]:
         raise TemplateError(f"the prompt template is not UTF-8 ({error.reason}); write it again") from error
 
 
-def template_names(template: str) -> set[str]:
-    """Names that a template expects from outside."""
+def template_names(template: str, columns: Collection[str]) -> set[str]:
+    """Columns that a template reads, of a file with these `columns`; a missing one is among them too."""
     with mistakes_named():
-        return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
+        tree = ENVIRONMENT.parse(template)
+        names = meta.find_undeclared_variables(tree) - ENVIRONMENT.globals.keys()
+        if ROW not in names or ROW in columns:
+            return names
+        uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
+        keys = [
+            item.arg.value
+            for item in tree.find_all(nodes.Getitem)
+            if isinstance(item.node, nodes.Name)
+            and item.node.name == ROW
+            and isinstance(item.arg, nodes.Const)
+            and isinstance(item.arg.value, str)
+        ]
+    return (names - {ROW} if len(keys) == uses else names) | set(keys)
+
+
+def odd_name_hint(columns: Iterable[str]) -> str:
+    """How a template names a column whose name is no word; empty if all of them are words."""
+    odd = next((name for name in columns if not name.isidentifier() or iskeyword(name)), None)
+    return "" if odd is None else f"; a template names {odd!r} as {{{{ {ROW}[{odd!r}] }}}}"
 
 
 def compiled(template: str) -> Template:
@@ -87,14 +109,16 @@ def renderer(task: Task) -> Renderer:
 def template_renderer(template: str) -> Renderer:
     """Render rows through a Jinja template in the sandbox; a row that cannot be rendered fails alone."""
     ready = compiled(template)
-    names = sorted(template_names(template))
+    plain = sorted(template_names(template, [ROW]))
+    keyed = sorted(template_names(template, []))
 
     def render(row: Row) -> RenderedRow:
-        values = {name: row[name] for name in names}
+        by_key = plain != keyed and ROW not in row
+        values = {name: row[name] for name in (keyed if by_key else plain)}
         if Unreadable in map(type, values.values()):
             return RenderedRow(error_type="template", error=unreadable(values))
         try:
-            return RenderedRow(ready.render(values))
+            return RenderedRow(ready.render({**values, ROW: values} if by_key else values))
         except SecurityError as error:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
