@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 
 SHARD_ROWS = 16_384
+DAMAGED_ROW = "row %d of job %s is damaged in the journal; run: conserve check"
 SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
 KEEPS_S = 12 * 3600.0  # an object that no record names is kept so long at least; the sweep waits twice that
 
@@ -137,18 +138,15 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
         )
         for row in found:
             if not is_whole(row):
-                log.warning(
-                    "row %d of job %s is damaged in the journal; run: conserve check", row.position, job_id
-                )
+                log.warning(DAMAGED_ROW, row.position, job_id)
                 continue
             rows.append(row)
             size += len(row.payload)
             if size >= SHARD_BYTES:
                 break
         found.close()
-    if len(rows) < at_least and size < SHARD_BYTES:
-        return []
-    return [JournalRow(row.position, row.payload, row.checksum, decode(row.payload)) for row in rows]
+    enough = rows if len(rows) >= at_least or size >= SHARD_BYTES else []
+    return [JournalRow(row.position, row.payload, row.checksum, decode(row.payload)) for row in enough]
 
 
 def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed: bool, now: float) -> bool:
