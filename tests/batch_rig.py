@@ -13,6 +13,7 @@ import uvicorn
 from conserve.batch_api.app import application
 from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
+from tests import commands
 from tests.commands import conserve, until
 
 CHAT = "/v1/chat/completions"
@@ -43,8 +44,10 @@ def live(store: Store, limits: Limits | None = None) -> Iterator[str]:
 
 
 def client(url: str, key: str = "none") -> openai.OpenAI:
-    """OpenAI's own client, as it comes."""
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    """OpenAI's own client, as it comes; it is closed with the test."""
+    made = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    commands.OPENED.append(made.close)
+    return made
 
 
 def lines(texts: Sequence[str], endpoint: str = CHAT) -> bytes:

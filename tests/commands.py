@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 HANGS_S = 600.0  # only a command that hangs takes as long; below the limit of a test, to show what it said
 
 STARTED: list["subprocess.Popen[str]"] = []
+OPENED: list[Callable[[], object]] = []  # what closes the connections of a test
 
 
 class Done(NamedTuple):
@@ -90,7 +91,9 @@ def start(
 
 
 def end_all() -> None:
-    """Kill what a test that failed has left behind, also where it stands still."""
+    """Close connections, and kill what a test that failed has left behind, also where it stands still."""
+    while OPENED:
+        OPENED.pop()()
     while STARTED:
         running = STARTED.pop()
         if running.returncode is None:

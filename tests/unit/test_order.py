@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -162,7 +163,7 @@ class Cached(FakeEndpoint):
             self.enough.set()
             await asyncio.Event().wait()  # until the stop
         done = await super().complete(call, on_tokens)
-        return replace(done, prompt_tokens=8, cached_tokens=6)
+        return msgspec.structs.replace(done, prompt_tokens=8, cached_tokens=6)
 
 
 def test_status_shows_hit_rate_order_and_the_row_that_waits_for_longest(

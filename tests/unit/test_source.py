@@ -272,7 +272,7 @@ def test_chats_may_be_null_in_lines(tmp_path: Path) -> None:
 def test_a_template_is_rendered_as_it_stands() -> None:
     render = renderer(Task(kind=Kind.PROMPT, template="<{{ q }}>&{{ range(2) | list }}\n"))
     assert render({"q": "<b>", "n": 1}) == RenderedRow("<<b>>&[0, 1]\n")
-    assert template_names("{{ q }}{% set x = 1 %}{{ x }}{{ range(3) }}{{ other.name }}") == {"q", "other"}
+    assert template_names("{{ q }}{% set x = 1 %}{{ x }}{{ range(3) }}{{ other.name }}", []) == {"q", "other"}
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_row_that_cannot_be_rendered_says_why(template: str, row: dict[str, An
 
 def test_a_mistake_in_a_template_names_its_line() -> None:
     with pytest.raises(TemplateError, match="mistake in line 2"):
-        template_names("ok\n{% if %}")
+        template_names("ok\n{% if %}", [])
 
 
 @pytest.mark.parametrize("url", [str(url) for url in Url])
