@@ -1,7 +1,6 @@
 """The command line: typer's groups and commands, and the exit code of each error."""
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -63,7 +62,7 @@ class Program(ExampleGroup):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name; each is made when it is first looked up."""
+    """Commands by name; each is made when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         return command(name)
@@ -78,9 +77,8 @@ class LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-@cache
 def command(name: str) -> Any:
-    """Make a command, which calls in one process share."""
+    """Make a command anew: click keeps the help option of a command's first context."""
     entry = COMMANDS[name]
     module = entry.load()
     if name == "profile":
