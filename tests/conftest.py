@@ -76,9 +76,8 @@ os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
 os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
 
 REPOSITORY = Path(__file__).parents[1]
-COMMANDS = re.compile(
-    r"tests\.commands|import commands|forks: Forks|sql\.(query|answer)"
-)  # in modules that fork
+COMMANDS = re.compile(r"tests\.commands|import commands|forks: Forks|sql\.(query|answer)")
+"""Text of modules whose tests fork."""
 
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30  # bytes; the files of all tests together take a quarter, of which those of failed ones stay
@@ -113,9 +112,8 @@ class Together(LoadScopeScheduling):
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        self._turns: dict[
-            WorkerController, list[str]
-        ] = {}  # kinds of tests that a worker has not found to be out
+        self._turns: dict[WorkerController, list[str]] = {}
+        """Kinds of tests that a worker has not found to be out."""
 
     def _split_scope(self, nodeid: str) -> str:
         module, _, _ = nodeid.partition("::")

@@ -9,7 +9,7 @@ from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.states import OnLate
 
-UNKNOWN = "rows have run for less than 15 s here, so there is no forecast, and --strict lets the job pass"
+UNKNOWN = "rows have run for less than {:g} s here, so there is no forecast, and --strict lets the job pass"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class DeadlineFlags:
             return
         from conserve.cli.forecast_report import warning
         from conserve.jobs.deadlines.queue import forecast_new
+        from conserve.jobs.deadlines.rate import LEAST_BUSY_S
         from conserve.store.books.readings import read_harvested, read_jobs
 
         now = time.time()
@@ -51,7 +52,7 @@ class DeadlineFlags:
             now=now,
         )
         if found is None:
-            self.warning = UNKNOWN if self.strict else None
+            self.warning = UNKNOWN.format(LEAST_BUSY_S) if self.strict else None
             return
         self.warning = warning(found, self.deadline, now)
         if self.warning and self.strict:

@@ -12,13 +12,11 @@ import pytest
 
 from tests.integration.test_checkpoints import transfer
 from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 ABANDONED_WHOLE = {"Phi"}  # vLLM runs it as transformers builds it, whose layers get positions as a pair

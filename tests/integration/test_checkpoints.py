@@ -13,13 +13,11 @@ import psutil
 import pytest
 
 from tests.tiny_models import LAYERS
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 BLOCK = 32  # tokens

@@ -21,16 +21,15 @@ from conserve.engine.vllm.launching.environment import engine_log
 from conserve.engine.vllm.launching.phases import told
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
+from tests.warned import OF_VLLM
 
 T = TypeVar("T")
 Cores = frozenset[int]
 
-# SWIG's and torch's own while vLLM is imported, and one that vLLM raises on every chat request.
+# vLLM raises the last one on every chat request.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
     pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
 ]
 

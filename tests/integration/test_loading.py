@@ -8,12 +8,10 @@ import pytest
 
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
+from tests.warned import OF_VLLM
 
-# SWIG's and torch's own while vLLM is imported.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 

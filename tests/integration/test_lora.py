@@ -11,13 +11,11 @@ import pytest
 
 from tests.integration.test_checkpoints import transfer
 from tests.tiny_models import LAYERS, build_tiny_adapter, build_tiny_model, word_tokenizer
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 ADAPTERS = ("poet", "clerk", "guide")
 SLOTS = 2  # adapters that an iteration may use

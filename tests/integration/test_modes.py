@@ -18,21 +18,16 @@ import pytest
 from tests import tiny_kinds
 from tests.integration.test_checkpoints import transfer
 from tests.tiny_models import LAYERS, build_tiny_model
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
-PROMISES: tuple[dict[str, float], ...] = (
-    {},
-    {"harm": 0.1},
-    {"tbt_ms": 3.0},
-)  # the last two cut prompts small
+PROMISES: tuple[dict[str, float], ...] = ({}, {"harm": 0.1}, {"tbt_ms": 3.0})
+"""The last two cut prompts small."""
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 STATE = "its state is not only KV blocks"
 

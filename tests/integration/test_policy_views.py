@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-# As in test_scheduler.py.
+from tests.warned import OF_VLLM
+
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
     pytest.mark.engine,
 ]
 

@@ -18,13 +18,11 @@ import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from tests.tiny_models import LAYERS
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 BLOCK_BYTES = 2 * 32 * 64 * 4  # of a layer: keys and values of 32 tokens, 64 float32 each

@@ -21,14 +21,12 @@ from conserve.errors import ProfileDerived, ProfileMissing
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
 from conserve.profiles.correction import Correction
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 FLAGS = ["--max-num-seqs", "32", "--kv-cache-memory-bytes", str(1 << 30)]

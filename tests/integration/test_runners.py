@@ -19,13 +19,11 @@ import pytest
 
 from tests.integration.test_preemption import CLOSE, assert_close, counts, shared_prefixes, storm
 from tests.tiny_models import LAYERS
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 PATIENCE_S = 240.0  # reached by a hang alone

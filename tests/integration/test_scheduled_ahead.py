@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 SHARED = [[n * 50 + i for i in range(64)] for n in range(3)]  # of prompts that share KV blocks

@@ -13,12 +13,10 @@ from unittest import mock
 import pytest
 
 from tests.conftest import examples
+from tests.warned import OF_VLLM
 
-# SWIG's and torch's own while vLLM is imported.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
     pytest.mark.engine,
 ]
 

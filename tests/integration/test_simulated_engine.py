@@ -9,11 +9,10 @@ from unittest import mock
 import pytest
 
 from conserve.bench.traces import Arrival
+from tests.warned import OF_VLLM
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
     pytest.mark.engine,
 ]
 

@@ -14,11 +14,10 @@ from conserve.bench.presets import CPU
 from conserve.bench.sizing import Sized, size
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER
+from tests.warned import OF_VLLM
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
     pytest.mark.engine,
 ]
 

@@ -15,13 +15,11 @@ import pytest
 
 from conserve.engine.runtime.spill_file import INDEX
 from tests.tiny_models import build_tiny_model
+from tests.warned import OF_VLLM
 
-# As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 LAYERS = 3

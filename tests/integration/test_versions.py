@@ -13,12 +13,11 @@ from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_engine
 from conserve.engine.vllm.compat.internals import INTERNALS, Part
 from conserve.engine.vllm.compat.trial import UnfitPart
+from tests.warned import OF_VLLM
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 
@@ -78,7 +77,7 @@ class Waiting:
 
 
 class SkippingAll:
-    """What vLLM 0.30's scheduler does with its queues, where it skips whatever waits."""
+    """Plays the queues of vLLM 0.30's scheduler, where all that waits is skipped."""
 
     def __init__(self) -> None:
         from vllm.v1.core.sched.request_queue import FCFSRequestQueue

@@ -55,7 +55,7 @@ def polled(polling: Polls, name: str, project: str = "default") -> dict[str, Any
 
 
 def body_of(polling: Polls, name: str, project: str = "default") -> bytes:
-    """The same object as before, if the answer was not encoded again."""
+    """Body of the answer to a poll: the same object as before, if it was not encoded again."""
     return asyncio.run(polling.of(project, name)).body
 
 

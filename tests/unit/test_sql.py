@@ -325,7 +325,7 @@ def terminal() -> Iterator[tuple[int, Future[str]]]:
 
 
 def all_of(master: int) -> str:
-    """What a terminal shows until nothing has it open."""
+    """Text that a terminal shows until no process has it open."""
     shown = b""
     with contextlib.suppress(OSError):  # the other end is closed
         while data := os.read(master, 65536):

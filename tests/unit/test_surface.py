@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.warned import OF_VLLM
+
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI, Response
@@ -148,9 +150,7 @@ def ours(answer: httpx.Response) -> dict[str, float]:
 
 pytestmark = [
     needs("vllm"),
-    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    *OF_VLLM,
 ]
 
 

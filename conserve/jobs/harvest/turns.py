@@ -75,7 +75,7 @@ class Turns:
 
     def is_to_foresee(self, runnable: Sequence[Any], now: float) -> bool:
         """True if a forecast is due of which of all runnable jobs push: of other jobs, or once in `LOOK_S`."""
-        asked = {job.id for job in runnable if candidate(job, 0.0, now).pushes}
+        asked = {job.id for job in runnable if job.on_late == OnLate.PUSH and candidate(job, 0.0, now).pushes}
         known = self._foreseen
         return bool(asked) and (
             asked != known.asked or known.rates is not self._rates or self._is_to_look(now)

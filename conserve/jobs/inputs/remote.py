@@ -49,10 +49,11 @@ def fetch(names: Sequence[str], folder: Path) -> Fetched:
     found = [one for objects, _ in named for one in objects]
     if len(set(found)) < len(found):
         raise InputError("an object is named twice; name each once")
+    odd = next((one for one in found if {"", ".", ".."} & set(one.key.split("/"))), None)
+    if odd is not None:
+        raise InputError(f"{odd} has a name that no file can have below a folder; rename the object")
     paths, urls = [], {}
     for one in found:
-        if {"", ".", ".."} & set(one.key.split("/")):
-            raise InputError(f"{one} has a name that no file can have below a folder; rename the object")
         path = folder / FETCHED / one.bucket.root / one.key
         path.parent.mkdir(parents=True, exist_ok=True)
         one.download(path)

@@ -323,5 +323,5 @@ def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
 
 
 def other_separator(rows: InputRows) -> str:
-    """What to do about a CSV whose columns another sign separates; empty for every other input."""
+    """Hint on a CSV whose columns another sign separates; empty for every other input."""
     return rows.hint if isinstance(rows, CsvRows) else ""

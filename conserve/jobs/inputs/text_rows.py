@@ -157,7 +157,7 @@ class CsvRows(TextRows):
 
     @property
     def hint(self) -> str:
-        """What to do if the columns are not those that the user meant; empty if they look sound."""
+        """Hint on columns that another sign seems to separate; empty if they look sound."""
         return separator_hint(self.columns, in_sql(self.paths[0], self.name))
 
     def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -208,7 +208,7 @@ def header_of(names: list[str], file: str) -> list[str]:
 
 
 def holds_rows(value: object) -> bool:
-    """Whether a line's value is a list of objects."""
+    """True if a line's value is a list of objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
@@ -227,7 +227,7 @@ def in_sql(path: Path, name: str) -> str:
 
 
 def separator_hint(header: Sequence[str], file: str) -> str:
-    """What to do about a header that seems to be separated by another sign; empty if it does not."""
+    """Hint on a header that another sign seems to separate, with the query to submit; empty if none does."""
     found = next((sign for sign in SEPARATORS if len(header) == 1 and sign in header[0]), None)
     if found is None:
         return ""

@@ -135,9 +135,8 @@ class RowGroup(NamedTuple):
         first, count = offsets[0], len(offsets)
         neighbours = list(offsets) == list(range(first, first + count))
         part = self.table.slice(first, count) if neighbours else self.table.take(offsets)
-        columns = [
-            column.to_numpy().tolist() for column in part.columns
-        ]  # `to_pylist` takes ten times as long
+        # `to_pylist` takes ten times as long.
+        columns = [column.to_numpy().tolist() for column in part.columns]
         return list(map(StoredRequest._make, zip(*columns, strict=True)))
 
 

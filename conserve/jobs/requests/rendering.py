@@ -84,7 +84,7 @@ def template_names(template: str, columns: Collection[str]) -> set[str]:
 
 
 def odd_name_hint(columns: Iterable[str]) -> str:
-    """How a template names a column whose name is no word; empty if all of them are words."""
+    """Hint on naming a column whose name is no word in a template; empty if all of them are words."""
     odd = next((name for name in columns if not name.isidentifier() or iskeyword(name)), None)
     return "" if odd is None else f"; a template names {odd!r} as {{{{ {ROW}[{odd!r}] }}}}"
 

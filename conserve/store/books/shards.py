@@ -103,8 +103,8 @@ def compact_oldest(
     """Move the oldest journalled results into one shard, if they are enough; returns how many rows moved."""
     for failed in (False, True):
         while rows := oldest(store, job_id, failed=failed, at_least=at_least):
-            misfits = [Misfit(row.position, row.payload, row.result) for row in rows if row.result.failed]
-            if misfits and not failed:
+            wrong = [] if failed else [row for row in rows if row.result.failed]
+            if misfits := [Misfit(row.position, row.payload, row.result) for row in wrong]:
                 with store.write() as tx:
                     journalled.fail_misfits(tx, job_id, misfits)
                 continue

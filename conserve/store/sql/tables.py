@@ -52,19 +52,19 @@ def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
     An export that fails leaves the earlier one as it was.
     """
     counted, part = CountedRows(rows), f"{PART}={job_id}"
-    unfinished = place / f"_{job_id}"  # readers pass over such names
-    remove_tree(unfinished)  # of an export that was killed
+    unfinished = f"_{job_id}"  # readers pass over such names
+    remove_tree(place / unfinished)  # of an export that was killed
     try:
         with reached(place.bucket) if isinstance(place, ObjectPath) else explained(place):
-            write_files(counted, unfinished)
+            write_files(counted, place / unfinished)
             remove_tree(place / part)
             if isinstance(place, ObjectPath):
-                for path in (place / unfinished.name / part).iterdir():
+                for path in (place / unfinished / part).iterdir():
                     path.copy_to(place / part / path.name)
             elif counted.rows:
-                (place / unfinished.name / part).rename(place / part)
+                (place / unfinished / part).rename(place / part)
     finally:
-        remove_tree(unfinished)
+        remove_tree(place / unfinished)
     return counted.rows
 
 

@@ -36,9 +36,8 @@ def in_pieces(check: Any) -> Any:
         compilation = config.compilation_config
         by_default = compilation.mode == CompilationMode.VLLM_COMPILE
         check(config)
-        is_graph = (
-            compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
-        )  # not without compilation, nor with LoRA
+        # No graph is made without compilation, nor with LoRA.
+        is_graph = compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
         if by_default and is_graph and config.parallel_config.worker_cls == WORKER:
             compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, BACKEND
             compilation.compile_sizes = []  # vLLM sets them with the sizes of CUDA graphs
@@ -48,8 +47,9 @@ def in_pieces(check: Any) -> Any:
 
 def leave_gpu_pass_out() -> None:
     """Leave out the one pass over inductor's graphs that names operators of GPUs alone."""
-    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+
         FixFunctionalizationPass.__call__ = lambda self, graph: None
