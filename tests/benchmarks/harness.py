@@ -104,7 +104,7 @@ def child(way: str, tasks: Path, output: Path) -> Any:
     arguments = [sys.executable, "-m", "tests.benchmarks.harness", way, str(tasks), str(output)]
     environ = {
         "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(output.parent / "datasets"),
-        "VLLM_CPU_KVCACHE_SPACE": "1", "TQDM_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
     }  # fmt: skip
     subprocess.run(arguments, env=os.environ | environ, check=True, stdout=subprocess.DEVNULL)
     return json.loads(output.read_text())
