@@ -186,6 +186,42 @@ class Rows:
             assert not new["tokens_redone"]
             assert not new["tokens_wasted"]
 
+    @pytest.mark.parametrize("again", [2, 4])
+    def test_what_a_smaller_chunk_leaves_over_keeps_what_it_had_computed(
+        self, engine: Any, again: int
+    ) -> None:
+        """A row leaves with its prompt, and once more with the part of it that a live prompt leaves room for."""
+        from tests.preempted_engine import ALL, Ask, greedy, prompt
+
+        row = Ask("off", prompt(240, 500), greedy(3))
+        live = Ask("on0", prompt(20, 501), greedy(12), offline=False)
+        late = Ask("on1", prompt(180, 502), greedy(3), offline=False)
+        wanted = engine.undisturbed([row, live, late])
+        before, chunks = counts(engine), []
+        engine.chunks["off"] = chunks
+        engine.orders.follow(engine.orders.script({1: [(2, ALL)], 2: [(again, ALL)]}))
+        with engine.counting_tokens() as computed:
+            engine.add(live)
+            engine.step()
+            engine.add(row)
+            engine.step()
+            engine.add(late)
+            assert engine.drain() == wanted
+        engine.orders.follow(None)
+        engine.chunks.clear()
+        assert chunks[0] == (240, True)
+        assert chunks[1].left
+        assert 20 < chunks[1].tokens < 100
+        assert (
+            computed
+            == [sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in (row, live, late))] * LAYERS
+        )
+        new = counts(engine) - before
+        assert not new["tokens_redone"]
+        assert not new["tokens_wasted"]
+        engine.assert_nothing_is_left()
+        engine.forget()
+
     def test_rows_share_prefixes_with_those_that_left(self, engine: Any) -> None:
         answers, wanted = shared_prefixes(engine)
         assert answers == wanted
@@ -740,7 +776,7 @@ def storm(engine: Any, preemptions: int, *, kinds: int = 40, longest: int = 12, 
             names += 1
             live[f"r{names}"] = ask
             engine.add(ask._replace(name=f"r{names}"))
-        if live and dice.random() < 0.01:
+        if live and dice.random() < 0.03:
             name = dice.choice(sorted(live))
             engine.abort(name)
             del live[name]

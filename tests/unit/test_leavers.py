@@ -43,26 +43,40 @@ def test_a_row_that_gets_no_further_is_cut_down_and_then_sheltered() -> None:
     assert leavers.chunk("row") is None
 
 
-def test_who_leaves_a_shorter_chunk_further_on_loses_the_rest() -> None:
+def test_a_row_that_leaves_a_shorter_chunk_further_on_keeps_the_rest_where_it_was() -> None:
     leavers = Leavers()
     leave(leavers, 200, 6)
-    lost = leave(leavers, 20, 12)
-    assert (lost.tokens, lost.share) == (180, 0.2)
+    assert leave(leavers, 20, 12).tokens == 0
     assert leavers.chunk("row") == 20
+    assert leave(leavers, 5, 20).tokens == 0
+    assert leavers.chunk("row") == 5
+    leavers.computed({"row": 5})
+    assert leavers.chunk("row") == 15, "of the 20"
+    leavers.computed({"row": 15})
+    assert leavers.chunk("row") == 180, "of the 200"
+    assert leavers.evicted("row", LAYERS) == (180, 36)
 
 
-def test_who_leaves_before_it_has_joined_keeps_what_it_has() -> None:
+def test_a_row_that_leaves_before_it_has_joined_keeps_what_it_has() -> None:
     leavers = Leavers()
     leave(leavers, 200, 6)
     assert leave(leavers, 20, 6).tokens == 0
     assert leavers.chunk("row") == 200
 
 
+def test_a_row_that_falls_back_has_lost_all_it_kept() -> None:
+    leavers = Leavers()
+    leave(leavers, 200, 6)
+    leave(leavers, 20, 12)
+    assert leave(leavers, 50, 3) == (200, 180 * 6 / 30 + 20 * 12 / 30)
+    assert leavers.chunk("row") == 50
+
+
 def test_memory_that_is_gone_takes_the_layers_along_once() -> None:
     leavers = Leavers()
     leave(leavers, 60, 15)
-    assert leavers.evicted("row", LAYERS).worth == 30
-    assert leavers.evicted("row", LAYERS).worth == 0
+    assert leavers.evicted("row", LAYERS) == (60, 30)
+    assert leavers.evicted("row", LAYERS) == (0, 0)
     assert leavers.evicted("another", LAYERS).worth == 0
 
 

@@ -1,23 +1,66 @@
-"""Rows that have left an iteration: tokens they keep, work that was lost, and when they need not leave again."""
+"""Rows that have left an iteration: tokens they keep, work that was lost, and when they need not leave again.
 
-from collections.abc import Mapping
+A row may leave again with fewer tokens than it left with before, further on. Then it keeps two parts: those tokens
+at the later layer, and the others, which come behind them, at the earlier one.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 SHRINK_AFTER = 4  # times that a row left without progress; from then on each next chunk is half as long
 SHELTER_AFTER = 8  # such times, after which the row stays in every iteration
+
+
+class Part(Protocol):
+    """Successive tokens of a row that have run through the layers before `layer`."""
+
+    @property
+    def layer(self) -> int:
+        """Layer at which they join a pass."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of them, at least 1."""
+
+    def after(self, tokens: int) -> Self:
+        """The part without its first tokens."""
+
+
+P = TypeVar("P", bound=Part)
+
+
+def behind(parts: Sequence[P], tokens: int) -> tuple[P, ...]:
+    """Parts that remain without their first `tokens` tokens."""
+    for place, part in enumerate(parts):
+        if tokens < part.tokens:
+            return (part.after(tokens) if tokens else part, *parts[place + 1 :])
+        tokens -= part.tokens
+    return ()
+
+
+def with_first(first: P, parts: Sequence[P]) -> tuple[P, ...]:
+    """Parts of a row that left with the tokens of `first`; it keeps what it had if it got no further."""
+    if parts and parts[0].layer == first.layer:
+        return tuple(parts)
+    return (first, *behind(parts, first.tokens))
+
+
+class KeptPart(NamedTuple):
+    """A part, as the scheduler knows it."""
+
+    layer: int
+    tokens: int
+
+    def after(self, tokens: int) -> "KeptPart":
+        return KeptPart(self.layer, self.tokens - tokens)
 
 
 class Lost(NamedTuple):
     """Work that was thrown away."""
 
     tokens: int  # tokens to compute again
-    share: float  # share of the layers that they had run through
-
-    @property
-    def worth(self) -> float:
-        """Lost work as a number of whole tokens."""
-        return self.tokens * self.share
+    worth: float  # the same in whole tokens: each counts by the share of layers it had run through
 
 
 NOTHING = Lost(0, 0.0)
@@ -27,10 +70,14 @@ NOTHING = Lost(0, 0.0)
 class Leaver:
     """A row from the time it leaves until it has computed the tokens that it left with."""
 
-    layer: int = 0  # where it joins again; 0: it begins anew
-    kept: int = 0  # tokens that it joins with
+    parts: tuple[KeptPart, ...] = ()  # none: it begins anew
     chunk: int = 0  # most tokens to give it next
     times: int = 0  # times that it left without progress in between
+
+    @property
+    def layer(self) -> int:
+        """Layer where it joins again; 0 if it begins anew."""
+        return self.parts[0].layer if self.parts else 0
 
 
 class Leavers:
@@ -46,21 +93,26 @@ class Leavers:
         """Note that a row left with a chunk of so many tokens; it joins at `layer`, or begins anew if that is 0."""
         leaver = self._rows.setdefault(row, Leaver())
         leaver.times = 1 if layer > leaver.layer else leaver.times + 1
-        lost = Lost(chunk, layers_run / layers) if layers_run and not layer else NOTHING
-        if layer != leaver.layer:  # at the same layer: it left before it had joined, and keeps what it had
-            if leaver.layer and leaver.kept > chunk:
-                lost = Lost(leaver.kept - chunk, leaver.layer / layers)
-            leaver.layer, leaver.kept = layer, chunk if layer else 0
-        leaver.chunk = max(1, chunk // 2) if leaver.times >= SHRINK_AFTER else leaver.kept or chunk
+        lost = NOTHING
+        if layer < leaver.layer:
+            lost = _lost(leaver.parts, layers)
+        elif layers_run and not layer:
+            lost = Lost(chunk, chunk * layers_run / layers)
+        kept = leaver.parts if layer >= leaver.layer else ()
+        leaver.parts = with_first(KeptPart(layer, chunk), kept) if layer else ()
+        first = leaver.parts[0].tokens if leaver.parts else chunk
+        leaver.chunk = max(1, chunk // 2) if leaver.times >= SHRINK_AFTER else first
         return lost
 
     def computed(self, rows: Mapping[str, int]) -> None:
-        """Note the tokens that rows computed; a row that computed part of its chunk keeps the remaining tokens."""
+        """Note the tokens that rows computed; a row that computed part of what it keeps has the rest still."""
         for row in self._rows.keys() & rows.keys():
             leaver = self._rows[row]
-            leaver.kept = leaver.chunk = leaver.kept - rows[row]
+            leaver.parts = behind(leaver.parts, rows[row])
             leaver.times = 0
-            if leaver.kept <= 0:
+            if leaver.parts:
+                leaver.chunk = leaver.parts[0].tokens
+            else:
                 del self._rows[row]
 
     def forget(self, row: str) -> None:
@@ -70,10 +122,9 @@ class Leavers:
     def evicted(self, row: str, layers: int) -> Lost:
         """Note that a row's KV blocks are gone, and with them the layers it had computed; returns the lost work."""
         leaver = self._rows.get(row)
-        if leaver is None or not leaver.layer:
+        if leaver is None:
             return NOTHING
-        lost = Lost(leaver.kept, leaver.layer / layers)
-        leaver.layer = leaver.kept = 0
+        lost, leaver.parts = _lost(leaver.parts, layers), ()
         return lost
 
     def chunk(self, row: str) -> int | None:
@@ -89,3 +140,7 @@ class Leavers:
     def any_sheltered(self) -> bool:
         """True if any row is sheltered."""
         return any(leaver.times >= SHELTER_AFTER for leaver in self._rows.values())
+
+
+def _lost(parts: Sequence[KeptPart], layers: int) -> Lost:
+    return Lost(sum(part.tokens for part in parts), sum(part.tokens * part.layer for part in parts) / layers)

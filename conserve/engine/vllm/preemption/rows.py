@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
+from conserve.engine.runtime.leavers import behind, with_first
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.compat.metadata import watch_metadata
 from conserve.engine.vllm.preemption.runner import Runner
@@ -36,6 +37,11 @@ class Suspended:
     tokens: int  # in the chunk
     inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
 
+    def after(self, tokens: int) -> Self:
+        """Inputs of the chunk without its first tokens."""
+        rest = {key: value[tokens:] for key, value in self.inputs.items()}
+        return replace(self, start=self.start + tokens, tokens=self.tokens - tokens, inputs=rest)
+
 
 class RunnerRows:
     """Rows of vLLM's model runner while the decoder layers run."""
@@ -47,7 +53,7 @@ class RunnerRows:
         self.possible = True  # the layers' inputs can be cut down
         self._runner = runner
         self._safepoints = safepoints
-        self._suspended: dict[str, Suspended] = {}
+        self._suspended: dict[str, tuple[Suspended, ...]] = {}  # parts of a row, the first tokens first
         self._joining: dict[int, list[str]] = {}  # layer -> rows that join at it
         self._absent: set[str] = set()  # rows that have left, or are yet to join
         self._in: torch.Tensor | None = (
@@ -78,16 +84,14 @@ class RunnerRows:
     @property
     def suspended(self) -> dict[str, int]:
         """Rows that can join a later iteration, and the layers at which they do."""
-        return {name: one.layer for name, one in self._suspended.items()}
+        return {name: parts[0].layer for name, parts in self._suspended.items()}
 
     def end(self, scheduled: Mapping[str, int]) -> None:
         """End the pass; a row that ran part of its chunk keeps the remaining tokens."""
         self.busy = False
         for name in self._suspended.keys() & scheduled.keys() - self.left:
-            one, ran = self._suspended.pop(name), scheduled[name]
-            if ran < one.tokens:
-                rest = {key: value[ran:] for key, value in one.inputs.items()}
-                self._suspended[name] = Suspended(one.layer, one.start + ran, one.tokens - ran, rest)
+            if rest := behind(self._suspended.pop(name), scheduled[name]):
+                self._suspended[name] = rest
 
     def run(
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
@@ -149,10 +153,9 @@ class RunnerRows:
         """Before the first layer, find the rows of the batch that join at a later one."""
         batch = self._runner.batch
         for place, name in enumerate(batch.names):
-            one = self._suspended.get(name)
-            if one is None:
+            if name not in self._suspended:
                 continue
-            tokens = len(batch.tokens_of(place))
+            one, tokens = self._suspended[name][0], len(batch.tokens_of(place))
             if one.start == batch.computed[place] and tokens <= one.tokens:
                 self._joining.setdefault(one.layer, []).append(name)
                 self._absent.add(name)
@@ -167,7 +170,7 @@ class RunnerRows:
         self._absent.difference_update(names)
         assert before is not None
         batch = self._runner.batch
-        coming = sorted((batch.places[name], self._suspended[name]) for name in names)
+        coming = sorted((batch.places[name], self._suspended[name][0]) for name in names)
         tokens = [batch.tokens_of(place) for place, _ in coming]
         self._change(
             inputs,
@@ -196,7 +199,8 @@ class RunnerRows:
             place = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
             inputs_of = {key: value[place] for key, value in inputs.items() if self._is_per_token(value)}
             start = int(batch.computed[batch.places[name]])
-            self._suspended[name] = Suspended(index, start, len(own), inputs_of)
+            leaves = Suspended(index, start, len(own), inputs_of)
+            self._suspended[name] = with_first(leaves, self._suspended.get(name, ()))
         self.left |= leaving
         self._absent |= leaving
         for names in self._joining.values():

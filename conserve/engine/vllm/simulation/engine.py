@@ -21,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from conserve.engine.runtime.leavers import behind, with_first
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, put, stamp_of
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone
@@ -70,6 +71,9 @@ class SimulatedSuspended(NamedTuple):
     start: int
     tokens: int
 
+    def after(self, tokens: int) -> "SimulatedSuspended":
+        return SimulatedSuspended(self.layer, self.start + tokens, self.tokens - tokens)
+
 
 class SimulatedEngine(SchedulerAlone):
     """Plays arrivals beside offline rows, where its clock is installed."""
@@ -100,7 +104,7 @@ class SimulatedEngine(SchedulerAlone):
         self._dice = np.random.default_rng(seed)
         self._due: deque[Request] = deque()  # yet to come
         self._came: list[Request] = []  # and not yet in the scheduler
-        self._suspended: dict[str, SimulatedSuspended] = {}
+        self._suspended: dict[str, tuple[SimulatedSuspended, ...]] = {}
         self._answers: dict[str, SimulatedAnswer] = {}
         self._rows = 0  # offline ones in the engine
         self._prompts = 0  # with a shared beginning
@@ -212,7 +216,7 @@ class SimulatedEngine(SchedulerAlone):
         }
         joining: dict[str, int] = {}
         for name in slices.keys() & self._suspended.keys():
-            one = self._suspended[name]
+            one = self._suspended[name][0]
             if one.start == slices[name].context and slices[name].tokens <= one.tokens:
                 joining[name] = one.layer
             else:
@@ -229,9 +233,8 @@ class SimulatedEngine(SchedulerAlone):
                 all_leave = rows == ALL_ROWS
                 leaving = slices.keys() if all_leave else slices.keys() & set(stamp.rows[:rows])
                 for name in leaving - left - joining.keys() if layer and self._separable else ():
-                    self._suspended[name] = SimulatedSuspended(
-                        layer, slices[name].context, slices[name].tokens
-                    )
+                    leaves = SimulatedSuspended(layer, slices[name].context, slices[name].tokens)
+                    self._suspended[name] = with_first(leaves, self._suspended.get(name, ()))
                 left |= leaving
                 joining = {name: at for name, at in joining.items() if name not in left}
                 layer_s = None
@@ -245,7 +248,7 @@ class SimulatedEngine(SchedulerAlone):
         self._keep_the_rest({name: one.tokens for name, one in slices.items() if name not in left})
         return IterationOutcome(
             left=frozenset(left),
-            kept={name: self._suspended[name].layer for name in left & self._suspended.keys()},
+            kept={name: self._suspended[name][0].layer for name in left & self._suspended.keys()},
             joined=joined,
             layers_run=left_before,
             layers=self._layers,
@@ -260,6 +263,5 @@ class SimulatedEngine(SchedulerAlone):
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
         """End an iteration like `Rows.end`: a row that ran part of its chunk keeps the remaining tokens."""
         for name in self._suspended.keys() & computed.keys():
-            one, ran = self._suspended.pop(name), computed[name]
-            if ran < one.tokens:
-                self._suspended[name] = SimulatedSuspended(one.layer, one.start + ran, one.tokens - ran)
+            if rest := behind(self._suspended.pop(name), computed[name]):
+                self._suspended[name] = rest
