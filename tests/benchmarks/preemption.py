@@ -5,6 +5,7 @@ and as `conserve serve --no-enforce-eager` does; MODE=graph as one graph, as vLL
 compared takes turns, down to single iterations where they are long.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ RAISES = 16  # for each step; three times as many at one layer
 MOST_SHARE, MOST_LAYERS = 5.0, 2.0  # the floors at one layer: percent of the iteration, times of a layer
 DECODES, DECODE_ROUNDS, DECODE_BLOCKS, BLOCK = 32, 8, 12, 8  # rows; rounds of triples of blocks of iterations
 CHUNK, CHUNKS = 512, 100  # tokens; triples of iterations
-MOST_COST = 1.1  # percent
+MOST_COST, MOST_ALONE = 1.1, 0.5  # percent of an iteration
 OFF = 0  # layers between safepoints: there are none
 ARMS = (OFF, 8, 1)  # 8 where there is no TTFT promise to shorten it
 RESAMPLES = 2000
@@ -176,7 +177,7 @@ def reaction_figure(step: int, ms: Sequence[float], whole_ms: float, layers: int
 
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
-    """Iterations with safepoints beside iterations without; in eager mode the safepoints alone too."""
+    """Iterations with safepoints beside iterations without; the safepoints alone too, where rows can leave."""
     measured = {
         f"{DECODES} decode steps": decode_triples(engine),
         f"{CHUNK} prompt tokens": chunk_triples(engine),
@@ -187,10 +188,94 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
         for name, triples in measured.items()
         for step in ARMS[1:]
     ]
-    return figures + alone(engine, measured, raw) if MODE == "eager" else figures
+    alone = {"eager": between_layers_alone, "pieces": segments_alone}.get(MODE)
+    return figures + (alone(engine, measured, raw) if alone is not None else [])
 
 
-def alone(engine: Any, measured: Mapping[str, Sequence["Triple"]], raw: dict[str, Any]) -> list[Figure]:
+def segments_alone(
+    engine: Any, measured: Mapping[str, Sequence["Triple"]], raw: dict[str, Any]
+) -> list[Figure]:
+    """What a pass in segments takes longer than vLLM's own function, with pieces that compute nothing."""
+    added = raw["segments_us"] = segments_us(engine)
+    figures = []
+    for name, triples in measured.items():
+        plain_ms = statistics.median(ms for triple in triples for ms in triple[OFF])
+        for step, samples in added.items():
+            shares = [us / plain_ms / 10 for us in samples]
+            note = f"{statistics.median(samples):.0f} us of {plain_ms:.1f} ms"
+            what = f"segments alone, {name}, safepoint every {step}"
+            figures.append(figure(what, "%", shares, MOST_ALONE, note))
+    return figures
+
+
+def segments_us(engine: Any) -> dict[int, list[float]]:
+    """Time that a pass takes longer in segments, in us, by layers between safepoints: a sample is 100 passes."""
+    from conserve.engine.vllm.iteration import Stamp
+
+    safepoints, rows = engine.worker._safepoints, engine.worker._rows
+    output = SimpleNamespace(total_num_scheduled_tokens=DECODES, num_scheduled_tokens={})
+    us: dict[int, list[float]] = {step: [] for step in ARMS[1:]}
+    with segments_that_compute_nothing(rows, engine.worker._runner) as (args, whole):
+
+        def passes(run: Callable[[], Any]) -> float:
+            begun = time.perf_counter()
+            for _ in range(100):
+                run()
+            return (time.perf_counter() - begun) * 1e4
+
+        for _ in range(40):
+            bare = passes(lambda: whole(*args))
+            for step, samples in us.items():
+                rows.begin(output, watched=True)
+                safepoints.arm(
+                    Stamp(iteration=1 << 40, flag=engine.preemptions._flag.name, rows=[], every=step)
+                )
+                samples.append(passes(lambda: rows.forward(args)) - bare)
+                safepoints.disarm()
+                rows.end({})
+    return us
+
+
+@contextlib.contextmanager
+def segments_that_compute_nothing(rows: Any, runner: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Meanwhile each piece returns what it returned once; yields a pass's arguments, and vLLM's own function."""
+    from conserve.engine.vllm.preemption.segments import ATTENTION, FUNCTION, PIECES
+
+    names, computing = rows._segments.globals, dict(rows._segments.globals)
+    seen: list[tuple[Any, ...]] = []
+    forward = rows.forward
+
+    def remembered(call: Any) -> Any:
+        returned: list[Any] = []
+
+        def piece(*args: Any) -> Any:
+            if not returned:
+                returned.append(call(*args))
+            return returned[0]
+
+        return piece
+
+    def noting(args: tuple[Any, ...]) -> Any:
+        seen.append(args)
+        return forward(args)
+
+    names[PIECES] = [remembered(piece) for piece in computing[PIECES]]
+    names.update({name: remembered(names[name]) for name in computing if name.startswith(ATTENTION)})
+    rows.forward, rows.busy = noting, True
+    try:
+        runner.run_dummy(DECODES)
+        del rows.forward
+        rows.busy = False
+        pieces = names[PIECES]
+        yield seen[-1], lambda *args: names[FUNCTION](*args, **{PIECES: pieces})
+    finally:
+        rows.__dict__.pop("forward", None)
+        names.update(computing)
+
+
+def between_layers_alone(
+    engine: Any, measured: Mapping[str, Sequence["Triple"]], raw: dict[str, Any]
+) -> list[Figure]:
     """Calls of safepoints between layers, and their share of the measured iterations."""
     calls = raw["call_us"] = call_us(engine)
     figures = []
