@@ -197,7 +197,7 @@ def window(found: list[Table]) -> list[Row]:
 
 
 def harness(found: list[Table]) -> list[Panel]:
-    """Differences of log-likelihoods by task, and the processor time of a request by step."""
+    """Differences of log-likelihoods by task, and the processor time of an item by part."""
     tasks = []
     for beginning, name in (("MMLU", "MMLU five-shot"), ("TruthfulQA", "TruthfulQA's shape")):
         value, power = numbers(found[1].row(beginning)[4])
@@ -206,13 +206,15 @@ def harness(found: list[Table]) -> list[Panel]:
     for beginning, name in (("GSM8K", "GSM8K five-shot"), ("HumanEval", "HumanEval's shape")):
         equal, of = numbers(found[1].row(beginning)[4])
         tasks.append(Bar(name, 0.0 if equal == of else 1.0, f"{equal:.0f} of {of:.0f} texts equal", "ours"))
-    steps = [Bar(row[0], v := numbers(row[2])[0], f"{v:.3g} us") for row in found[2].rows]
-    total = sum(bar.value for bar in steps)
+    parts = [
+        Bar(row[0], v := numbers(row[1])[0], f"{v:.3g} us", "bar" if place else "ours")
+        for place, row in enumerate(found[2].rows)
+    ]
     return [
         Panel("largest difference of a log-likelihood, and of texts", tasks),
         Panel(
-            "processor time of a request of lm-eval; dashed: the target",
-            [Bar("all", total, f"{total:.0f} us", "ours"), *steps],
+            "processor time of an item; dashed: the target of the first",
+            parts,
             limit=numbers(found[0].row("Processor time")[2])[0],
         ),
     ]
@@ -329,6 +331,6 @@ PLOTS = {
 }
 CHARTS = {
     "harness.svg": Chart(
-        "harness.md", "Differences of lm-eval's answers, and processor time of a request", harness
+        "harness.md", "Differences of lm-eval's answers, and processor time of an item", harness
     ),
 }
