@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +232,24 @@ def test_engines_share_the_host_memory() -> None:
 
     assert f'"host_bytes": {64 << 20}}}' in host_bytes()
     assert f'"host_bytes": {16 << 20}}}' in host_bytes("--data-parallel-size", "4")
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_profile_is_of_one_engine() -> None:
+    from conserve.engine.vllm.profiling.rig import keep_one_engine
+
+    for size, experts in ((1, False), (1, True), (2, False), (2, True)):
+        made: list[bool] = []
+        parallel = SimpleNamespace(
+            data_parallel_size=size, reconfigure_for_independent_dp_rank=partial(made.append, True)
+        )
+        config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=experts))
+        if size == 2 and experts:
+            with pytest.raises(SettingsError, match="leave out --data-parallel-size"):
+                keep_one_engine(config)
+        else:
+            keep_one_engine(config)
+        assert made == [True] * (size == 2 and not experts)
 
 
 @pytest.mark.parametrize(

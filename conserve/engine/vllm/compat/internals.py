@@ -141,6 +141,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "EngineCore.{step,preprocess_add_request,add_request,abort_requests,collective_rpc}": "an engine that runs "
         "given batches",
         "vllm.v1.executor.abstract.Executor.get_class": "the executor of the deployment, for that core",
+        "ParallelConfig.reconfigure_for_independent_dp_rank": "one of the data parallel engines",
         "KVCacheManager.allocate_slots": "blocks for a context that is not computed",
         "vllm.config.ParallelConfig.worker_extension_cls": "adds our probes to vLLM's worker",
         "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
