@@ -159,7 +159,7 @@ class Deployment:
                 model=MODELS[told["name"]](told["coefficients"]),
                 scale=float(told["scale"]),
                 max_tokens=int(said["max_num_batched_tokens"]),
-                max_requests=int(said["max_num_seqs"]),
+                max_requests=int(said["max_num_seqs"]) // int(said.get("engines", 1)),
             )
         except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
             return None

@@ -90,12 +90,25 @@ def refuse_machines(flags: list[str]) -> None:
             )
 
 
+def refuse_engines(flags: list[str], spill: Path | None) -> None:
+    """Raise for what one engine alone can do, where the flags start several."""
+    from conserve.engine.vllm.launching.flags import engines_of
+
+    engines = engines_of(flags)
+    if engines > 1 and spill is not None:
+        raise SettingsError(
+            f"--kv-spill is for one engine, not for --data-parallel-size {engines}; leave it out"
+        )
+
+
 def checkpointing(
     flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
 ) -> list[str]:
-    """Flags of an engine whose KV is checkpointed; none if it is not."""
+    """Flags of engines whose KV is checkpointed, each with its part of the host memory; none if it is not."""
     from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
+    from conserve.engine.vllm.launching.flags import engines_of
 
+    refuse_engines(flags, spill)
     if policy == NO_CHECKPOINTS:
         if host_memory is not None:
             raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
@@ -106,7 +119,8 @@ def checkpointing(
         policy_named(policy)
     except ValueError as error:
         raise SettingsError(f"--kv-checkpoint: {error}") from error
-    ours: dict[str, Any] = {"policy": policy, "host_bytes": host_bytes(host_memory)}
+    each = host_bytes(host_memory) // engines_of(flags)
+    ours: dict[str, Any] = {"policy": policy, "host_bytes": each}
     return with_checkpoints(flags, {**ours, "spill": str(spill.resolve())} if spill is not None else ours)
 
 

@@ -106,3 +106,22 @@ def test_classes_that_no_request_is_of_change_no_plan(make: Make, tmp_path: Path
         plans.append([one.plan for one in with_rows])
     assert len(plans[0]) > 60
     assert plans[0] == plans[1]
+
+
+def test_the_report_of_two_engines_says_all_that_one_engines_says(make: Make) -> None:
+    from conserve.engine.vllm.requests.engines import together
+
+    def fields(said: Any) -> Any:
+        return {name: fields(one) for name, one in said.items()} if isinstance(said, dict) else type(said)
+
+    engine = make(CLASSES, rows=4)
+    play(engine, CHATS)
+    said = engine.scheduler.conserve()
+    whole = together([said, said])
+    assert fields(whole) == fields(said)
+    chats, both = said["classes"]["chat"], whole["classes"]["chat"]
+    assert chats["requests"] == len(CHATS)
+    assert both["requests"] == 2 * len(CHATS)
+    assert both["ttft_ms"] == chats["ttft_ms"]
+    assert whole["offline"]["tokens"] == 2 * said["offline"]["tokens"] > 0
+    assert (whole["latency_model"], whole["slo"]) == (said["latency_model"], said["slo"])

@@ -306,3 +306,24 @@ def test_a_parallel_pipeline(ranks: Any) -> None:
     said = scheduler.conserve()
     assert said["preemption"]["why_off"] == said["checkpoint"]["why_off"] == "the pipeline is parallel"
     assert said["checkpoint"]["tokens_recomputed"]
+
+
+def test_experts_on_several_engines_are_refused_on_a_cpu() -> None:
+    """vLLM would end at the first request: its CPU kernels have no exchange between the engines."""
+    from types import SimpleNamespace
+
+    from conserve.engine.vllm.launching.flags import require_exchange
+    from conserve.errors import SettingsError
+
+    def config(engines: int, experts: bool) -> Any:
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=engines),
+            model_config=SimpleNamespace(is_moe=experts),
+        )
+
+    for fine in (config(1, True), config(2, False)):
+        require_exchange(fine)
+    with pytest.raises(SettingsError) as refused:
+        require_exchange(config(2, True))
+    page = (Path(__file__).parents[2] / "docs/reference/modes.md").read_text()
+    assert str(refused.value) in " ".join(page.split())

@@ -91,12 +91,14 @@ class EngineClient:
         self.asked: list[Any] = []
         self._reply = reply
         self.engine_core = self
+        self.core_engines = [b"0"]
         self.vllm_config = Namespace(
             additional_config={"conserve": {"control": control}}, scheduler_config=Namespace(max_num_seqs=8)
         )
 
-    async def call_utility_async(self, method: str, change: Any) -> Any:
+    async def _call_utility_async(self, method: str, change: Any, *, engine: bytes) -> Any:
         assert method == "conserve"
+        assert engine in self.core_engines
         self.asked.append(change)
         said = self._reply()
         return await said if asyncio.iscoroutine(said) else said

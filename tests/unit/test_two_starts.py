@@ -16,7 +16,7 @@ import pytest
 from conserve.engine.vllm.launching import fork_server, launch
 from conserve.engine.vllm.launching.launch import Launch
 
-CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size_local=1))
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1))
 
 
 class Core:

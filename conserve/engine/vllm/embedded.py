@@ -30,6 +30,7 @@ from conserve.engine.vllm.model.fingerprint import identity_of
 from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_model, scheduler_says
 from conserve.engine.vllm.requests.answers import Serving
 from conserve.engine.vllm.requests.continuation import continued
+from conserve.engine.vllm.requests.engines import most_requests
 from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare, rejection
 from conserve.engine.vllm.requests.token_watch import in_flight
 from conserve.engine.vllm.settings import AUTO, Pacing
@@ -93,7 +94,7 @@ class EmbeddedEndpoint:
 
     @property
     def capacity(self) -> int:
-        """Twice the number of sequences in one batch of the engine."""
+        """Twice the number of sequences in one batch of the engine, or of all data parallel engines."""
         return self._capacity
 
     @property
@@ -117,9 +118,10 @@ class EmbeddedEndpoint:
         except asyncio.CancelledError:
             await self.close()
             raise
-        config = engine.serving.llm.vllm_config
+        llm = engine.serving.llm
+        config = llm.vllm_config
         self._identity = await asyncio.to_thread(identity_of, self._model, config)
-        self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
+        self._capacity = ROWS_PER_SLOT * most_requests(llm)
         self.kv_cache = KvCache(
             block_tokens=config.cache_config.block_size, num_blocks=config.cache_config.num_gpu_blocks
         )

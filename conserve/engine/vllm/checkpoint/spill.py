@@ -195,7 +195,8 @@ def why_not(config: Any) -> str | None:
         "prefix caching is off": not cache.enable_prefix_caching,
         f"hashes of blocks differ from start to start with {cache.prefix_caching_hash_algo} "
         "(PYTHONHASHSEED is not set)": cache.prefix_caching_hash_algo.startswith("xxhash") and not seeded,
-        "the engine is data parallel": config.parallel_config.data_parallel_size > 1,
+        # Not by the size, which vLLM sets to 1 in engines that are independent.
+        "the engine is data parallel": config.parallel_config.data_parallel_rank_local is not None,
     }
     return next((reason for reason, true in reasons.items() if true), None)
 

@@ -73,6 +73,10 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "CompilationConfig.{cudagraph_mode,mode}": "part of a profile's key",
         "ModelConfig.{dtype,enforce_eager,hf_overrides,is_multimodal_model,max_model_len,model,"
         "override_generation_config,quantization,revision,tokenizer}": "which model it is, for profiles, saved tokens and limits",
+        "vllm.distributed.device_communicators.{cpu_communicator.CpuCommunicator,"
+        "base_device_communicator.DeviceCommunicatorBase}.all_gatherv": "can engines on a CPU exchange experts' tokens",
+        "AsyncMPClient.{core_engines,_call_utility_async}": "every data parallel engine is asked",
+        "ModelConfig.is_moe": "data parallel engines of such a model wait for each other",
         "ParallelConfig.{data_parallel_size,data_parallel_size_local,distributed_executor_backend,"
         "enable_expert_parallel,nnodes,pipeline_parallel_size,tensor_parallel_size}": "the processes of the engine; refused where it spans machines",
         "SchedulerConfig.{async_scheduling,enable_chunked_prefill,max_num_batched_tokens,max_num_seqs,"
@@ -137,6 +141,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "EngineCore.{step,preprocess_add_request,add_request,abort_requests,collective_rpc}": "an engine that runs "
         "given batches",
         "vllm.v1.executor.abstract.Executor.get_class": "the executor of the deployment, for that core",
+        "ParallelConfig.reconfigure_for_independent_dp_rank": "one of the data parallel engines",
         "KVCacheManager.allocate_slots": "blocks for a context that is not computed",
         "vllm.config.ParallelConfig.worker_extension_cls": "adds our probes to vLLM's worker",
         "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
@@ -196,7 +201,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "priority",
         "AsyncLLM.input_processor": "its generation_config_fields are the model's own stop tokens",
         "vllm.engine.protocol.EngineClient": "what the plug-in is given, in annotations",
-        "AsyncMPClient.call_utility_async": "asks the scheduler from the API server",
+        "AsyncMPClient.call_utility_async": "asks for the spill from the API server",
         "ModelConfig.get_vocab_size": "are saved tokens the model's",
         "VllmConfig.kv_transfer_config": "is our connector there",
         "LoRARequest.lora_name": "the class of a request with an adapter",
@@ -343,6 +348,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.version.__version__": "whose layout it is",
         "Request.lora_request": "KV of adapters stays off the disk",
         "CacheConfig.prefix_caching_hash_algo": "whether hashes are the same after a restart",
+        "ParallelConfig.data_parallel_rank_local": "set in a data parallel engine alone: no spill",
         "KVCacheTensor.layers": "how KV lies in a file",
         "VllmConfig.load_config": "which weights the KV is of",
         "vllm.config.LoadConfig.load_format": "the same",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
 PIPELINE = ("--pipeline-parallel-size", "-pp")
+ENGINES = ("--data-parallel-size", "-dp")
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
@@ -57,6 +59,34 @@ def names_scheduling(flags: Sequence[str]) -> bool:
 def ahead_under_v1(config: VllmConfig) -> bool:
     """True if iterations are scheduled ahead under the V1 model runner, where rows cannot leave them."""
     return bool(config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
+
+
+def engines_of(flags: Sequence[str]) -> int:
+    """Number of data parallel engines by the flags; 1 for a word that is no number, which vLLM refuses."""
+    engines = 1
+    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
+        name, _, joined = flag.partition("=")
+        if name.replace("_", "-") in ENGINES:
+            text = joined or value
+            engines = int(text) if text.isdecimal() else 1
+    return max(1, engines)
+
+
+def require_exchange(config: VllmConfig) -> None:
+    """Raise `SettingsError` for experts on several engines that exchange no tokens, as vLLM's on a CPU."""
+    from vllm.platforms import current_platform
+
+    engines = config.parallel_config.data_parallel_size
+    if engines == 1 or not config.model_config.is_moe or not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    if CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv:
+        raise SettingsError(
+            f"vLLM on a CPU cannot run a mixture of experts with --data-parallel-size {engines}: its engines "
+            "exchange no tokens there; leave the flag out"
+        )
 
 
 def spans_machines(config: VllmConfig) -> bool:
@@ -97,7 +127,7 @@ def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
     # But an eager stage of a pipeline has no room there for what it gets from the one before it.
     pipelined = any(flag.split("=")[0].replace("_", "-") in PIPELINE for flag in flags)
     defaults = [] if pipelined else ["--enforce-eager"]
-    available, weights = _available_bytes(), _weight_bytes(Path(model))
+    available, weights = _available_bytes() // engines_of(flags), _weight_bytes(Path(model))
     chosen = None if names_format(flags) else format_of(model)
     if chosen is not None:
         name = affordable(chosen, available=available, weights=weights)

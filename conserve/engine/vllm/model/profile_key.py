@@ -19,6 +19,9 @@ def key_of(config: VllmConfig) -> ProfileKey:
     """Profile key of an engine with this configuration."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     engine = installed_engine()
+    # Engines that are independent are alike, however many there are.
+    engines = parallel.data_parallel_size
+    lockstep = engines if engines > 1 and model.is_moe else 1
     folder = folder_of(model.model, model.revision)
     name = "" if folder is not None else model.model
     flags = {
@@ -41,8 +44,7 @@ def key_of(config: VllmConfig) -> ProfileKey:
         model=model_identity(name, folder, (model.quantization, model.hf_overrides)).strip("@"),
         dtype=str(model.dtype).removeprefix("torch."),
         device=device(),
-        parallelism=f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size} "
-        f"dp={parallel.data_parallel_size}",
+        parallelism=f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size} dp={lockstep}",
         engine=f"{engine.distribution} {engine.version}" if engine else "none",
         flags={name: str(value) for name, value in flags.items()},
     )

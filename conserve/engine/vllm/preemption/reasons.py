@@ -27,7 +27,8 @@ def why_not(config: Any) -> str | None:
         "the worker is not ConServe's (--worker-cls)": parallel.worker_cls not in OUR_WORKERS,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "its workers may be on other machines": spans_machines(config),
-        "data parallel engines wait for each other": parallel.data_parallel_size > 1,
+        # Without experts, vLLM's data parallel engines are independent, and know of no others.
+        "data parallel engines wait for each other": parallel.data_parallel_size > 1 and model.is_moe,
         "tokens are speculated": config.speculative_config is not None,
         "another KV connector takes part": connector_of(config) not in (None, CONNECTOR),
         "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conserve.engine.vllm.profiling.warm_up import warm_up
+from conserve.engine.vllm.requests.engines import ask_engines, together
 from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.errors import ProfileMissing
 
@@ -16,9 +17,9 @@ PACE_FLAGS = {"tbt_ms": "--tbt-ms"}
 async def scheduler_says(
     engine_client: Any, change: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """The scheduler's report, after `change` if one is given; None if another scheduler runs."""
-    answer = await engine_client.engine_core.call_utility_async("conserve", change)
-    return dict(answer) if answer is not None else None
+    """The report of all engines' schedulers, after `change` if one is given; None if another scheduler runs."""
+    answers = await ask_engines(engine_client, "conserve", change)
+    return None if None in answers else together(answers)
 
 
 async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:

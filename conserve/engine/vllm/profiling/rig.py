@@ -32,7 +32,7 @@ from conserve.engine.vllm.launching.flags import ahead_under_v1, names_schedulin
 from conserve.engine.vllm.launching.launch import on_thread, output_to
 from conserve.engine.vllm.model.demo_model import resolve_model
 from conserve.engine.vllm.model.profile_key import key_of, limits_of
-from conserve.errors import ConserveError, EndpointUnusable, ProfilingFailed
+from conserve.errors import ConserveError, EndpointUnusable, ProfilingFailed, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
 
@@ -79,6 +79,7 @@ class EngineRig:
                 arguments.async_scheduling = False
                 config = arguments.create_engine_config()
             key = key_of(config)  # before the engine starts, as when profiles are looked up
+            keep_one_engine(config)
             core = asyncio.run(build_core(config, log.fileno()))
         except ConserveError:
             raise
@@ -203,6 +204,18 @@ class EngineRig:
                 f"the engine died while it was measured ({cause.splitlines()[0][:200]}); an older profile is "
                 "kept; run the command again to go on from there"
             ) from error
+
+
+def keep_one_engine(config: VllmConfig) -> None:
+    """Leave one data parallel engine, as vLLM does in each; raises `SettingsError` if it needs the others."""
+    if config.parallel_config.data_parallel_size == 1:
+        return
+    if config.model_config.is_moe:
+        raise SettingsError(
+            "engines of a mixture of experts wait for each other, and a profile is of one engine; "
+            "leave out --data-parallel-size"
+        )
+    config.parallel_config.reconfigure_for_independent_dp_rank()
 
 
 async def build_core(config: VllmConfig, log_descriptor: int) -> EngineCore:

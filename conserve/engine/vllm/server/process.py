@@ -31,6 +31,7 @@ from conserve.engine.vllm.launching.flags import (
     ahead_under_v1,
     cpu_defaults,
     names_scheduling,
+    require_exchange,
     said_of_adapters,
 )
 from conserve.engine.vllm.launching.number_format import read_config
@@ -113,6 +114,7 @@ def settle_profile(
 ) -> VllmConfig:
     """Write the engine's latency profile into its configuration; without one, the engine learns at the start."""
     config = engine_config(args, flags, section)
+    require_exchange(config)
     if ahead_under_v1(config) and not names_scheduling(flags):
         command += " --async-scheduling"
     try:

@@ -18,6 +18,7 @@ from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
+from conserve.engine.vllm.requests.engines import most_requests, number_of_engines
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.settings import SECTION
@@ -111,7 +112,8 @@ async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response
             "version": conserve.__version__,
             "resumes": caller is None or caller.role is Role.HARVESTER,
             "identity": getattr(request.app.state, "conserve_identity", ""),
-            "max_num_seqs": client.vllm_config.scheduler_config.max_num_seqs,
+            "engines": number_of_engines(client),
+            "max_num_seqs": most_requests(client),
             "offline_priority": OFFLINE_PRIORITY,
             **said,
         }
