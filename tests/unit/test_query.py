@@ -372,7 +372,11 @@ def test_a_duplicate_is_found_with_how_often_it_is_there(
     monkeypatch.setattr(query, "FEW_ROWS", few_rows)  # more are counted by DuckDB
     path = tmp_path / "ids.parquet"
     column = 'an "awkward" name'
-    for values, found in ((["a", "b", None, None], None), (["b", None, "a", "a", "a"], ("a", 3)), ([None], None)):
+    for values, found in (
+        (["a", "b", None, None], None),
+        (["b", None, "a", "a", "a"], ("a", 3)),
+        ([None], None),
+    ):
         pq.write_table(pa.table({column: values}), path)
         assert first_duplicate(path, column) == found
 
