@@ -1,6 +1,7 @@
 """`conserve api`: OpenAI's Batch API over the store, without an engine."""
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,7 @@ OPENAI_BASE_URL=http://127.0.0.1:8001/v1 python my_batches.py
 """
 
 BESIDE_NICE = 5  # live requests of the server beside go first
+AUTOGROUP = Path("/proc/self/autogroup")
 NEEDS = ("starlette", "uvicorn", "python_multipart")
 
 
@@ -57,7 +59,7 @@ def api(
     if socket is None:
         require_free(host, port)
     else:
-        os.nice(BESIDE_NICE)
+        give_way()
     url = f"{url_of(host, port)}/v1"
     with context.store() as store:
         if socket is None:
@@ -71,6 +73,18 @@ def api(
             open_metrics=open_metrics,
             on_ready=lambda: None if socket else output.say(f"serving files and batches at {url}"),
         )
+
+
+def give_way() -> None:
+    """Let the processes of the server beside go first where all want the same processor.
+
+    Linux weighs sessions against each other (`sched_autogroup_enabled`), and niceness counts within a session only.
+    So the leader of a session, as `conserve serve` starts this process, makes its whole session nicer.
+    """
+    os.nice(BESIDE_NICE)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # another system, or a kernel without such groups
+            AUTOGROUP.write_text(str(BESIDE_NICE))
 
 
 def require_keys(store: "Store", host: str) -> None:

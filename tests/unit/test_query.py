@@ -25,7 +25,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
-from conserve.store.sql import export, scratch
+from conserve.store.sql import export, query, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
 from conserve.store.sql.input_columns import shown_names
@@ -365,10 +365,18 @@ def test_mistakes_in_sql_are_one_line_that_names_the_next_step(opened: Views) ->
     assert str(error.value).endswith('the columns are shown by: conserve sql "describe results"')
 
 
-def test_a_duplicate_is_found_with_how_often_it_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few_rows", [0, 10_000])
+def test_a_duplicate_is_found_with_how_often_it_is_there(
+    few_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "FEW_ROWS", few_rows)  # more are counted by DuckDB
     path = tmp_path / "ids.parquet"
     column = 'an "awkward" name'
-    for values, found in ((["a", "b", None, None], None), (["a", "b", "a", "a", None], ("a", 3))):
+    for values, found in (
+        (["a", "b", None, None], None),
+        (["b", None, "a", "a", "a"], ("a", 3)),
+        ([None], None),
+    ):
         pq.write_table(pa.table({column: values}), path)
         assert first_duplicate(path, column) == found
 

@@ -1,5 +1,8 @@
 """Processes that `conserve serve` starts for files and batches, and the keys that it asks for."""
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conserve.batch_api.serving import at_path
+from conserve.cli.api import AUTOGROUP, BESIDE_NICE
 from conserve.cli.serve import keyed
 from conserve.cli.serve_batches import SOCKET, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_notices import batches_left_out
@@ -78,3 +82,18 @@ def test_no_other_user_opens_the_socket(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be made"):
         at_path(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel does not group processes by session")
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_batch_api_makes_its_own_session_nicer_and_no_other(leads: bool) -> None:
+    before = AUTOGROUP.read_text()
+    code = "import os; from conserve.cli import api; api.give_way(); print(api.AUTOGROUP.read_text(), os.nice(0))"
+    words = [sys.executable, "-c", code]
+    said = subprocess.run(
+        words, start_new_session=leads, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    group, own = said.rsplit(maxsplit=1)
+    assert int(own) == os.nice(0) + BESIDE_NICE
+    assert group.endswith(f"nice {BESIDE_NICE}") if leads else group == before.strip()
+    assert AUTOGROUP.read_text() == before
