@@ -898,6 +898,39 @@ def test_rows_that_are_called_out_during_a_claim_do_not_wait_for_the_next_look(
     virtual_time.run(run())
 
 
+def test_a_pause_that_is_called_out_is_noticed_and_otherwise_jobs_are_looked_at_rarely(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conserve.jobs.harvest.harvester.LISTENING_S", 100.0)
+    monkeypatch.setattr(Calls, "listening", True)
+    job_id = queue_up("long")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint(Script(request_ms=1e7)))
+        working = following.harvester
+        await following.until(lambda: working.tally.in_flight == 1)
+        stopped_jobs = working._ledger.stopped_jobs
+        looks: list[set[str]] = []
+
+        def look() -> set[str]:
+            looks.append(stopped_jobs())
+            return looks[-1]
+
+        monkeypatch.setattr(working._ledger, "stopped_jobs", look)
+        await asyncio.sleep(950.0)
+        assert len(looks) in (9, 10)
+        with store.write() as tx:
+            catalog.move(tx, job_id, "pause", now=0.0)
+        working._look_again()
+        await following.until(lambda: working.tally.in_flight == 0, seconds=1.0)
+        assert looks[-1] == {job_id}
+        await asyncio.sleep(50.0)
+        assert len(looks) in (10, 11), "one call is one look"
+        await following.end()
+
+    virtual_time.run(run())
+
+
 class Timed(FakeEndpoint):
     """Takes as many milliseconds for a row as its prompt says, and notes how many rows it has at a time."""
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
-LISTENING_S = 2.0  # how soon rows are noticed that the store does not call out, where it calls out new ones
+LISTENING_S = 2.0  # how soon either is noticed without a call, where the store calls them out
 
 
 @contextmanager
@@ -122,6 +122,7 @@ class Harvester:
             clock=clock,
         )
         self._calls = Calls(self._look_again)
+        self._called = False  # since the last look for stopped jobs
         self._say = say
         self._started = False
         self._notes = ServerNotes(
@@ -283,8 +284,8 @@ class Harvester:
         return max(IDLE_S, self._ledger.wait_s(LISTENING_S)) if self._calls.listening else IDLE_S
 
     def _look_again(self) -> None:
-        """Look for rows at once: the store has called."""
-        self._claim_at = 0.0
+        """Look for rows at once, and for stopped jobs: the store has called."""
+        self._claim_at, self._called = 0.0, True
         self._flights.landed.set()
 
     async def _held_off(self) -> None:
@@ -306,7 +307,7 @@ class Harvester:
     async def _watch(self) -> None:
         """Renew leases in time; withdraw rows whose lease is gone or whose job was paused, cancelled or removed."""
         wall = WallClock(self.clock, self.monotonic)
-        renew_at = self.monotonic() + self.lease_s / 3
+        renew_at, look_at = self.monotonic() + self.lease_s / 3, 0.0
         while True:
             await asyncio.sleep(WATCH_S)
             now = self.monotonic()
@@ -322,8 +323,10 @@ class Harvester:
                 for gone in epochs - alive:
                     del self._recording.held[gone]
                 renew_at = now + self.lease_s / 3
-            stopped = await self._in_store(self._ledger.stopped_jobs)
-            self._flights.withdraw(jobs=stopped, lost=False)
+            if self._called or not self._calls.listening or now >= look_at:
+                self._called, look_at = False, now + LISTENING_S
+                stopped = await self._in_store(self._ledger.stopped_jobs)
+                self._flights.withdraw(jobs=stopped, lost=False)
             await self._notes.look()
 
     async def _write(self, outbox: Outbox) -> None:
