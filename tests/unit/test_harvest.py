@@ -155,6 +155,27 @@ def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
         gc.unfreeze()
 
 
+@pytest.mark.parametrize(("usual", "meanwhile"), [(700, 50_000), (90_000, 90_000), (0, 0)])
+def test_garbage_is_collected_rarely_while_rows_run_and_as_before_after_them(
+    store: Store, queue_up: Callable[..., str], usual: int, meanwhile: int
+) -> None:
+    class Looking(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            seen.append(gc.get_threshold())
+            return await super().complete(call, on_tokens)
+
+    seen: list[tuple[int, int, int]] = []
+    queue_up("a")
+    before = gc.get_threshold()
+    gc.set_threshold(usual, 11, 12)
+    try:
+        harvest(store, Looking())
+        assert seen == [(meanwhile, 11, 12)]
+        assert gc.get_threshold() == (usual, 11, 12)
+    finally:
+        gc.set_threshold(*before)
+
+
 class Scripted(FakeEndpoint):
     """Fails one call after the other with these errors, then answers."""
 
