@@ -155,6 +155,27 @@ def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
         gc.unfreeze()
 
 
+@pytest.mark.parametrize(("usual", "meanwhile"), [(700, 50_000), (90_000, 90_000), (0, 0)])
+def test_garbage_is_collected_rarely_while_rows_run_and_as_before_after_them(
+    store: Store, queue_up: Callable[..., str], usual: int, meanwhile: int
+) -> None:
+    class Looking(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            seen.append(gc.get_threshold())
+            return await super().complete(call, on_tokens)
+
+    seen: list[tuple[int, int, int]] = []
+    queue_up("a")
+    before = gc.get_threshold()
+    gc.set_threshold(usual, 11, 12)
+    try:
+        harvest(store, Looking())
+        assert seen == [(meanwhile, 11, 12)]
+        assert gc.get_threshold() == (usual, 11, 12)
+    finally:
+        gc.set_threshold(*before)
+
+
 class Scripted(FakeEndpoint):
     """Fails one call after the other with these errors, then answers."""
 
@@ -893,6 +914,39 @@ def test_rows_that_are_called_out_during_a_claim_do_not_wait_for_the_next_look(
 
         monkeypatch.setattr(working._ledger, "claim", called_meanwhile)
         await following.until(lambda: working.tally.in_flight == 4)
+        await following.end()
+
+    virtual_time.run(run())
+
+
+def test_a_pause_that_is_called_out_is_noticed_and_otherwise_jobs_are_looked_at_rarely(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conserve.jobs.harvest.harvester.LISTENING_S", 100.0)
+    monkeypatch.setattr(Calls, "listening", True)
+    job_id = queue_up("long")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint(Script(request_ms=1e7)))
+        working = following.harvester
+        await following.until(lambda: working.tally.in_flight == 1)
+        stopped_jobs = working._ledger.stopped_jobs
+        looks: list[set[str]] = []
+
+        def look() -> set[str]:
+            looks.append(stopped_jobs())
+            return looks[-1]
+
+        monkeypatch.setattr(working._ledger, "stopped_jobs", look)
+        await asyncio.sleep(950.0)
+        assert len(looks) in (9, 10)
+        with store.write() as tx:
+            catalog.move(tx, job_id, "pause", now=0.0)
+        working._look_again()
+        await following.until(lambda: working.tally.in_flight == 0, seconds=1.0)
+        assert looks[-1] == {job_id}
+        await asyncio.sleep(50.0)
+        assert len(looks) in (10, 11), "one call is one look"
         await following.end()
 
     virtual_time.run(run())

@@ -54,6 +54,7 @@ from conserve.store.database.versions import LATEST
 from conserve.store.database.wakeup import CHANNEL, Listener
 from conserve.store.files import home
 from conserve.store.sql.query import views
+from conserve.store.upkeep.removal import remove
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
 from tests.postgres import Databases
@@ -537,17 +538,28 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     listener.close()
 
 
-def test_a_job_that_may_run_again_wakes_harvesters(store: Store) -> None:
+def test_a_job_that_stops_or_may_run_again_wakes_harvesters(store: Store) -> None:
     for job_id in ("job-1", "job-2"):
         add_job(store, job_id)
+    add_job(store, "job-3", deadline=5.0)
     listener = Listener.of(store.engine)
     assert listener is not None
     with store.write() as tx:
-        catalog.move(tx, "job-1", "pause", now=1.0)
         catalog.refuse(tx, "job-2", "the record is lost", now=1.0)
+    assert not readable(listener), "no row of it is to be withdrawn"
+    for verb in ("pause", "resume", "cancel"):
+        with store.write() as tx:
+            catalog.move(tx, "job-1", verb, now=2.0)
+        assert called(listener), verb
+        assert listener.heard()
+    with store.write() as tx:
+        assert catalog.expire(tx, now=4.0) == []
     assert not readable(listener)
     with store.write() as tx:
-        catalog.move(tx, "job-1", "resume", now=2.0)
+        assert catalog.expire(tx, now=5.0) == ["job-3"]
+    assert called(listener)
+    assert listener.heard()
+    remove(store, "job-3", now=5.0, force=True)
     assert called(listener)
     assert listener.heard()
     with store.write() as tx:

@@ -1,4 +1,4 @@
-"""Calls of the store's database that rows were queued, heard in the harvester's event loop."""
+"""Calls of the store's database that rows were queued or jobs stopped, heard in the harvester's event loop."""
 
 import asyncio
 from collections.abc import Callable

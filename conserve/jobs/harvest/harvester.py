@@ -42,21 +42,27 @@ T = TypeVar("T")
 
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
-LISTENING_S = 2.0  # how soon rows are noticed that the store does not call out, where it calls out new ones
+LISTENING_S = 2.0  # how soon either is noticed without a call, where the store calls them out
+COLLECT_AT = 50_000  # objects more than at the last run of the garbage collector, some 10 MB
 
 
 @contextmanager
 def collected_apart() -> Iterator[None]:
-    """Have Python's garbage collector leave out the objects that exist already, as long as the context lasts.
+    """Have Python's garbage collector run rarely, and leave out the objects that exist already, in this context.
 
     The objects of rows in flight are so many that it runs all the time. Looking through those of all imported
-    modules each time took a fifth of a row's processor time.
+    modules each time took a fifth of a row's processor time, and through those of the rows a tenth, all in vain:
+    they are in no cycles.
     """
-    others = gc.get_freeze_count()
+    others, thresholds = gc.get_freeze_count(), gc.get_threshold()
     gc.freeze()
+    if rarer := 0 < thresholds[0] < COLLECT_AT:
+        gc.set_threshold(COLLECT_AT, *thresholds[1:])
     try:
         yield
     finally:
+        if rarer:  # else the process, or another harvester in it, had done so
+            gc.set_threshold(*thresholds)
         if not others:  # else the process had a reason of its own
             gc.unfreeze()
 
@@ -122,6 +128,7 @@ class Harvester:
             clock=clock,
         )
         self._calls = Calls(self._look_again)
+        self._called = False  # since the last look for stopped jobs
         self._say = say
         self._started = False
         self._notes = ServerNotes(
@@ -283,8 +290,8 @@ class Harvester:
         return max(IDLE_S, self._ledger.wait_s(LISTENING_S)) if self._calls.listening else IDLE_S
 
     def _look_again(self) -> None:
-        """Look for rows at once: the store has called."""
-        self._claim_at = 0.0
+        """Look for rows at once, and for stopped jobs: the store has called."""
+        self._claim_at, self._called = 0.0, True
         self._flights.landed.set()
 
     async def _held_off(self) -> None:
@@ -306,7 +313,7 @@ class Harvester:
     async def _watch(self) -> None:
         """Renew leases in time; withdraw rows whose lease is gone or whose job was paused, cancelled or removed."""
         wall = WallClock(self.clock, self.monotonic)
-        renew_at = self.monotonic() + self.lease_s / 3
+        renew_at, look_at = self.monotonic() + self.lease_s / 3, 0.0
         while True:
             await asyncio.sleep(WATCH_S)
             now = self.monotonic()
@@ -322,8 +329,10 @@ class Harvester:
                 for gone in epochs - alive:
                     del self._recording.held[gone]
                 renew_at = now + self.lease_s / 3
-            stopped = await self._in_store(self._ledger.stopped_jobs)
-            self._flights.withdraw(jobs=stopped, lost=False)
+            if self._called or not self._calls.listening or now >= look_at:
+                self._called, look_at = False, now + LISTENING_S
+                stopped = await self._in_store(self._ledger.stopped_jobs)
+                self._flights.withdraw(jobs=stopped, lost=False)
             await self._notes.look()
 
     async def _write(self, outbox: Outbox) -> None:

@@ -162,13 +162,14 @@ class Ledger:
     def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
         while True:
             now = self._clock()
-            with self._store.read() as tx:
-                late = catalog.late(tx, now=now)
-            self._expire(late)
             with self._store.write() as tx:
+                late = catalog.late(tx, now=now)
                 waiting = self._runnable(tx)
-                due = self._turns.is_to_foresee(waiting, now)
+                due = late or self._turns.is_to_foresee(waiting, now)
                 found = None if due else self._lease(tx, waiting, limit, suspect, group, now)
+            if late:
+                self._expire(late)
+                continue
             if found is None:
                 self._turns.foresee(waiting, now)
                 continue

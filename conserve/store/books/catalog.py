@@ -251,8 +251,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
         )
     )
     events.of_jobs(tx, [current.id], now=now)
-    if target is JobState.QUEUED:
-        wake(tx)
+    wake(tx)  # for its rows, or for those in flight that are to be withdrawn
     return get(tx, current.id)
 
 
@@ -267,6 +266,7 @@ def expire(tx: Connection, *, now: float) -> list[str]:
         tx.scalars(update(job).where(job.c.id.in_(job_ids), is_late(now)).values(expired).returning(job.c.id))
     )
     events.of_jobs(tx, ended, now=now)
+    wake(tx)
     return ended
 
 

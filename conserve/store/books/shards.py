@@ -20,7 +20,7 @@ from conserve.store.books.results import Result, decode, encode, from_arrow, to_
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import among, slices
+from conserve.store.database.bulk import among, read_rows, slices
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -130,13 +130,8 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
     rows: list[Any] = []
     size = 0
     with store.read() as tx:
-        found = tx.execute(
-            select(journal)
-            .where(journal.c.job_id == job_id, journal.c.failed == failed)
-            .order_by(journal.c.position)
-            .limit(SHARD_ROWS)
-        )
-        for row in found:
+        ours = select(journal).where(journal.c.job_id == job_id, journal.c.failed == failed)
+        for row in read_rows(tx, ours.order_by(journal.c.position).limit(SHARD_ROWS)):
             if not is_whole(row):
                 log.warning(DAMAGED_ROW, row.position, job_id)
                 continue
@@ -144,7 +139,6 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
             size += len(row.payload)
             if size >= SHARD_BYTES:
                 break
-        found.close()
     enough = rows if len(rows) >= at_least or size >= SHARD_BYTES else []
     return [JournalRow(row.position, row.payload, row.checksum, decode(row.payload)) for row in enough]
 

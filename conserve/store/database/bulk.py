@@ -1,9 +1,10 @@
 """Many rows at once, as each database takes them fastest."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Table, any_, bindparam, insert
+from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, Table, any_, bindparam, insert
 from sqlalchemy.exc import DBAPIError
 
 from conserve.store.database.connection import chunks
@@ -26,16 +27,43 @@ def insert_rows(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
 def copy(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows by PostgreSQL's COPY: one statement, of which the server parses and plans nothing."""
     names = list(rows[0])
-    connection: Any = tx.connection.driver_connection
-    failure: type[Exception] = tx.dialect.loaded_dbapi.Error
     into = f"copy {table.name} ({', '.join(names)}) from stdin (format binary)"
+    with reported(tx, into), driver(tx).cursor() as cursor, cursor.copy(into) as stream:
+        stream.set_types([postgresql_type(table, name) for name in names])
+        for row in rows:
+            stream.write_row([row[name] for name in names])
+
+
+def read_rows(tx: Connection, statement: Select[Any]) -> Iterator[Any]:
+    """Yield the rows of a statement, with their columns as attributes.
+
+    PostgreSQL sends them in its binary form: as text, bytes are twice as long, and both sides convert them.
+    """
+    if tx.dialect.name != "postgresql":
+        yield from tx.execute(statement)
+        return
+    from psycopg.rows import namedtuple_row
+
+    compiled = statement.compile(dialect=tx.dialect)
+    named: dict[str, Any] = {"binary": True, "row_factory": namedtuple_row}
+    with reported(tx, compiled.string), driver(tx).cursor(**named) as cursor:
+        cursor.execute(compiled.string, compiled.params)
+        yield from cursor
+
+
+def driver(tx: Connection) -> Any:
+    """The driver's own connection."""
+    return tx.connection.driver_connection
+
+
+@contextmanager
+def reported(tx: Connection, statement: str) -> Iterator[None]:
+    """Report errors of the driver as SQLAlchemy reports those of its own statements."""
+    failure: type[Exception] = tx.dialect.loaded_dbapi.Error
     try:
-        with connection.cursor() as cursor, cursor.copy(into) as stream:
-            stream.set_types([postgresql_type(table, name) for name in names])
-            for row in rows:
-                stream.write_row([row[name] for name in names])
-    except failure as error:  # as SQLAlchemy reports those of its own statements
-        raise DBAPIError(into, None, error) from error
+        yield
+    except failure as error:
+        raise DBAPIError(statement, None, error) from error
 
 
 def slices(tx: Connection, values: Sequence[T]) -> Iterable[Sequence[T]]:

@@ -1,4 +1,4 @@
-"""Wake-up calls to harvesters that wait for rows: PostgreSQL's NOTIFY and LISTEN.
+"""Wake-up calls to harvesters, that rows wait or that a job has stopped: PostgreSQL's NOTIFY and LISTEN.
 
 A call reaches the listeners when its transaction commits. Claims send none, and of commits only the last of a job,
 since PostgreSQL commits transactions that notify one after the other. SQLite has no such calls: its harvesters look
@@ -15,7 +15,7 @@ CHANNEL = "conserve_rows"
 
 
 def wake(tx: Connection) -> None:
-    """Wake the waiting harvesters of this database once the transaction has committed."""
+    """Have the harvesters of this database look at the jobs once the transaction has committed."""
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"notify {CHANNEL}"))
 

@@ -18,6 +18,7 @@ from conserve.store.books import catalog, leases, spans
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
+from conserve.store.database.wakeup import wake
 from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, ObjectPath
@@ -165,6 +166,7 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
         for table in (journal, request, span, lease, shard):
             tx.execute(delete(table).where(table.c.job_id == job_id))
         tx.execute(delete(job).where(job.c.id == job_id))
+        wake(tx)
     with marks.free(
         folder
     ):  # a process that is just writing results finds the job gone, and its file goes too
