@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -370,15 +371,11 @@ class CoServing:
         self._recordings.close()
         super().shutdown()  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the cache as vLLM does, which needs all blocks free: no row's last blocks are saved meanwhile."""
-        if self.checkpoints is None:
-            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
-        saving, self.checkpoints.on = self.checkpoints.on, False
-        try:
-            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
-        finally:
-            self.checkpoints.on = saving
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
+        saves = self.checkpoints
+        with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
+            return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]
