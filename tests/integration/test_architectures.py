@@ -74,3 +74,32 @@ def test_rows_leave_and_lose_their_memory(engine: Any, kind: str) -> None:
     assert engine.lost > 5
     assert bool(said["checkpoint"]["tokens_restored"]) == (kind not in NOT_SAVED)
     assert bool(said["checkpoint"]["why_off"]) == (kind in NOT_SAVED)
+
+
+def test_experts_are_told_of_the_tokens_that_they_computed(demo_model: Path, tmp_path: Path) -> None:
+    """vLLM notes each layer's choice of experts by a token's place in the pass, which no row may change."""
+    from tests.integration.test_preemption import counts, mixed, offline_rows
+    from tests.preempted_engine import started
+    from tests.triton_on_cpu import v2_runner
+
+    model = build_tiny_model(
+        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind="Mixtral", **OTHERS["Mixtral"]
+    )
+    told: dict[str, Any] = {}
+    with v2_runner(), started(model, enable_return_routed_experts=True) as engine:
+        step = engine.llm.step
+
+        def telling() -> Any:
+            outputs = step()
+            told.update({one.request_id: one.outputs[0].routed_experts for one in outputs if one.finished})
+            return outputs
+
+        engine.llm.step = telling
+        for asked in (mixed(60), offline_rows(61)):
+            wanted, before = engine.undisturbed(asked), counts(engine)
+            alone = {ask.name: told.pop(ask.name) for ask in asked}
+            assert engine.scripted(asked, {n: [(3, 1)] for n in (1, 2, 4)}) == wanted
+            for name, experts in alone.items():
+                assert experts.shape[1:] == (LAYERS, 2)
+                assert told[name].tolist() == experts.tolist(), name
+        assert (counts(engine) - before)["abandoned"] == 3

@@ -103,6 +103,26 @@ def copy_thread() -> Any:
 class Checkpointed:
     """Properties with and without cached prefixes."""
 
+    def test_the_cache_can_be_reset_while_blocks_are_being_saved(
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As vLLM does it for weights that change: all running requests lose their KV, and begin anew."""
+        asked = rows(3)
+        wanted = engine.undisturbed(asked)
+        before = counts(engine)
+        thread, goes_on = copy_thread(), threading.Event()
+        move = thread._move
+        monkeypatch.setattr(thread, "_move", lambda *pieces: (goes_on.wait(PATIENCE_S), move(*pieces)))
+        engine.add(*asked)
+        until(engine, lambda: bool(engine.scheduler.checkpoints._stores))
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.overwrite_free()
+        goes_on.set()
+        assert engine.drain() == wanted
+        new = counts(engine)
+        assert new["blocks_failed"] == before["blocks_failed"]
+        assert new["blocks_saved"] > before["blocks_saved"], "blocks are saved again"
+
     def test_what_comes_back_is_what_was_there_and_the_row_goes_on_where_it_stopped(
         self, engine: Any
     ) -> None:

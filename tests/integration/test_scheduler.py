@@ -770,3 +770,49 @@ def test_live_requests_are_recorded_by_time_and_lengths_alone(make: Make, tmp_pa
     assert [float(line[0]) for line in lines] == pytest.approx([began, began])
     assert lines[0][2] == "3"
     assert 0 < int(lines[1][2]) < 500, "as far as it came"
+
+
+class TestStreamedPrompts:
+    """Requests whose prompt comes in parts, each of which is answered (vLLM's resumable requests)."""
+
+    @staticmethod
+    def part(engine: Any, first: Any, tokens: int = 40, *, last: bool = False) -> Any:
+        """A further part of the first one's prompt, or the word that there is none."""
+        part = engine.request(tokens, 3, offline=first.priority > 0)
+        part.request_id, part.resumable = first.request_id, not last
+        return part
+
+    def session(self, engine: Any, *, offline: bool = False) -> Any:
+        """A request whose first part has been answered."""
+        first = engine.request(50, 3, offline=offline)
+        first.resumable = True
+        engine.scheduler.add_request(first)
+        for _ in range(3):
+            engine.step()
+        assert first.status.name == "WAITING_FOR_STREAMING_REQ"
+        return first
+
+    def test_the_time_in_which_its_client_says_nothing_is_no_latency(self, make: Make) -> None:
+        engine = make("conserve")
+        first = self.session(engine)
+        engine.add(30, 4, offline=True)
+        engine.clock.now += 30.0
+        engine.scheduler.add_request(self.part(engine, first))
+        for _ in range(3):
+            engine.step()
+        said = engine.scheduler.conserve()["online"]
+        assert said["requests"] == 2, "its second part was answered, too"
+        assert said["ttft_ms"]["p99"] < 1000
+        assert said["tbt_ms"]["p99"] < 1000
+        assert said["attainment"] == 1.0
+
+    @pytest.mark.parametrize("offline", [False, True])
+    def test_nothing_of_it_is_left_once_it_has_ended(self, make: Make, *, offline: bool) -> None:
+        engine = make("conserve")
+        first = self.session(engine, offline=offline)
+        engine.scheduler.add_request(self.part(engine, first, 1, last=True))
+        engine.step()
+        assert not engine.scheduler.requests
+        assert not engine.scheduler._offline
+        assert not engine.scheduler._traffic.online_now
+        assert not engine.scheduler.has_requests()

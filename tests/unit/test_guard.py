@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard
+from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard, with_own_key
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, refusal
 
 CLIENT, HARVESTER = "sesame", "open"
@@ -309,3 +309,11 @@ def test_the_guard_is_found_under_a_former_name_with_a_warning(place: str) -> No
 def test_the_name_of_the_guard_in_vllms_flags_leads_to_it_without_a_warning() -> None:
     module, _, name = GUARD.rpartition(".")
     assert (module, getattr(import_module(module), name)) == ("conserve.vllm", RequestGuard)
+
+
+def test_a_caller_with_a_key_of_the_store_is_let_through_where_the_servers_only_key_is_the_harvesters() -> (
+    None
+):
+    keys = Keys.of([HARVESTER], {HARVEST_KEY: HARVESTER})
+    scope = with_own_key({"headers": [(b"authorization", b"Bearer of-the-store"), (b"host", b"here")]}, keys)
+    assert scope["headers"] == [(b"host", b"here"), (b"authorization", f"Bearer {HARVESTER}".encode())]

@@ -396,3 +396,21 @@ class TestDecoderLayers:
             "experts", nn.ModuleList(nn.ModuleDict({"att": nn.Identity()}) for _ in range(3))
         )
         assert self.found(layers) == list(layers)
+
+
+@pytest.mark.parametrize(
+    ("setting", "shared"),
+    [
+        ({}, False),
+        ({"index_topk": 2048}, False),  # every layer chooses for itself
+        ({"index_topk": 2048, "index_topk_freq": 1, "index_topk_pattern": None}, False),
+        ({"index_topk": 2048, "index_topk_freq": 4}, True),
+        ({"index_topk": 2048, "index_topk_pattern": "FFSS"}, True),
+    ],
+)
+def test_layers_may_attend_to_what_an_earlier_one_chose_for_a_place_in_the_pass(
+    setting: dict[str, Any], shared: bool
+) -> None:
+    from conserve.engine.vllm.preemption.worker import shares_indices
+
+    assert shares_indices(SimpleNamespace(**setting)) is shared

@@ -12,7 +12,7 @@ SHRINK_AFTER = 4  # times that a row left without progress; from then on each ne
 SHELTER_AFTER = 8  # such times, after which the row stays in every iteration
 
 
-class Part(Protocol):
+class RowPart(Protocol):
     """Successive tokens of a row that have run through the layers before `layer`."""
 
     @property
@@ -27,7 +27,7 @@ class Part(Protocol):
         """The part without its first tokens."""
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=RowPart)
 
 
 def behind(parts: Sequence[P], tokens: int) -> tuple[P, ...]:

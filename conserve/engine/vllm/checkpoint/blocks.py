@@ -6,6 +6,7 @@ never copied. Source: conserve-2026 section 4.4, conserve-2024 section 4.4.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -79,6 +80,7 @@ class Checkpoints:
         self._stores: dict[int, list[Copy]] = {}
         self._reports: dict[int, int] = {}  # store -> number of workers that have reported it
         self._failed_stores: set[int] = set()  # stores that a worker reported as failed
+        self._thrown_away: dict[int, list[int]] = {}  # stores whose device blocks are free: their host blocks
         self._local: dict[str, int] = {}  # tokens on the device of rows that may be restored
         self._last_minute: list[Copy] = []
 
@@ -160,6 +162,23 @@ class Checkpoints:
         self.memory.release(copy.host for copy in late)
         self.saved.clear()
         return True
+
+    @contextlib.contextmanager
+    def standing_still(self, *, free: bool) -> Iterator[None]:
+        """Meanwhile begin no save. `free`: free the device blocks being saved, and throw away what copies bring."""
+        saving, self.on = self.on, False
+        for event, copies in self._stores.items() if free else ():
+            hosts = [copy.host for copy in copies]
+            self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
+            self.saved.lost(set(hosts))
+            for host in hosts:
+                self.memory.forget(host)
+            self._thrown_away.setdefault(event, []).extend(hosts)
+            copies.clear()
+        try:
+            yield
+        finally:
+            self.on = saving
 
     @property
     def any_saved(self) -> bool:
@@ -341,6 +360,7 @@ class Checkpoints:
             if self._reports[event] >= self._workers:
                 del self._reports[event]
                 self.copied(self._stores.pop(event), failed=event in self._failed_stores)
+                self.memory.release(self._thrown_away.pop(event, ()))
                 self._failed_stores.discard(event)
 
     def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:

@@ -175,9 +175,8 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "VllmConfig.additional_config": "carries the profile to the engine core's process",
         "vllm.config.ParallelConfig.data_parallel_index": "the number in the name of a further engine's recorded views",
         "Request.{request_id,max_tokens,sampling_params,status}": "its name, its state, what it asks for",
-        "RequestStatus.{PREEMPTED,RUNNING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}": (
-            "its states"
-        ),
+        "RequestStatus.{PREEMPTED,RUNNING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STREAMING_REQ,"
+        "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}": "its states",
         "SamplingParams.extra_args": "what a row or a client sends along",
         "RequestQueue.{add_request,peek_request,pop_request,prepend_request,prepend_requests,"
         "remove_request,remove_requests}": "overridden: two lanes",
@@ -287,6 +286,9 @@ INTERNALS: dict[Part, dict[str, str]] = {
         ),
         "ParallelConfig.{decode_context_parallel_size,prefill_context_parallel_size,use_ubatching}": "the same",
         "CacheConfig.kv_sharing_fast_prefill": "the same",
+        "ModelConfig.hf_text_config": "the same, by what the model says of its layers",
+        "VllmConfig.aux_output_config": "experts that are told with answers: rows stay",
+        "vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts": "the same",
         "CompilationConfig.fast_moe_cold_start": "the same",
     },
     Part.CHECKPOINTS: {

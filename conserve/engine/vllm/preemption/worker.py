@@ -271,5 +271,19 @@ def rows_can_leave(config: Any, runner: Runner) -> bool:
         or config.parallel_config.prefill_context_parallel_size > 1  # spreads a chunk over ranks
         or config.cache_config.kv_sharing_fast_prefill
         or getattr(config.model_config, "rswa_window", None)
+        or notes_experts(config)  # by a token's place in the pass
+        or shares_indices(config.model_config.hf_text_config)  # by the same
         or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))
     )
+
+
+def notes_experts(config: Any) -> bool:
+    """True if answers tell which experts each token had (`--enable-return-routed-experts`)."""
+    told = getattr(config, "aux_output_config", None) or config.model_config  # before 0.32 the model's
+    return bool(getattr(told, "enable_return_routed_experts", False))
+
+
+def shares_indices(hf_config: Any) -> bool:
+    """True if sparse attention of a layer uses the indices that an earlier layer wrote for the same pass."""
+    pattern = getattr(hf_config, "index_topk_pattern", None) or ""
+    return "S" in pattern or (getattr(hf_config, "index_topk_freq", None) or 1) > 1

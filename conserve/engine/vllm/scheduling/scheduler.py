@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,23 +111,26 @@ class CoServing:
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
-        """Take a request in, as vLLM does, and note its lane."""
+        """Take a request in, as vLLM does, and note its lane. A prompt may come in parts, each answered in turn."""
+        name = request.request_id
+        known = self.requests.get(name)  # the request of which this is a part, or the end
+        arrives = known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super().add_request(request)  # type: ignore[misc]
-        self.arrival_monitor.arrived(request.request_id)
-        if surcharged(request):
-            self._with_logprobs.add(request.request_id)
-        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            self._grammars[request.request_id] = request
-        if self._warms_up(request):
+        self.arrival_monitor.arrived(name)
+        if not arrives or name not in self.requests or self._warms_up(request):
             return
+        self._traffic.finished(name)  # with the part before
+        if surcharged(request):
+            self._with_logprobs.add(name)
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._grammars[name] = request
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
-            name, tokens = request.request_id, request.num_prompt_tokens
-            self._traffic.arrived(name, tokens, at=at, live_class=class_named(request))
+            self._traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=class_named(request))
         else:
-            self._offline.add(request.request_id)
+            self._offline.add(name)
             if pushes(request):
-                self._traffic.pushing.rows.add(request.request_id)
+                self._traffic.pushing.rows.add(name)
 
     def arriving(self, request: Request) -> None:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
@@ -137,10 +141,9 @@ class CoServing:
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
-        self._offline.discard(request.request_id)
-        self._traffic.pushing.rows.discard(request.request_id)
+        for names in (self._offline, self._traffic.pushing.rows, self._with_logprobs):
+            names.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
-        self._with_logprobs.discard(request.request_id)
         self._grammars.pop(request.request_id, None)
         self._finished.append(request.request_id)
         self._recordings.ended(request)
@@ -368,15 +371,11 @@ class CoServing:
         self._recordings.close()
         super().shutdown()  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the cache as vLLM does, which needs all blocks free: no row's last blocks are saved meanwhile."""
-        if self.checkpoints is None:
-            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
-        saving, self.checkpoints.on = self.checkpoints.on, False
-        try:
-            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
-        finally:
-            self.checkpoints.on = saving
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
+        saves = self.checkpoints
+        with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
+            return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]

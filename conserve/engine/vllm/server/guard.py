@@ -133,7 +133,8 @@ async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSON
 def with_own_key(scope: Scope, keys: Keys) -> Scope:
     """The request with a key of the server's own, which vLLM's middleware knows, in place of the store's."""
     others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
-    return {**scope, "headers": [*others, (b"authorization", b"Bearer " + keys.clients[0])]}
+    own = next(iter(keys.clients), keys.harvester or b"")  # the harvester's may be the only one
+    return {**scope, "headers": [*others, (b"authorization", b"Bearer " + own)]}
 
 
 def most_bytes(scope: Scope, front: Front) -> int:
