@@ -362,7 +362,9 @@ def test_mistakes_in_sql_are_one_line_that_names_the_next_step(opened: Views) ->
         ask(opened.duck, "select nope\nfrom results")
     assert "nope" in str(error.value)
     assert "^" not in str(error.value)
-    assert str(error.value).endswith('the columns are shown by: conserve sql "describe results"')
+    assert str(error.value).endswith(
+        'the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
+    )
 
 
 def test_a_duplicate_is_found_with_how_often_it_is_there(tmp_path: Path) -> None:
