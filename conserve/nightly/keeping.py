@@ -97,7 +97,12 @@ def resolve(home: Path, wanted: str) -> RunRecord:
     exact = [run for run in known if run.id == wanted] or [run for run in known if run.id.startswith(wanted)]
     if len(exact) != 1 or not wanted:
         what = "is no run" if not exact else f"may be {exact[0].id} or {exact[1].id}"
-        raise UsageError(f"{wanted!r} {what}; run: conserve eval list")
+        named = (
+            f", or name the last run: conserve eval name last {wanted}"
+            if wanted.isalpha() and not exact
+            else ""
+        )
+        raise UsageError(f"{wanted!r} {what}; run: conserve eval list{named}")
     return exact[0]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from conserve.errors import SettingsError
+from conserve.evals.plan import SuitePlan
 from conserve.nightly.suite import SuiteKind
 
 KINDS = {
@@ -26,10 +27,12 @@ def waves(kinds: Mapping[str, str]) -> list[list[str]]:
     return [wave for wave in (first, *([label] for label in later)) if wave]
 
 
-def kind_of(name: str) -> SuiteKind:
-    """Make a suite kind; imports its module alone."""
-    if name not in KINDS:
-        raise SettingsError(f"there is no kind of suite {name!r}; there are: {', '.join(KINDS)}")
-    module, _, class_name = KINDS[name].partition(":")
+def kind_of(suite: SuitePlan) -> SuiteKind:
+    """Make the kind of a suite; imports its module alone. Raises `SettingsError` for a kind that is not there."""
+    if suite.kind not in KINDS:
+        raise SettingsError(
+            f"suites.{suite.name}: there is no kind {suite.kind!r}; there are: {', '.join(KINDS)}"
+        )
+    module, _, class_name = KINDS[suite.kind].partition(":")
     made: SuiteKind = getattr(import_module(module), class_name)()
     return made

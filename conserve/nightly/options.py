@@ -51,10 +51,10 @@ class Options:
             raise SettingsError(f"{self.where} has no {name}; write one: {name} = {example}")
         return value
 
-    def check(self) -> None:
-        """Raise for options with which no row could be asked."""
+    def check(self) -> list[str]:
+        """Columns of the data set; raises for options with which no row could be asked."""
         try:
-            check_data(self.suite, self.data, task_of(self.asking()), self.columns(), self.folder)
+            return check_data(self.suite, self.data, task_of(self.asking()), self.columns(), self.folder)
         except UsageError as error:
             where = "" if self.where in str(error) else f"{self.where}: "
             raise SettingsError(f"{where}{error}") from error

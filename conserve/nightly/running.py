@@ -65,7 +65,7 @@ def overridden(plan: NightlyPlan, overrides: Mapping[str, Any]) -> NightlyPlan:
 def check(plan: NightlyPlan, folder: Path) -> None:
     """Raise for a suite that could not be asked, before the first one is."""
     for suite in plan.suites:
-        kind_of(suite.kind).check(suite, folder)
+        kind_of(suite).check(suite, folder)
 
 
 def begun(home: Path, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say) -> RunRecord:
@@ -75,7 +75,7 @@ def begun(home: Path, asking: Asking, plan: NightlyPlan, text: str, *, now: floa
         done = len(left.suites)
         say(f"going on with {left.id}, which has {done} of {len(plan.standards())} suites")
         if (left.plan, dict(left.overrides)) != (text, dict(asking.overrides)):
-            say("the file or the flags have changed since; that run keeps its own (--new begins another)")
+            say("the file or the flags have changed since; that run keeps its own; begin another with: --new")
         return left
     if left is not None:
         keeping.write(home, replace(left, state=RunState.GIVEN_UP, ended_at=now))
@@ -163,7 +163,7 @@ def of_target(
 
 def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
     """Ask and score a suite, and keep its items."""
-    outcome = kind_of(night.suite.kind).run(night)
+    outcome = kind_of(night.suite).run(night)
     file = f"items-{label}.parquet"
     keeping.write_items(settings.home, night.run_id, file, label, outcome.items)
     known = scores_of(nights.folder_of(settings.home, night.run_id) / file)

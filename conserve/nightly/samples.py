@@ -80,8 +80,8 @@ def own_names(columns: Sequence[str]) -> dict[str, str]:
 
 def check_data(
     suite: SuitePlan, names: Sequence[str], task: Task, columns: Sequence[str], folder: Path
-) -> None:
-    """Raise for a missing file, a missing column, or a task that no row could be asked with."""
+) -> list[str]:
+    """Columns of the files; raises for a missing file, a missing column, or a task that asks no row anything."""
     check_task(task)
     with opened(located(names, folder)) as rows:
         check_input(rows, task, constant_prompt=False)
@@ -91,6 +91,7 @@ def check_data(
                     f"suites.{suite.name} names the column {column!r}, but the columns are: "
                     + ", ".join(rows.columns)
                 )
+        return list(rows.columns)
 
 
 def located(names: Sequence[str], folder: Path) -> list[str]:

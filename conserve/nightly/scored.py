@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +33,8 @@ class SqlScored:
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
         options = Options(suite, folder, own=("score",))
-        options.check()
-        select_of(options)
+        columns = options.check()
+        select_of(options, columns)
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
@@ -104,13 +104,17 @@ def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -
     return scores if answer.error is None else answer.suite.unanswered(metrics)
 
 
-def select_of(options: Options) -> str:
-    """SELECT of one score a row."""
+def select_of(options: Options, columns: Sequence[str] | None = None) -> str:
+    """SELECT of one score a row; with the columns of the data set, its names are looked up too."""
+    from conserve.store.sql.bound import check_names as look_up
     from conserve.store.sql.per_row import by_row
 
     given = options.required("score", EXAMPLE)
     try:
-        return by_row(given)
+        select = by_row(given)
+        if columns is not None:
+            look_up(select, columns)
+        return select
     except QueryError as error:
         raise SettingsError(f"{options.where}.score: {error}") from error
 

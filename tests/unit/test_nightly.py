@@ -209,8 +209,14 @@ def test_rows_that_cannot_be_asked_score_nothing(tmp_path: Path, file: Path) -> 
         ("{{ question }}", "{{ qestion }}", "qestion"),
         ('expected = "answer"', 'expected = "anser"', "'anser'"),
         ('expected = "answer"', 'expcted = "answer"', "did you mean expected?"),
+        ("i.answer", "i.anser", "suites.sql.score: Binder Error"),
+        (
+            "select avg(",
+            "select avg(sanity(1)) as sane, avg(",
+            "Scalar Function with name sanity does not exist",
+        ),
         ("select avg(", "select max(", "a score is either one of each row"),
-        ('kind = "sql"', 'kind = "sqll"', "no kind of suite 'sqll'"),
+        ('kind = "sql"', 'kind = "sqll"', "suites.sql: there is no kind 'sqll'"),
         ('prompt = "{{ question }}"', "", "asks nothing"),
     ],
 )

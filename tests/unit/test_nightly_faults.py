@@ -24,6 +24,7 @@ from conserve.nightly.questions import Answer, whole
 from conserve.nightly.samples import own_names
 from conserve.nightly.scored import check_names, metric_of
 from conserve.nightly.starting import NightlyWishes, text_of
+from conserve.store.sql.bound import check_names as check_score_names
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -63,6 +64,23 @@ def test_a_score_that_is_no_finite_number_is_an_error_of_the_suite(file: Path, b
     scorer(file, f"return float('{bad}') if row['topic'] else 1.0")
     assert night(file).returncode == 1
     assert "is no finite number; return null instead" in error_of(last())
+
+
+def test_a_name_that_no_run_has_comes_with_the_command_that_gives_it() -> None:
+    run = nightly_files.kept(home(), [1.0], began_at=1e9)
+    gate = commands.conserve("eval", "gate", "last", "--against", "baseline")
+    assert gate.returncode == 2
+    assert gate.stderr.rstrip().endswith("or name the last run: conserve eval name last baseline")
+    assert commands.conserve("eval", "name", "last", "baseline").returncode == 0
+    assert keeping.resolve(home(), "baseline").id == run.id
+
+
+@pytest.mark.parametrize(
+    "fits", ["i.answer.part = 1", "list_contains(i.answer, r.text)", "i.input_text = r.text"]
+)
+def test_a_score_whose_types_only_the_rows_tell_is_no_fault(fits: str) -> None:
+    joined = "results r join inputs i using (job_id, row_index)"
+    check_score_names(by_row(f"select avg({fits}) from {joined}"), ["question", "answer", "text"])
 
 
 def test_a_record_that_cannot_be_read_is_named_in_the_list() -> None:

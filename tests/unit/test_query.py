@@ -362,7 +362,9 @@ def test_mistakes_in_sql_are_one_line_that_names_the_next_step(opened: Views) ->
         ask(opened.duck, "select nope\nfrom results")
     assert "nope" in str(error.value)
     assert "^" not in str(error.value)
-    assert str(error.value).endswith('the columns are shown by: conserve sql "describe results"')
+    assert str(error.value).endswith(
+        'the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
+    )
 
 
 @pytest.mark.parametrize("few_rows", [0, 10_000])

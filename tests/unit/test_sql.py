@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.conftest import WriteInput
 from tests.unit.test_cli import submit
 
 ENDLESS = "select count(*) from range(1000000000000) where hash(range) = 1"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorials" / "first-file.md"
 
 
 def lines(*arguments: str) -> list[dict[str, object]]:
@@ -48,6 +50,21 @@ def test_sums_are_numbers(write_input: WriteInput) -> None:
     assert done.stdout == (
         '{"s":6,"exact":9007199254740993,"huge":170141183460469231731687303715884105727,"d":1.50,"mean":1.5}\n'
     )
+
+
+def test_the_query_of_the_first_tutorial_answers_over_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands_of = [line.strip() for line in TUTORIAL.read_text().splitlines() if line.startswith("    ")]
+    subprocess.run(next(line for line in commands_of if line.startswith("printf ")), shell=True, check=True)
+    (select,) = [shlex.split(line)[2] for line in commands_of if line.startswith("conserve sql ")]
+    assert conserve("submit", "reviews.csv", "--prompt", "{{ text }}").returncode == 0
+    assert conserve("run", "--endpoint", "fake:", CONSERVE_FAKE="1").returncode == 0
+    assert {row["input_text"] for row in lines(select)} == {
+        "The parcel came late and open.",
+        "Good soup, friendly people.",
+    }
 
 
 def test_csv_ends_its_lines_in_a_newline_alone() -> None:

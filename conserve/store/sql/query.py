@@ -250,7 +250,9 @@ def explained(error: duckdb.Error) -> QueryError:
         return QueryError(ONLY_SELECT)
     if isinstance(error, duckdb.CatalogException):
         message = f"{REACH}: {message}"
-    return QueryError(f'{message}; the columns are shown by: conserve sql "describe results"')
+    return QueryError(
+        f'{message}; the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
+    )
 
 
 def one_line(text: str) -> str:
