@@ -271,10 +271,10 @@ PLOTS = {
     "broken.svg": Plot("broken.md", "Attempts to break it, by kind", attempts_axes, attempts),
     "sweep.svg": Plot(
         "simulation.md",
-        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 6 cells",
+        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 24 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[2], "median of 6 cells", "worst of 6 cells", (3, 5, 9)),
-        {"a": "median of 6 cells", "b": "worst of 6 cells"},
+        lambda found: swept(found[2], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
+        {"a": "median of 24 cells", "b": "worst of 24 cells"},
         RATIOS,
     ),
     "sweep-before.svg": Plot(
