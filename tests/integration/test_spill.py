@@ -244,16 +244,17 @@ def test_hashes_that_differ_from_start_to_start_name_nothing(monkeypatch: pytest
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     cache = SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="xxhash_cbor")
-    config = SimpleNamespace(
-        cache_config=cache, parallel_config=SimpleNamespace(data_parallel_rank_local=None)
-    )
+    parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
+    config = SimpleNamespace(cache_config=cache, parallel_config=parallel)
     assert why_not(config) == (
         "hashes of blocks differ from start to start with xxhash_cbor (PYTHONHASHSEED is not set)"
     )
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert why_not(config) is None
-    config.parallel_config.data_parallel_rank_local = 0
-    assert why_not(config) == "the engine is data parallel"
+    for several in ({"data_parallel_size": 2}, {"data_parallel_index": 1}):
+        vars(parallel).update(data_parallel_size=1, data_parallel_index=0)
+        vars(parallel).update(several)
+        assert why_not(config) == "the engine is data parallel"
 
 
 def test_the_longest_rows_beginning_goes_first_where_memory_is_little(

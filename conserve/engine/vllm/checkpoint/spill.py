@@ -189,14 +189,14 @@ def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
 
 def why_not(config: Any) -> str | None:
     """Reason that KV of this engine would be useless to the next; None if it is not."""
-    cache = config.cache_config
+    cache, parallel = config.cache_config, config.parallel_config
     seeded = os.environ.get("PYTHONHASHSEED") is not None
     reasons = {
         "prefix caching is off": not cache.enable_prefix_caching,
         f"hashes of blocks differ from start to start with {cache.prefix_caching_hash_algo} "
         "(PYTHONHASHSEED is not set)": cache.prefix_caching_hash_algo.startswith("xxhash") and not seeded,
-        # Not by the size, which vLLM sets to 1 in engines that are independent.
-        "the engine is data parallel": config.parallel_config.data_parallel_rank_local is not None,
+        # By the index too, since vLLM sets the size to 1 in independent engines: the first of these spills alone.
+        "the engine is data parallel": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
     }
     return next((reason for reason, true in reasons.items() if true), None)
 

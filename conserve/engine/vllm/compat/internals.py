@@ -350,7 +350,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.version.__version__": "whose layout it is",
         "Request.lora_request": "KV of adapters stays off the disk",
         "CacheConfig.prefix_caching_hash_algo": "whether hashes are the same after a restart",
-        "ParallelConfig.data_parallel_rank_local": "set in a data parallel engine alone: no spill",
+        "vllm.config.ParallelConfig.data_parallel_index": "a further engine has no spill",
         "KVCacheTensor.layers": "how KV lies in a file",
         "VllmConfig.load_config": "which weights the KV is of",
         "vllm.config.LoadConfig.load_format": "the same",
