@@ -195,11 +195,11 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
 def segments_alone(
     engine: Any, measured: Mapping[str, Sequence["Triple"]], raw: dict[str, Any]
 ) -> list[Figure]:
-    """What a pass in segments takes longer than vLLM's own function, with pieces that compute nothing."""
+    """Compare a pass in segments with vLLM's own function, with pieces that compute nothing."""
     added = raw["segments_us"] = segments_us(engine)
     figures = []
     for name, triples in measured.items():
-        plain_ms = statistics.median(ms for triple in triples for ms in triple[OFF])
+        plain_ms = unarmed_ms(triples)
         for step, samples in added.items():
             shares = [us / plain_ms / 10 for us in samples]
             note = f"{statistics.median(samples):.0f} us of {plain_ms:.1f} ms"
@@ -280,7 +280,7 @@ def between_layers_alone(
     calls = raw["call_us"] = call_us(engine)
     figures = []
     for name, triples in measured.items():
-        plain_ms = statistics.median(ms for triple in triples for ms in triple[OFF])
+        plain_ms = unarmed_ms(triples)
         added = [us * engine.layers / plain_ms / 10 for us in calls["armed"]]
         figures.append(
             figure(f"safepoints at each layer alone, {name}", "%", added, MOST_COST, f"of {plain_ms:.1f} ms")
@@ -291,6 +291,11 @@ def between_layers_alone(
 
 
 Triple = Mapping[int, Sequence[float]]  # an arm's iterations, in ms
+
+
+def unarmed_ms(triples: Sequence[Triple]) -> float:
+    """Median of the iterations without safepoints."""
+    return statistics.median(ms for triple in triples for ms in triple[OFF])
 
 
 def decode_triples(engine: Any) -> list[Triple]:

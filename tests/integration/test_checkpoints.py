@@ -106,7 +106,7 @@ class Checkpointed:
     def test_the_cache_can_be_reset_while_blocks_are_being_saved(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As vLLM does it for weights that change: all running requests lose their KV, and begin anew."""
+        """Reset as vLLM does for weights that change: all running requests lose their KV, and begin anew."""
         asked = rows(3)
         wanted = engine.undisturbed(asked)
         before = counts(engine)

@@ -159,5 +159,5 @@ def largest(figures: Iterable[float | None]) -> float | None:
 
 
 def values(reports: Sequence[Report], name: str) -> list[Any]:
-    """What each engine says under this name."""
+    """List what each engine says under this name."""
     return [one[name] for one in reports]
