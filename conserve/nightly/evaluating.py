@@ -8,10 +8,11 @@ from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
+from conserve.nightly.beginning import begun
 from conserve.nightly.holding import held
 from conserve.nightly.publishing import key_of, published
 from conserve.nightly.report.document import Document
-from conserve.nightly.running import Asking, Say, begun, check, finished, overridden, plan_of_file
+from conserve.nightly.running import Asking, Say, check, finished, overridden, plan_of_file
 
 
 def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
@@ -27,7 +28,7 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
             return None
         if hold == "ended the other":
             asking = replace(asking, anew=True)
-        run = begun(settings.home, asking, plan, text, now=time.time(), say=say)
+        run = begun(settings, asking, plan, text, now=time.time(), say=say)
         run = finished(settings, run, progress=asking.progress, say=say)
         remove_outdated(settings, plan, now=time.time(), say=say)
     return run

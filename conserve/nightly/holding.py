@@ -32,13 +32,13 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
         file = path.open("a+")
     with file:
         if not taken(file):
-            holder = holder_of(file)
+            holder = holder_of(home, evaluation)
             if overlap == "skip":
                 say(f"a run of {evaluation} is still going ({holder}); this one is skipped, as the file says")
                 yield "theirs"
                 return
             if overlap == "replace":
-                end(file, evaluation)
+                end(home, evaluation)
                 hold = "ended the other"
                 say(f"the run of {evaluation} that was still going is ended, as the file says")
             else:
@@ -46,8 +46,11 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
                     f"a run of {evaluation} is still going ({holder}); this one waits for it, as the file says"
                 )
             fcntl.flock(file, fcntl.LOCK_EX)
-        sign(file)
-        yield hold
+        sign(file, f"{socket.gethostname()} {os.getpid()}")
+        try:
+            yield hold
+        finally:
+            sign(file, "")
 
 
 def taken(file: IO[str]) -> bool:
@@ -59,30 +62,23 @@ def taken(file: IO[str]) -> bool:
     return True
 
 
-def sign(file: IO[str]) -> None:
-    """Write which process holds the lock."""
+def sign(file: IO[str], holder: str) -> None:
+    """Write which process holds the lock; nothing before the lock is given away."""
     file.seek(0)
     file.truncate()
-    file.write(f"{socket.gethostname()} {os.getpid()}")
+    file.write(holder)
     file.flush()
 
 
-def holder_of(file: IO[str]) -> str:
+def holder_of(home: Path, evaluation: str) -> str:
     """The process that holds the lock, in words."""
-    machine, pid = signed(file)
+    machine, pid = nights.signed_by(home, evaluation)
     return f"process {pid} on {machine}" if pid else "another process"
 
 
-def signed(file: IO[str]) -> tuple[str, int]:
-    """Machine and number of the process that signed last; 0 if none has."""
-    file.seek(0)
-    machine, _, pid = file.read().partition(" ")
-    return machine, int(pid) if pid.isdigit() else 0
-
-
-def end(file: IO[str], evaluation: str) -> None:
+def end(home: Path, evaluation: str) -> None:
     """Ask the holder to save its rows and to end; raises `JobRefused` if it is another machine's or user's."""
-    machine, pid = signed(file)
+    machine, pid = nights.signed_by(home, evaluation)
     if not pid or machine != socket.gethostname():
         raise JobRefused(
             f"a run of {evaluation} is going on {machine or 'another machine'}; end it there first"

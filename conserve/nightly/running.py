@@ -27,6 +27,8 @@ from conserve.store.files import nights
 
 Say = Callable[[str], None]
 
+ADDRESSES = ("http://", "https://", "fake:")  # beginnings of an endpoint
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
@@ -57,40 +59,41 @@ def overridden(plan: NightlyPlan, overrides: Mapping[str, Any]) -> NightlyPlan:
     if {"model", "endpoint"} & overrides.keys():
         if len(targets) > 1:
             raise UsageError("--model and --endpoint go with a file of one model; this one has several")
-        model, endpoint = (overrides.get(name) for name in ("model", "endpoint"))
-        targets = (replace(targets[0], model=model, endpoint=endpoint),)
+        targets = (asked_instead(targets[0], overrides.get("model"), overrides.get("endpoint")),)
     return replace(plan, suites=suites, targets=targets)
 
 
+def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
+    """Target with another model, at another endpoint, or both; what no flag names stays the file's."""
+    if model is not None:
+        target = replace(target, model=model)
+    if endpoint is not None:  # which has an engine and flags of its own
+        target = replace(target, endpoint=endpoint, engine_args=(), answered_by="run")
+    return target
+
+
 def check(plan: NightlyPlan, folder: Path) -> None:
-    """Raise for a suite that could not be asked, before the first one is."""
+    """Raise for a model or a suite that could not be asked, before the first one is."""
+    for target in plan.targets:
+        check_target(target)
     for suite in plan.suites:
         kind_of(suite).check(suite, folder)
 
 
-def begun(home: Path, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say) -> RunRecord:
-    """The run that was killed and is young enough, else a new one; an older one is given up."""
-    left = keeping.unfinished(home, plan.name)
-    if left is not None and not asking.anew and now - left.began_at <= plan.resume_s:
-        done = len(left.suites)
-        say(f"going on with {left.id}, which has {done} of {len(plan.standards())} suites")
-        if (left.plan, dict(left.overrides)) != (text, dict(asking.overrides)):
-            say("the file or the flags have changed since; that run keeps its own; begin another with: --new")
-        return left
-    if left is not None:
-        keeping.write(home, replace(left, state=RunState.GIVEN_UP, ended_at=now))
-        say(f"{left.id} is given up")
-    run = RunRecord(
-        id=keeping.new_id(home, plan.name, now=now),
-        evaluation=plan.name,
-        state=RunState.RUNNING,
-        began_at=now,
-        plan=text,
-        folder=str(asking.file.parent.absolute()),
-        overrides=asking.overrides,
-    )
-    keeping.write(home, run)
-    return run
+def check_target(target: ModelTarget) -> None:
+    """Raise `SettingsError` for an endpoint that is no address, or flags of an engine beside one."""
+    if target.endpoint is None:
+        return
+    table = f"models.{target.name}" if target.name else "model"
+    if not target.endpoint.startswith(ADDRESSES):
+        raise SettingsError(
+            f"{table}.endpoint: {target.endpoint!r} is no address; one begins with http:// or https://"
+        )
+    if target.engine_args:
+        raise SettingsError(
+            f"{table}.engine_args are for an engine of the run's own, and {table}.endpoint names a server; "
+            "remove one of the two"
+        )
 
 
 def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:

@@ -23,9 +23,10 @@ from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog, choice, queue, results
+from conserve.store.books import catalog, choice, leases, queue, results, saved_tokens
 from conserve.store.books.choice import Terms
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
@@ -93,6 +94,43 @@ def test_a_job_is_bound_by_submit(store: Store, write_input: WriteInput) -> None
     assert json.loads(conserve("status", job_id, "--json").stdout)["model"] == "one"
     assert "model       one" in conserve("status", job_id).stdout
     assert conserve("run", job_id, "--endpoint", ONE).returncode == 0
+
+
+def test_a_run_that_answered_nothing_frees_the_jobs_it_bound(store: Store, write_input: WriteInput) -> None:
+    free, by_submit = queue_up(write_input), queue_up(write_input, "--model", "one", rows=3)
+    harvest(store, "one", stop_after_s=0.005)
+    with store.read() as tx:
+        assert catalog.get(tx, free).started_at is not None  # rows of it were leased
+        assert not queue.backlog(tx).leased
+    assert (bound(store, free), bound(store, by_submit)) == (None, "one")
+    done = conserve("run", free, "--endpoint", OTHER)
+    assert done.returncode == 0, done.stderr
+    assert bound(store, free) == "other"
+
+
+@pytest.mark.parametrize("kept", ["result", "tokens", "lease"])
+def test_a_job_that_its_model_has_done_something_for_stays_bound(store: Store, kept: str) -> None:
+    job_id = add_job(store)
+    lease = leased(store, limit=2, model="one")
+    if kept == "result":
+        finish(store, lease, of=[0])
+    with store.write() as tx:
+        if kept == "tokens":
+            saved_tokens.save_tokens(tx, [SavedTokens(lease.epoch, job_id, 0, b"[1]", "one@1")])
+        if kept != "lease":
+            leases.abandon(tx, ["ann"])
+        catalog.unbind(tx, [job_id], "one")
+    assert bound(store, job_id) == "one"
+
+
+def test_only_the_model_that_bound_a_job_frees_it(store: Store) -> None:
+    job_id = add_job(store)
+    leased(store, model="one")
+    for model, left in (("other", "one"), ("one", None)):
+        with store.write() as tx:
+            leases.abandon(tx, ["ann"])
+            catalog.unbind(tx, [job_id], model)
+        assert bound(store, job_id) == left
 
 
 def test_rebinding_lets_another_model_answer_the_rest(store: Store, write_input: WriteInput) -> None:

@@ -18,7 +18,6 @@ from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.holding import held
 from conserve.nightly.items import rows_of
 from conserve.nightly.report.forms import rendered
-from conserve.nightly.running import Asking, begun, plan_of_file
 from conserve.nightly.samples import sample
 from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
@@ -257,17 +256,6 @@ def test_retention_spares_runs_with_a_name() -> None:
     remove_outdated(conserve.open()._settings, plan, now=1e9 + 3 * 86_400, say=print)
     assert [run.id for run in keeping.runs(home())] == [first.id, third.id]
     assert not (home() / "evals" / "runs" / second.id).exists()
-
-
-def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
-    asking = Asking(file=file, overrides={})
-    plan, text = plan_of_file(file)
-    old = begun(home(), asking, plan, text, now=1e9, say=print)
-    assert begun(home(), asking, plan, text, now=1e9 + plan.resume_s, say=print) == old
-    new = begun(home(), asking, plan, text, now=1e9 + plan.resume_s + 1, say=print)
-    assert new.id != old.id
-    assert keeping.read(home(), old.id).state is RunState.GIVEN_UP
-    assert begun(home(), Asking(file=file, overrides={}, anew=True), plan, text, now=2e9, say=print) != new
 
 
 def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> None:

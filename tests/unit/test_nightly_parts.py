@@ -18,7 +18,7 @@ from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.records import LiveLatencies
 from conserve.nightly.beside import worst
-from conserve.nightly.holding import end, sign
+from conserve.nightly.holding import end, held
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.redacted import address_of, flags_of, host_of
 from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
@@ -317,10 +317,8 @@ def test_records_and_messages_hold_no_secret() -> None:
 
 def test_a_run_of_another_user_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.kill", Mock(side_effect=PermissionError))
-    with (tmp_path / "lock").open("a+") as file:
-        sign(file)
-        with pytest.raises(JobRefused, match="of another user"):
-            end(file, "small")
+    with held(tmp_path, "small", "queue", print), pytest.raises(JobRefused, match="of another user"):
+        end(tmp_path, "small")
 
 
 def test_records_of_runs_are_read_the_oldest_first_and_damaged_ones_left_out(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from conserve.endpoints.protocol import KvCache
 from conserve.errors import JobNotFound, StoreDamaged
 from conserve.jobs.harvest import owner as owners
-from conserve.jobs.harvest.bound import BoundElsewhere
+from conserve.jobs.harvest.bound import BoundElsewhere, BoundHere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
@@ -52,7 +52,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
         self._rebind = rebind  # bind jobs of other models to this one, at the first claim
-        self._elsewhere = BoundElsewhere(tally)
+        self._elsewhere, self._bound = BoundElsewhere(tally), BoundHere()
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
@@ -94,6 +94,7 @@ class Ledger:
         """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
             leases.abandon(tx, [self.owner])
+            self._bound.end(tx, self.model)
             servers.forget(tx, self.owner)
         self.stopped_jobs()
 
@@ -213,7 +214,9 @@ class Ledger:
 
     def _runnable(self, tx: Any) -> Sequence[Any]:
         """Jobs that this harvester may take rows of."""
-        return queue.runnable_jobs(tx, self._only, self.model, locked=False)
+        found = queue.runnable_jobs(tx, self._only, self.model, locked=False)
+        self._bound.note(found)
+        return found
 
     def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
         """The runnable jobs of a group, or all."""

@@ -54,8 +54,8 @@ class LmEvalSuite:
 
         suite, options = night.suite, checked(night.suite)
         target, settings = night.target, night.settings
-        if target.model is not None or target.endpoint is not None:
-            settings = replace(settings, model=target.model or settings.model, endpoint=target.endpoint)
+        asked = {"model": target.model or settings.model, "endpoint": target.endpoint or settings.endpoint}
+        settings = replace(settings, **asked)
         tokens = model_tokens(
             settings,
             flags=target.engine_args,
@@ -121,7 +121,8 @@ def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: 
     except OSError as error:  # files that are missing, and the network
         raise EvaluationUnready(
             f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); "
-            "put the files on this machine and name them in a task of your own (include), or fill datasets' cache"
+            "put the files on this machine and name them in a task of your own (include), or fill datasets' cache; "
+            "HF_HUB_OFFLINE=1 asks no hub"
         ) from error
     return found
 

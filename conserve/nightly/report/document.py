@@ -44,7 +44,7 @@ def run_document(home: Path, run: RunRecord) -> Document:
         "id": run.id,
         "evaluation": run.evaluation,
         "names": keeping.names_of(home, run),
-        "state": run.state.value,
+        "state": nights.state_of(home, run.state.value, run.evaluation),
         "error": run.error,
         "began_at": iso(run.began_at),
         "ended_at": iso(run.ended_at),

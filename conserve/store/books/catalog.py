@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
@@ -17,7 +17,7 @@ from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
 
-job, meta = schema.job, schema.meta
+job, lease, meta, request = schema.job, schema.lease, schema.meta, schema.request
 
 COUNTERS = (
     "succeeded",
@@ -320,6 +320,14 @@ def of_other_models(tx: Connection, model: str, only: Collection[str] | None) ->
 def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
     """Bind jobs to this model, whatever they were bound to."""
     tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model))
+
+
+def unbind(tx: Connection, job_ids: Collection[str], model: str) -> None:
+    """Free jobs of this model that it has done nothing for: no result, no saved token, no row under a lease."""
+    saved = exists().where(request.c.job_id == job.c.id, request.c.tokens.is_not(None))
+    held = exists().where(lease.c.job_id == job.c.id)
+    untouched = job.c.succeeded + job.c.failed == 0, ~saved, ~held
+    tx.execute(update(job).where(job.c.id.in_(job_ids), job.c.model == model, *untouched).values(model=None))
 
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:

@@ -50,6 +50,7 @@ RUNNABLE = (
         job.c.num_rows,
         job.c.deadline,
         job.c.on_late,
+        job.c.model,
     ),
     *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
 )

@@ -199,4 +199,8 @@ def explained(where: FilePath) -> Iterator[None]:
             raise StoreReadOnly(
                 f"{where} cannot be written; make it writable or set CONSERVE_HOME"
             ) from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise StoreError(
+                f"{where} is no folder, or lies in none; set CONSERVE_HOME to the store's folder"
+            ) from error
         raise StoreError(f"{where} cannot be used: {error}; check CONSERVE_HOME") from error

@@ -3,10 +3,12 @@
 HOME/evals/runs/<run>/run.json            a run: its plan, its suites, their scores and facts
 HOME/evals/runs/<run>/items-00.parquet    items of its first suite, with their answers and scores
 HOME/evals/names.json                     names that users gave to runs
-HOME/evals/<evaluation>.lock              held by the process that works on a run of this evaluation
+HOME/evals/<evaluation>.lock              held and signed by the process that works on a run of this evaluation
 """
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +37,38 @@ def names_file(home: Path) -> Path:
 def lock_file(home: Path, evaluation: str) -> Path:
     """File that one process at a time holds."""
     return home / EVALS / f"{evaluation}.lock"
+
+
+def signed_by(home: Path, evaluation: str) -> tuple[str, int]:
+    """Machine and number of the process that holds an evaluation's lock; 0 if none does."""
+    try:
+        machine, _, pid = lock_file(home, evaluation).read_text().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return "", 0
+    return machine, int(pid) if pid.isdigit() else 0
+
+
+def state_of(home: Path, record_state: str, evaluation: str) -> str:
+    """State of a run: its record's, but `stopped` where the record says `running` and no process works on it.
+
+    A process of another machine is taken to live.
+    """
+    if record_state != "running":
+        return record_state
+    machine, pid = signed_by(home, evaluation)
+    lives = pid > 0 and (machine != socket.gethostname() or is_alive(pid))
+    return record_state if lives else "stopped"
+
+
+def is_alive(pid: int) -> bool:
+    """True if there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def records(home: Path) -> Iterator[dict[str, Any]]:

@@ -65,7 +65,7 @@ def add_evals(duck: duckdb.DuckDBPyConnection, home: Path, fault: Fault) -> list
     """Create the views; returns the files of items that they read."""
     records = list(nights.records(home))
     marks = nights.names(home)
-    add_table(duck, "eval_runs", [run_row(record, marks) for record in records], RUNS)
+    add_table(duck, "eval_runs", [run_row(home, record, marks) for record in records], RUNS)
     add_table(duck, "eval_scores", [row for record in records for row in score_rows(record)], SCORES)
     runs = {path: str(record["id"]) for record in records for path in item_files(home, record)}
     whole, _ = with_columns(duck, [path for path in runs if not fault(path)], ITEMS.names)
@@ -92,14 +92,15 @@ def items_select(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> str:
     return "select *, null::varchar as filename from store.no_items"
 
 
-def run_row(record: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
+def run_row(home: Path, record: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
     """Row of `eval_runs`."""
     suites = record.get("suites", ())
     sums = {
         name: sum(suite.get(name) or 0 for suite in suites) for name in ("prompt_tokens", "answer_tokens")
     }
     given = sorted(name for name, run_id in marks.items() if run_id == record["id"])
-    return {**record, "run_id": record["id"], "names": given, **sums}
+    state = nights.state_of(home, str(record.get("state")), str(record.get("evaluation")))
+    return {**record, "run_id": record["id"], "state": state, "names": given, **sums}
 
 
 def score_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
