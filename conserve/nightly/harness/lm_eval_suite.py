@@ -54,8 +54,11 @@ class LmEvalSuite:
 
         suite, options = night.suite, checked(night.suite)
         target, settings = night.target, night.settings
-        asked = {"model": target.model or settings.model, "endpoint": target.endpoint or settings.endpoint}
-        settings = replace(settings, **asked)
+        settings = replace(
+            settings,
+            model=target.model or settings.model,
+            endpoint=target.endpoint or settings.endpoint,
+        )
         tokens = model_tokens(
             settings,
             flags=target.engine_args,
