@@ -20,20 +20,23 @@ from conserve.endpoints.protocol import model_of
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, choice, leases, queue, results, saved_tokens
 from conserve.store.books.choice import Terms
+from conserve.store.books.journal import Finished
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.books.shards import retry_failed
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.store_rows import add_job, finish, leased
+from tests.store_rows import add_job, finish, leased, result
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 ONE, OTHER = "fake:?model=one&identity=one@1", "fake:?model=other&identity=other@2"
@@ -55,6 +58,14 @@ def harvest(store: Store, model: str, *, stop_after_s: float | None = None, **na
         return await Harvester(store, endpoint, clock=loop.time, **named).run(stop)
 
     return virtual_time.run(run())
+
+
+def ledger_of(store: Store, tally: Tally, *, model: str) -> Ledger:
+    ledger = Ledger(
+        store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0, monotonic=lambda: 0.0
+    )
+    ledger.model = model
+    return ledger
 
 
 def bound(store: Store, job_id: str) -> str | None:
@@ -120,6 +131,18 @@ def test_a_job_that_its_model_has_done_something_for_stays_bound(store: Store, k
         if kept != "lease":
             leases.abandon(tx, ["ann"])
         catalog.unbind(tx, [job_id], "one")
+    assert bound(store, job_id) == "one"
+
+
+def test_a_job_whose_only_answers_were_put_back_stays_bound(store: Store, write_input: WriteInput) -> None:
+    job_id, ledger = queue_up(write_input), ledger_of(store, Tally(), model="one")
+    (row, *_) = ledger.claim(1, False, "one@1")
+    outbox = Outbox()
+    outbox.finished.append(Finished(row.epoch, *row.key, result(row.key[1], failed=True)))
+    ledger.write(outbox)
+    assert retry_failed(store, job_id, now=0.0) == 1
+    ledger.give_back()
+    ledger.close()
     assert bound(store, job_id) == "one"
 
 
@@ -189,10 +212,7 @@ def test_a_refusal_ends_with_its_reason(store: Store, write_input: WriteInput) -
     """Another process answers the other model's job while this one still works on its own."""
     theirs, ours = queue_up(write_input, "--model", "one"), queue_up(write_input, rows=3)
     tally = Tally()
-    ledger = Ledger(
-        store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0, monotonic=lambda: 0.0
-    )
-    ledger.model = "other"
+    ledger = ledger_of(store, tally, model="other")
     ledger.nothing_left()
     assert list(tally.refused) == [theirs]
     harvest(store, "one", only=[theirs])

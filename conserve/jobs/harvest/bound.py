@@ -34,7 +34,7 @@ class BoundElsewhere:
 class BoundHere:
     """Jobs that had no model yet when this run saw them first.
 
-    The first lease binds them. Where nothing was answered, as by an address without that model, the end of the run
+    The first lease binds them. Where nothing was answered, as by a server without that model, the end of the run
     frees them. A job that `submit --model` has bound is not among them.
     """
 
@@ -44,6 +44,10 @@ class BoundHere:
     def note(self, runnable: Iterable[Any]) -> None:
         """Take the runnable jobs without a model."""
         self._jobs.update(job.id for job in runnable if job.model is None)
+
+    def answered(self, job_ids: Iterable[str]) -> None:
+        """Leave out jobs that have a result, whatever becomes of it: they stay bound."""
+        self._jobs.difference_update(job_ids)
 
     def end(self, tx: Any, model: str | None) -> None:
         """Free those for which the model has done nothing; their leases have ended before."""

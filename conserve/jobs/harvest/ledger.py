@@ -333,7 +333,9 @@ class Ledger:
 
     def write(self, outbox: Outbox) -> None:
         """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
-        self._tally.count(self._recorder.write(outbox))
+        committed = self._recorder.write(outbox)
+        self._tally.count(committed)
+        self._bound.answered(job.job_id for job in committed.counted)
         if self._shares is not None:
             settle(self._shares, outbox)
 

@@ -13,6 +13,7 @@ from conserve.store.books import events
 from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
@@ -326,8 +327,10 @@ def unbind(tx: Connection, job_ids: Collection[str], model: str) -> None:
     """Free jobs of this model that it has done nothing for: no result, no saved token, no row under a lease."""
     saved = exists().where(request.c.job_id == job.c.id, request.c.tokens.is_not(None))
     held = exists().where(lease.c.job_id == job.c.id)
-    untouched = job.c.succeeded + job.c.failed == 0, ~saved, ~held
-    tx.execute(update(job).where(job.c.id.in_(job_ids), job.c.model == model, *untouched).values(model=None))
+    untouched = job.c.model == model, job.c.succeeded + job.c.failed == 0, ~saved, ~held
+    for chunk in chunks(sorted(job_ids)):
+        lock_jobs(tx, chunk)  # a claim that was under way has ended, and its lease is seen
+        tx.execute(update(job).where(job.c.id.in_(chunk), *untouched).values(model=None))
 
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
