@@ -12,7 +12,7 @@ from conserve.errors import EvaluationUnready, SettingsError, one_line
 from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.harness.asking import NotingQueue
-from conserve.nightly.harness.libraries import require
+from conserve.nightly.harness.libraries import absent_hub, require
 from conserve.nightly.harness.options import typed
 from conserve.nightly.harness.place import model_tokens
 from conserve.nightly.suite import Night
@@ -123,11 +123,16 @@ def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: 
         )
     except OSError as error:  # files that are missing, and the network
         raise EvaluationUnready(
-            f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); "
-            "put the files on this machine and name them in a task of your own (include), or fill datasets' cache; "
-            "HF_HUB_OFFLINE=1 asks no hub"
+            f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({why(error)}); "
+            "put the files on this machine and name them in a task of your own (include), or fill datasets' cache"
         ) from error
     return found
+
+
+def why(error: OSError) -> str:
+    """Reason why data cannot be read."""
+    hub = absent_hub()
+    return one_line(error) if hub is None else f"no hub answers at {hub}, and this machine has not all of it"
 
 
 def items_of(found: Mapping[str, Any], epoch: int) -> Iterator[Item]:
