@@ -26,6 +26,10 @@ SETTINGS = {
 }
 
 
+TEMPLATE = "template template0 encoding 'UTF8' locale_provider icu icu_locale 'en-US' locale 'C'"
+"""Texts sort otherwise there than in Python, as in most databases of users."""
+
+
 def missing() -> str | None:
     """Sentence on what a test with PostgreSQL lacks here; None if it lacks nothing."""
     if find_spec("psycopg") is None:
@@ -51,8 +55,8 @@ class Databases:
     def new(self, *, empty: bool = False) -> str:
         """URL of a new database, without tables if it is to be `empty`."""
         name = f"{self._prefix}_{next(self._numbers)}"
-        template = "template0" if empty else make_url(self._template).database
-        self._do(f"create database {name} template {template}")
+        template = TEMPLATE if empty else f"template {make_url(self._template).database}"
+        self._do(f"create database {name} {template}")
         return self.url.set(database=name).render_as_string(hide_password=False)
 
     def emptied(self) -> str:

@@ -64,6 +64,7 @@ class RunRecord:
     """One run of a nightly.toml. Times are in s since 1970."""
 
     id: str
+    token: str = ""  # tells its jobs from those of another store's run of this name in the same minute
     evaluation: str  # name in nightly.toml: its runs form one history
     state: RunState
     began_at: float

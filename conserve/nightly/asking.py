@@ -20,7 +20,7 @@ from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
 from conserve.store.books.states import JobState
 
-RUN, SUITE, ASK = "eval", "eval_suite", "eval_ask"  # tags
+RUN, TOKEN, SUITE, ASK = "eval", "eval_token", "eval_suite", "eval_ask"  # tags
 STEPS = {JobState.PAUSED: "resume", JobState.FAILED: "resume", JobState.EXPIRED: "retry"}
 """Command that goes on with a job in this state; a cancelled one is asked anew."""
 
@@ -41,6 +41,7 @@ class SuiteNight:
         rounds: "Rounds[AskedJob, Any]",
         *,
         run_id: str,
+        token: str = "",
         label: str,
         suite: SuitePlan,
         target: ModelTarget,
@@ -48,12 +49,12 @@ class SuiteNight:
     ) -> None:
         self.store = Store(settings)
         self.run_id, self.suite, self.target, self.folder = run_id, suite, target, folder
-        self.settings, self._rounds, self._label = settings, rounds, label
+        self.settings, self._rounds, self._label, self._token = settings, rounds, label, token
         self._targets: dict[str, ModelTarget] = {}
 
     def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
-        tags = {RUN: self.run_id, SUITE: self._label, ASK: key}
+        tags = {**tags_of(self.run_id, self._token), SUITE: self._label, ASK: key}
         known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
         job = next(known, None) or self._new(source, tags, task)
         self._targets[job.id] = target or self.target
@@ -73,6 +74,11 @@ class SuiteNight:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rows that cannot be sent are items with an error
             return self.store.submit(source, tags=tags, **given)
+
+
+def tags_of(run_id: str, token: str) -> dict[str, str]:
+    """Tags that all jobs of a run have, and no others; runs of earlier versions have no token."""
+    return {RUN: run_id} | ({TOKEN: token} if token else {})
 
 
 def unanswered(job_id: str, state: JobState) -> str:

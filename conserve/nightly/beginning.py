@@ -1,24 +1,27 @@
 """The run that `conserve eval run` works on: the one that was begun, or a new one."""
 
+import secrets
 from contextlib import suppress
 from dataclasses import replace
 
+from conserve.api.job import Job
 from conserve.api.store import Store
 from conserve.config import Settings
-from conserve.errors import JobRefused
+from conserve.errors import JobNotFound, JobRefused
 from conserve.evals.plan import NightlyPlan
 from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
-from conserve.nightly.asking import RUN
+from conserve.nightly.asking import tags_of
 from conserve.nightly.running import Asking, Say
+from conserve.store.books.states import JobState
 
 
 def begun(
     settings: Settings, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say
 ) -> RunRecord:
-    """The run that was killed, if it is young enough and not of another file or flags; else a new one.
+    """The run that was begun and has not ended, if it is young enough; else a new one, and it is given up.
 
-    Where the file or the flags have changed, a run with answers goes on with its own; one without is given up.
+    Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:
@@ -34,6 +37,7 @@ def begun(
         give_up(settings, left, now=now, say=say)
     run = RunRecord(
         id=keeping.new_id(settings.home, plan.name, now=now),
+        token=secrets.token_hex(4),
         evaluation=plan.name,
         state=RunState.RUNNING,
         began_at=now,
@@ -45,18 +49,29 @@ def begun(
     return run
 
 
+def jobs_of(settings: Settings, run: RunRecord) -> list[Job]:
+    """Jobs of a run."""
+    return Store(settings).jobs(tags=tags_of(run.id, run.token))
+
+
 def has_answers(settings: Settings, run: RunRecord) -> bool:
     """True if a suite of a run has scores, or a row an answer."""
     if any(suite.error is None for suite in run.suites):
         return True
-    return any(job.progress().succeeded for job in Store(settings).jobs(tags={RUN: run.id}))
+    for job in jobs_of(settings, run):
+        with suppress(JobNotFound):  # removed just now
+            if job.progress().succeeded:
+                return True
+    return False
 
 
 def give_up(settings: Settings, run: RunRecord, *, now: float, say: Say) -> None:
-    """End a run in whose place another begins, and cancel its jobs, which would be answered for nothing."""
-    left = [job for job in Store(settings).jobs(tags={RUN: run.id}) if not job.status.final]
-    for job in left:
-        with suppress(JobRefused):  # ended just now
-            job.cancel()
+    """End a run in whose place another begins, and cancel its jobs that have rows without a result."""
+    cancelled = 0
+    for job in jobs_of(settings, run):
+        with suppress(JobRefused, JobNotFound):  # ended, or removed, just now
+            if job.status not in (JobState.COMPLETED, JobState.CANCELLED):
+                job.cancel()
+                cancelled += 1
     keeping.write(settings.home, replace(run, state=RunState.GIVEN_UP, ended_at=now))
-    say(f"{run.id} is given up" + ("; its open jobs are cancelled" if left else ""))
+    say(f"{run.id} is given up" + ("; its open jobs are cancelled" if cancelled else ""))

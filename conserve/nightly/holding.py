@@ -4,12 +4,13 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
+from conserve import owners
 from conserve.errors import JobRefused
 from conserve.evals.plan import Overlap
 from conserve.store.files import home as store_home
@@ -18,42 +19,46 @@ from conserve.store.files import nights
 Say = Callable[[str], None]
 Hold = Literal["ours", "ended the other", "theirs"]
 
+SIGNATURE = 256  # bytes, always as many, so that one write replaces another and no reader sees half of it
+LOOKS, LOOK_S = 100, 0.05  # at a lock that nobody has signed yet
+
 
 @contextmanager
 def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Hold]:
     """Hold an evaluation; yields "theirs" if another process does and the plan says to skip.
 
-    With "queue" this process waits for the other, with "replace" it ends the other first.
+    With "queue" this process waits for the other, with "replace" it ends the other first, and raises `JobRefused`
+    if it cannot.
     """
     hold: Hold = "ours"
     path = nights.lock_file(home, evaluation)
     with store_home.explained(home):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-    with file:
-        if not taken(file):
-            holder = holder_of(home, evaluation)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not taken(file) and (holder := holder_of(file, home, evaluation)) is not None:
+            still = f"a run of {evaluation} is still going ({told(holder)})"
             if overlap == "skip":
-                say(f"a run of {evaluation} is still going ({holder}); this one is skipped, as the file says")
+                say(f"{still}; this one is skipped, as the file says")
                 yield "theirs"
                 return
             if overlap == "replace":
-                end(home, evaluation)
+                end(holder, evaluation)
                 hold = "ended the other"
                 say(f"the run of {evaluation} that was still going is ended, as the file says")
             else:
-                say(
-                    f"a run of {evaluation} is still going ({holder}); this one waits for it, as the file says"
-                )
+                say(f"{still}; this one waits for it, as the file says")
             fcntl.flock(file, fcntl.LOCK_EX)
-        sign(file, f"{socket.gethostname()} {os.getpid()}")
+        sign(file, owners.this_process())
         try:
             yield hold
         finally:
             sign(file, "")
+    finally:
+        os.close(file)
 
 
-def taken(file: IO[str]) -> bool:
+def taken(file: int) -> bool:
     """Take the lock; False if another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,27 +67,40 @@ def taken(file: IO[str]) -> bool:
     return True
 
 
-def sign(file: IO[str], holder: str) -> None:
-    """Write which process holds the lock; nothing before the lock is given away."""
-    file.seek(0)
-    file.truncate()
-    file.write(holder)
-    file.flush()
+def sign(file: int, owner: str) -> None:
+    """Write which process holds the lock, or that none does before it is given away."""
+    os.pwrite(file, owner.encode().ljust(SIGNATURE), 0)
 
 
-def holder_of(home: Path, evaluation: str) -> str:
-    """The process that holds the lock, in words."""
-    machine, pid = nights.signed_by(home, evaluation)
-    return f"process {pid} on {machine}" if pid else "another process"
+def holder_of(file: int, home: Path, evaluation: str) -> str | None:
+    """The owner that holds the lock; None if the lock has been given away, and is this process's now.
+
+    A lock is signed just after it is taken. Empty for one that stays unsigned.
+    """
+    for _ in range(LOOKS):
+        if (owner := nights.signed_by(home, evaluation)) and not nights.is_ended(owner):
+            return owner
+        if taken(file):
+            return None
+        time.sleep(LOOK_S)
+    return ""
 
 
-def end(home: Path, evaluation: str) -> None:
+def told(owner: str) -> str:
+    """An owner in words."""
+    if not owner:
+        return "another process"
+    host, _, rest = owner.partition(":")
+    return f"process {rest.partition(':')[0]} on {host}"
+
+
+def end(owner: str, evaluation: str) -> None:
     """Ask the holder to save its rows and to end; raises `JobRefused` if it is another machine's or user's."""
-    machine, pid = nights.signed_by(home, evaluation)
-    if not pid or machine != socket.gethostname():
-        raise JobRefused(
-            f"a run of {evaluation} is going on {machine or 'another machine'}; end it there first"
-        )
+    pid = None
+    with contextlib.suppress(ValueError):  # no signature, or one of an earlier version
+        pid = owners.pid_here(owner)
+    if pid is None:
+        raise JobRefused(f"a run of {evaluation} is going in {told(owner)}; end it there first")
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

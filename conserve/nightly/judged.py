@@ -16,6 +16,7 @@ from conserve.nightly.options import Options, asking_of
 from conserve.nightly.questions import Answer, Questions, digest_of, whole
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
+from conserve.nightly.targets import check_target
 
 ANSWER = "answer_of_model"
 OWN = ("judge",)
@@ -37,6 +38,7 @@ class JudgeScores:
             raise SettingsError(
                 f"{options.where}.judge.prompt does not show the answer; write {{{{ {ANSWER} }}}} in it"
             )
+        check_target(judge.target(ModelTarget()), f"{options.where}.judge")
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=OWN)

@@ -23,11 +23,10 @@ from conserve.nightly.facts import facts_of
 from conserve.nightly.items import ItemKey, Scored, scores_of
 from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
+from conserve.nightly.targets import asked_instead, check_target
 from conserve.store.files import nights
 
 Say = Callable[[str], None]
-
-ADDRESSES = ("http://", "https://", "fake:")  # beginnings of an endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +62,12 @@ def overridden(plan: NightlyPlan, overrides: Mapping[str, Any]) -> NightlyPlan:
     return replace(plan, suites=suites, targets=targets)
 
 
-def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
-    """Target with another model, at another endpoint, or both; what no flag names stays the file's."""
-    if model is not None:
-        target = replace(target, model=model)
-    if endpoint is not None:  # which has an engine and flags of its own
-        target = replace(target, endpoint=endpoint, engine_args=(), answered_by="run")
-    return target
-
-
 def check(plan: NightlyPlan, folder: Path) -> None:
     """Raise for a model or a suite that could not be asked, before the first one is."""
     for target in plan.targets:
-        check_target(target)
+        check_target(target, f"models.{target.name}" if target.name else "model")
     for suite in plan.suites:
         kind_of(suite).check(suite, folder)
-
-
-def check_target(target: ModelTarget) -> None:
-    """Raise `SettingsError` for an endpoint that is no address, or flags of an engine beside one."""
-    if target.endpoint is None:
-        return
-    table = f"models.{target.name}" if target.name else "model"
-    if not target.endpoint.startswith(ADDRESSES):
-        raise SettingsError(
-            f"{table}.endpoint: {target.endpoint!r} is no address; one begins with http:// or https://"
-        )
-    if target.engine_args:
-        raise SettingsError(
-            f"{table}.engine_args are for an engine of the run's own, and {table}.endpoint names a server; "
-            "remove one of the two"
-        )
 
 
 def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:
@@ -151,6 +125,7 @@ def of_target(
             settings,
             rounds,
             run_id=run.id,
+            token=run.token,
             label=label,
             suite=suites[label],
             target=target,

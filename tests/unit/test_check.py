@@ -10,10 +10,10 @@ import pytest
 
 from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
-from conserve.jobs.harvest.owner import this_process
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.submit import submit as submit_job
 from conserve.jobs.task import Kind, Task
+from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import JobState

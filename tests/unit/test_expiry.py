@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from conserve import owners
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import StoreInUse
-from conserve.jobs.harvest import owner as owners
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger

@@ -17,8 +17,8 @@ import pytest
 from sqlalchemy import Connection
 
 import conserve as package
+from conserve import owners
 from conserve.errors import StoreError, UsageError
-from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
 from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, trusted, verdict

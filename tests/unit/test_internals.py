@@ -34,6 +34,7 @@ from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.calls import HABITS
 from conserve.engine.vllm.compat.classes import CLASSES
 from conserve.engine.vllm.compat.internals import INTERNALS
+from conserve.engine.vllm.compat.versions import DIFFERENCES
 from tests.class_index import Index
 from tests.known_names import OURS, VLLM
 from tests.vllm_uses import Listed, Use, Walk
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.skipif(INSTALLED is None, reason="vLLM is not installed
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = {name for part in INTERNALS.values() for one in part for name in trial.expanded(one)}
+FORMER = {difference.instead for difference in DIFFERENCES if difference.instead}
 
 READ = [  # besides the modules of listed names
     "config/**/*.py",
@@ -129,7 +131,7 @@ class Whole:
         for path in self.files:
             self.index.add(path, OURS)
         habits = {name for one in HABITS for name in trial.expanded(one) if re.fullmatch(r"[\w.]+", name)}
-        self.listed = Listed(NAMES, habits, self.index)
+        self.listed = Listed(NAMES | FORMER, habits, self.index)
         self.common = frozenset(attributes_of_others() | self.index.members_of(OURS))
         self.usual = {variable: f"{VLLM}:{name}" for variable, name in USUAL.items()}
 

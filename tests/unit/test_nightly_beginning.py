@@ -1,18 +1,24 @@
 """The run that `conserve eval run` goes on with, and what it gives up."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import conserve
+from conserve import owners
+from conserve.api.job import Job
+from conserve.errors import JobRefused, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState
 from conserve.nightly import keeping
-from conserve.nightly.beginning import begun
-from conserve.nightly.holding import held
+from conserve.nightly.asking import tags_of
+from conserve.nightly.beginning import begun, give_up
+from conserve.nightly.holding import SIGNATURE, held
 from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.files import nights
 from tests import commands, nightly_files
@@ -85,7 +91,7 @@ def test_a_night_with_answers_keeps_its_file_and_flags(file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={"endpoint": GOOD})
     plan, text = plan_of_file(file)
     run = begun(settings, asking, plan, text, now=1e9, say=print)
-    job = conserve.open().submit([{"q": "x"}, {"q": "y"}], prompt="{{ q }}", tags={"eval": run.id})
+    job = conserve.open().submit([{"q": "x"}, {"q": "y"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
     changed = Asking(file=file, overrides={"endpoint": "fake:"})
     said: list[str] = []
     job.run(endpoint=GOOD, progress=False)
@@ -98,38 +104,114 @@ def test_a_state_is_running_while_a_process_is_at_it(file: Path) -> None:
     plan, text = plan_of_file(file)
     begun(settings, asking, plan, text, now=1e9, say=print)
     with held(home(), plan.name, "queue", print):
-        assert nights.signed_by(home(), plan.name)[1] == os.getpid()
+        assert not owners.is_dead(nights.signed_by(home(), plan.name))
         assert states() == ["running"]
     assert states() == ["stopped"]
+    host, pid, _, nonce = owners.this_process().rsplit(":", 3)
+    crashed, elsewhere = f"{host}:{pid}:1.00:{nonce}", f"elsewhere:{pid}:1.00:{nonce}"
     lock = nights.lock_file(home(), plan.name)
-    for signed, state in (("elsewhere 1", "running"), ("elsewhere", "stopped"), ("", "stopped")):
+    for signed, state in (
+        (elsewhere, "running"),
+        (crashed, "stopped"),
+        ("host 1", "stopped"),
+        ("", "stopped"),
+    ):
         lock.write_text(signed)
         assert states() == [state]
 
 
+def test_a_lock_that_is_yet_to_be_signed_is_waited_for(file: Path) -> None:
+    """Another process takes it, and signs once this one has looked; before, a crashed one had signed."""
+    path = nights.lock_file(home(), "small")
+    path.parent.mkdir(parents=True)
+    host, pid, _, nonce = owners.this_process().rsplit(":", 3)
+    path.write_text(f"{host}:{pid}:1.00:{nonce}")
+    other, said = os.open(path, os.O_RDWR), list[str]()
+    fcntl.flock(other, fcntl.LOCK_EX)
+    signing = iter([lambda: None, lambda: os.pwrite(other, b"elsewhere:7:1.00:0.0".ljust(SIGNATURE), 0)])
+    sleep, signed_by = "conserve.nightly.holding.time.sleep", "conserve.nightly.holding.nights.signed_by"
+    with patch(sleep, lambda _: next(signing)()), held(home(), "small", "skip", said.append) as hold:
+        assert hold == "theirs"
+    assert "process 7 on elsewhere" in said[0]
+    ends = patch(sleep, lambda _: os.close(other))
+    with patch(signed_by, lambda *_: ""), ends, held(home(), "small", "replace", said.append) as hold:
+        assert hold == "ours"
+
+
+def test_replace_says_what_it_cannot_end(file: Path) -> None:
+    path = nights.lock_file(home(), "small")
+    path.parent.mkdir(parents=True)
+    path.write_text("elsewhere:7:1.00:0.0")
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        refused = pytest.raises(JobRefused, match="going in process 7 on elsewhere; end it there first")
+        with refused, held(home(), "small", "replace", print):
+            pytest.fail("held twice")
+
+
+def test_a_run_is_given_up_whatever_becomes_of_its_jobs(file: Path) -> None:
+    settings = conserve.open()._settings
+    plan, text = plan_of_file(file)
+    run = begun(settings, Asking(file=file, overrides={}), plan, text, now=1e9, say=print)
+    ours, theirs = (
+        {"eval": run.id, "eval_token": run.token},
+        {"eval": run.id, "eval_token": "another store's"},
+    )
+    store = conserve.open()
+    jobs = {
+        name: store.submit([{"q": name}], prompt="{{ q }}", tags=tags)
+        for name, tags in {
+            "open": ours,
+            "done": ours,
+            "paused": ours,
+            "ended": ours,
+            "theirs": theirs,
+        }.items()
+    }
+    jobs["done"].run(endpoint=GOOD, progress=False)
+    jobs["paused"].pause()
+    began, cancel = iter([1]), Job.cancel
+
+    def ends_just_before(job: Job) -> None:
+        if job == jobs["ended"] and next(began, None):
+            job.run(endpoint=GOOD, progress=False)
+        cancel(job)
+
+    with patch.object(Job, "cancel", ends_just_before):
+        give_up(settings, run, now=2e9, say=print)
+    assert {name: job.status.value for name, job in jobs.items()} == {
+        "open": "cancelled", "done": "completed", "paused": "cancelled", "ended": "completed", "theirs": "queued"
+    }  # fmt: skip
+    assert keeping.read(home(), run.id).state is RunState.GIVEN_UP
+
+
+ENGINE = 'model = "m"\nengine_args = ["--seed", "1"]'
+SERVER = 'model = "m"\nendpoint = "http://a"'
+OF_STORE = 'answered_by = "serve"'
+
+
 @pytest.mark.parametrize(
-    ("flags", "asked"),
+    ("entries", "flags", "asked"),
     [
-        ({"model": "x"}, ("x", "http://a", (), "run")),
-        ({"endpoint": "http://b"}, ("m", "http://b", (), "run")),
-        ({"model": "x", "endpoint": "http://b"}, ("x", "http://b", (), "run")),
+        (SERVER, {"model": "x"}, ModelTarget(model="x", endpoint="http://a")),
+        (SERVER, {"endpoint": "http://b"}, ModelTarget(model="m", endpoint="http://b")),
+        (SERVER, {"model": "x", "endpoint": "http://b"}, ModelTarget(model="x", endpoint="http://b")),
+        (ENGINE, {"model": "x"}, ModelTarget(model="x", engine_args=("--seed", "1"))),
+        (ENGINE, {"endpoint": "http://b"}, ModelTarget(endpoint="http://b")),
+        (OF_STORE, {"endpoint": "http://b"}, ModelTarget(endpoint="http://b")),
     ],
 )
 def test_a_flag_replaces_what_it_names_alone(
-    flags: dict[str, str | int], asked: tuple[str, str, tuple[str, ...], str]
+    entries: str, flags: dict[str, str | int], asked: ModelTarget
 ) -> None:
-    plan = plan_of(f'{nightly_files.PLAN}[model]\nmodel = "m"\nendpoint = "http://a"\n')
-    (target,) = overridden(plan, flags).targets
-    assert (target.model, target.endpoint, target.engine_args, target.answered_by) == asked
+    plan = plan_of(f"{nightly_files.PLAN}[model]\n{entries}\n")
+    assert overridden(plan, flags).targets == (asked,)
 
 
-def test_an_endpoint_needs_no_flags_of_an_engine() -> None:
-    top = '[model]\nmodel = "m"\nengine_args = ["--max-model-len", "512"]\n'
-    plan = plan_of(f"{nightly_files.PLAN}{top}")
-    assert overridden(plan, {"model": "x"}).targets[0].engine_args == ("--max-model-len", "512")
-    assert overridden(plan, {"endpoint": "http://b"}).targets == (
-        ModelTarget(model="m", endpoint="http://b"),
-    )
+def test_a_servers_own_model_is_changed_by_no_flag() -> None:
+    plan = plan_of(f"{nightly_files.PLAN}[model]\n{OF_STORE}\n")
+    with pytest.raises(UsageError, match="answers with its own model"):
+        overridden(plan, {"model": "x"})
 
 
 @pytest.mark.parametrize(
@@ -144,3 +226,13 @@ def test_a_check_finds_an_endpoint_that_cannot_be_asked(file: Path, entries: str
     done = night(file, "--check")
     assert done.returncode == 2
     assert fault in done.stderr
+
+
+def test_a_check_finds_a_judge_that_cannot_be_asked(tmp_path: Path, file: Path) -> None:
+    file = nightly_files.written(tmp_path, suites=["judge"])
+    file.write_text(
+        file.read_text().replace("[suites.judge.judge]", '[suites.judge.judge]\nendpoint = "localhost"')
+    )
+    done = night(file, "--check")
+    assert done.returncode == 2
+    assert "suites.judge.judge.endpoint: 'localhost' is no address" in done.stderr

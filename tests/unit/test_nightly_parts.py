@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import duckdb
 import pytest
 
+from conserve import owners
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.records import LiveLatencies
@@ -318,7 +319,7 @@ def test_records_and_messages_hold_no_secret() -> None:
 def test_a_run_of_another_user_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.kill", Mock(side_effect=PermissionError))
     with held(tmp_path, "small", "queue", print), pytest.raises(JobRefused, match="of another user"):
-        end(tmp_path, "small")
+        end(owners.this_process(), "small")
 
 
 def test_records_of_runs_are_read_the_oldest_first_and_damaged_ones_left_out(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import msgspec
 import psutil
 import pytest
 
+from conserve import owners
 from conserve.config import Settings
-from conserve.jobs.harvest import owner as owners
 from conserve.jobs.harvest import services
 
 

@@ -16,7 +16,7 @@ from conserve.cli.rm import seconds
 from conserve.cli.sizes import size
 from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
-from conserve.jobs.harvest.owner import this_process
+from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash

@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import Connection, event, insert, text
 from sqlalchemy.engine import Engine
 
+from conserve import owners
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreInUse, StoreMoved
-from conserve.jobs.harvest import owner
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.release import Release, waited
 from conserve.store.books import hooks, keys, leases
@@ -285,7 +285,7 @@ def is_store(url: str) -> bool:
 
 def test_a_move_waits_for_no_harvester_unless_asked(store: Store, settings: Settings, tmp_path: Path) -> None:
     add_job(store)
-    held = leased(store, owner=owner.this_process())
+    held = leased(store, owner=owners.this_process())
     there = f"sqlite:///{tmp_path / 'other.db'}"
     done = moved(source_of(settings), there)
     assert done.returncode == 1
@@ -309,7 +309,7 @@ def test_leases_of_a_harvester_that_died_do_not_hold_a_move_up(
 
 
 def dead_owner() -> str:
-    host, pid, started, nonce = owner.this_process().rsplit(":", 3)
+    host, pid, started, nonce = owners.this_process().rsplit(":", 3)
     return f"{host}:{pid}:{float(started) - 9:.2f}:{nonce}"
 
 
@@ -434,7 +434,7 @@ def test_a_lease_that_comes_between_holds_the_move_up(
     """The leases are looked at in the transaction that freezes the store."""
     add_job(store)
     ends = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
-    leased(store, owner=owner.this_process())
+    leased(store, owner=owners.this_process())
     with pytest.raises(StoreInUse):
         moves.move(settings.home, ends, lambda *_: None, Release(lease_s=60.0).require)
     ends.close()

@@ -1,10 +1,8 @@
-"""Jobs and the model that answers them: bound to another one, or by this run."""
+"""Jobs that are bound to another model than the one that answers."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from conserve.jobs.harvest.tally import Tally
-from conserve.store.books import catalog
 
 
 def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
@@ -29,28 +27,3 @@ class BoundElsewhere:
         for job_id, bound_to in found.items():
             self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, model)
         self._jobs = set(found)
-
-
-class BoundHere:
-    """Jobs that had no model yet when this run saw them first.
-
-    The first lease binds them. Where nothing was answered, as by a server without that model, the end of the run
-    frees them. A job that `submit --model` has bound is not among them.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: set[str] = set()
-
-    def note(self, runnable: Iterable[Any]) -> None:
-        """Take the runnable jobs without a model."""
-        self._jobs.update(job.id for job in runnable if job.model is None)
-
-    def answered(self, job_ids: Iterable[str]) -> None:
-        """Leave out jobs that have a result, whatever becomes of it: they stay bound."""
-        self._jobs.difference_update(job_ids)
-
-    def end(self, tx: Any, model: str | None) -> None:
-        """Free those for which the model has done nothing; their leases have ended before."""
-        if self._jobs and model is not None:
-            catalog.unbind(tx, self._jobs, model)
-        self._jobs.clear()

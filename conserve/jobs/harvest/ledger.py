@@ -1,12 +1,13 @@
 """The ledger: all work of a harvester on the store, which runs in the store's one thread."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
+from conserve import owners
 from conserve.endpoints.protocol import KvCache
-from conserve.errors import JobNotFound, StoreDamaged
-from conserve.jobs.harvest import owner as owners
-from conserve.jobs.harvest.bound import BoundElsewhere, BoundHere
+from conserve.errors import JobNotFound, StoreDamaged, StoreError
+from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
@@ -52,7 +53,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
         self._rebind = rebind  # bind jobs of other models to this one, at the first claim
-        self._elsewhere, self._bound = BoundElsewhere(tally), BoundHere()
+        self._elsewhere = BoundElsewhere(tally)
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
@@ -87,6 +88,7 @@ class Ledger:
             self._end_silent(tx)
             harvested.forget_old(tx, now=now)
             servers.forget_old(tx, now=now)
+            catalog.unbind(tx)
         shards.compact_finished(self._store, now=now)
         sweep(self._store, now=now)
 
@@ -94,8 +96,9 @@ class Ledger:
         """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
             leases.abandon(tx, [self.owner])
-            self._bound.end(tx, self.model)
             servers.forget(tx, self.owner)
+        with suppress(StoreError), self._store.write() as tx:  # on which nothing that was given back depends
+            catalog.unbind(tx)
         self.stopped_jobs()
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
@@ -214,9 +217,7 @@ class Ledger:
 
     def _runnable(self, tx: Any) -> Sequence[Any]:
         """Jobs that this harvester may take rows of."""
-        found = queue.runnable_jobs(tx, self._only, self.model, locked=False)
-        self._bound.note(found)
-        return found
+        return queue.runnable_jobs(tx, self._only, self.model, locked=False)
 
     def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
         """The runnable jobs of a group, or all."""
@@ -333,9 +334,7 @@ class Ledger:
 
     def write(self, outbox: Outbox) -> None:
         """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
-        committed = self._recorder.write(outbox)
-        self._tally.count(committed)
-        self._bound.answered(job.job_id for job in committed.counted)
+        self._tally.count(self._recorder.write(outbox))
         if self._shares is not None:
             settle(self._shares, outbox)
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from conserve import owners
 from conserve.errors import StoreInUse
-from conserve.jobs.harvest import owner
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.store.books import leases
 from conserve.store.copying.move import named
@@ -23,7 +23,7 @@ class Release:
 
     def require(self, tx: Any) -> None:
         """Raise `StoreInUse` while harvesters hold rows."""
-        leases.abandon(tx, owner.dead(leases.owners(tx)))
+        leases.abandon(tx, owners.dead(leases.owners(tx)))
         leases.end_silent(tx, self._expiry.over(leases.signs(tx, but="")))
         if holders := leases.owners(tx):
             raise StoreInUse(

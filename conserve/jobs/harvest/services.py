@@ -24,7 +24,7 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
     """Register this process's server for `running` until the context ends."""
     import msgspec
 
-    from conserve.jobs.harvest.owner import this_process
+    from conserve.owners import this_process
     from conserve.whole import write_whole
 
     path = settings.home / FOLDER / f"{os.getpid()}.json"
@@ -40,7 +40,7 @@ def running(settings: Settings) -> list[RunningServer]:
     paths = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
     if not paths:  # the usual case: status imports nothing for it
         return []
-    from conserve.jobs.harvest.owner import is_dead
+    from conserve.owners import is_dead
 
     found = []
     for path in paths:

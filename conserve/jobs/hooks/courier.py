@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import conserve
+from conserve import owners
 from conserve.errors import StoreError, one_line
-from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import Resolve, resolved
 from conserve.jobs.hooks.wire import ReceiverAnswer, post

@@ -13,7 +13,7 @@ from conserve.store.books import events
 from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
-from conserve.store.database.connection import chunks
+from conserve.store.database.connection import by_bytes, chunks
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
@@ -154,7 +154,7 @@ def lock_job(tx: Connection, job_id: str) -> None:
 def lock_jobs(tx: Connection, job_ids: Collection[str]) -> None:
     """Lock several jobs, always in the same order."""
     ours = select(job.c.seq).where(job.c.id.in_(job_ids))
-    tx.execute(ours.order_by(job.c.id).with_for_update(key_share=True))
+    tx.execute(ours.order_by(by_bytes(tx, job.c.id)).with_for_update(key_share=True))
 
 
 def named(tx: Connection, name: str) -> list[str]:
@@ -319,18 +319,21 @@ def of_other_models(tx: Connection, model: str, only: Collection[str] | None) ->
 
 
 def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
-    """Bind jobs to this model, whatever they were bound to."""
-    tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model))
+    """Bind jobs to this model, whatever they were bound to, as the user asks for."""
+    tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model, bound_by_run=None))
 
 
-def unbind(tx: Connection, job_ids: Collection[str], model: str) -> None:
-    """Free jobs of this model that it has done nothing for: no result, no saved token, no row under a lease."""
+def unbind(tx: Connection) -> None:
+    """Free the jobs that runs bound to their models, and that have no result, no saved token and no lease now.
+
+    Such are jobs of a run that asked a server for a model it does not have. The next run may be of another model.
+    """
     saved = exists().where(request.c.job_id == job.c.id, request.c.tokens.is_not(None))
     held = exists().where(lease.c.job_id == job.c.id)
-    untouched = job.c.model == model, job.c.succeeded + job.c.failed == 0, ~saved, ~held
-    for chunk in chunks(sorted(job_ids)):
+    untouched = job.c.bound_by_run.is_(True), job.c.succeeded + job.c.failed == 0, ~saved, ~held
+    for chunk in chunks(sorted(tx.scalars(select(job.c.id).where(*untouched)))):
         lock_jobs(tx, chunk)  # a claim that was under way has ended, and its lease is seen
-        tx.execute(update(job).where(job.c.id.in_(chunk), *untouched).values(model=None))
+        tx.execute(update(job).where(job.c.id.in_(chunk), *untouched).values(model=None, bound_by_run=None))
 
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:

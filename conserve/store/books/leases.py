@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Connection, and_, delete, false, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, case, delete, false, func, insert, or_, select, true, update
 
 from conserve.store.books import spans
 from conserve.store.books.spans import Span
@@ -71,7 +71,10 @@ def begin_job(tx: Connection, job_id: str, now: float, model: str | None) -> Non
 
 def begun(now: float, model: str | None) -> dict[str, object]:
     """Columns of a job that its first lease sets."""
-    bound = {} if model is None else {"model": func.coalesce(job.c.model, model)}
+    bound: dict[str, object] = {}
+    if model is not None:
+        bound["model"] = func.coalesce(job.c.model, model)
+        bound["bound_by_run"] = case((job.c.model.is_(None), true()), else_=job.c.bound_by_run)
     return {"started_at": func.coalesce(job.c.started_at, now), **bound}
 
 

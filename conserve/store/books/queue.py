@@ -31,7 +31,7 @@ from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.connection import chunks
+from conserve.store.database.connection import by_bytes, chunks
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
 
@@ -50,7 +50,6 @@ RUNNABLE = (
         job.c.num_rows,
         job.c.deadline,
         job.c.on_late,
-        job.c.model,
     ),
     *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
 )
@@ -151,7 +150,7 @@ def runnable_jobs(
     if only is not None:
         jobs = jobs.where(job.c.id.in_(only))
     if locked:  # by id, as commits lock jobs too, so that none deadlock
-        jobs = jobs.order_by(job.c.id).with_for_update(key_share=True)
+        jobs = jobs.order_by(by_bytes(tx, job.c.id)).with_for_update(key_share=True)
     else:
         jobs = jobs.order_by(job.c.priority.desc(), job.c.seq)
     found = tx.execute(jobs).all()

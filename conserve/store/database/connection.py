@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, ColumnElement, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
@@ -199,6 +199,14 @@ def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
 def reserve_space(tx: Connection) -> None:
     """Touch the database inside the transaction, so that a read-only store is found before any work."""
     tx.execute(text("update meta set value = value where key = 'version'"))
+
+
+def by_bytes(tx: Connection, column: ColumnElement[str]) -> ColumnElement[str]:
+    """Column to order by as Python sorts texts; a database's own collation may order them otherwise.
+
+    Whoever locks several rows takes them in this order.
+    """
+    return column.collate("C") if tx.dialect.name == "postgresql" else column
 
 
 def chunks(values: Sequence[T], size: int = 500) -> Iterable[Sequence[T]]:

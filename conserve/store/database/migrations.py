@@ -16,6 +16,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Connection,
     Float,
@@ -105,6 +106,11 @@ def m010_servers(tx: Connection) -> None:
         table.create(tx, checkfirst=True)
 
 
+def m011_bound_by_runs(tx: Connection) -> None:
+    """Whether a run or the user bound a job to its model; unknown of older jobs, which stay bound."""
+    add_column(tx, "job", Column("bound_by_run", Boolean))
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -116,6 +122,7 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m008_forecasts,
     m009_spans,
     m010_servers,
+    m011_bound_by_runs,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

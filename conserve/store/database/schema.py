@@ -69,6 +69,7 @@ job = Table(
     Column("tags", Text),  # JSON object of texts
     Column("deadline", Float),  # when the job is to be done
     Column("on_late", Text),  # store.books.states.OnLate at its deadline; null: it expires
+    Column("bound_by_run", Boolean),  # true if a first lease named the model, rather than the user
 )
 
 lease = Table(

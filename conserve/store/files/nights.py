@@ -7,12 +7,12 @@ HOME/evals/<evaluation>.lock              held and signed by the process that wo
 """
 
 import json
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from conserve import owners
 
 EVALS = "evals"
 RECORD = "run.json"
@@ -39,36 +39,31 @@ def lock_file(home: Path, evaluation: str) -> Path:
     return home / EVALS / f"{evaluation}.lock"
 
 
-def signed_by(home: Path, evaluation: str) -> tuple[str, int]:
-    """Machine and number of the process that holds an evaluation's lock; 0 if none does."""
+def signed_by(home: Path, evaluation: str) -> str:
+    """Owner (`conserve.owners`) that holds an evaluation's lock; empty if none does, or if it has yet to sign."""
     try:
-        machine, _, pid = lock_file(home, evaluation).read_text().partition(" ")
+        return lock_file(home, evaluation).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return "", 0
-    return machine, int(pid) if pid.isdigit() else 0
+        return ""
 
 
 def state_of(home: Path, record_state: str, evaluation: str) -> str:
     """State of a run: its record's, but `stopped` where the record says `running` and no process works on it.
 
-    A process of another machine is taken to live.
+    A process of another machine, of which nothing is known, is taken to live until another one signs.
     """
     if record_state != "running":
         return record_state
-    machine, pid = signed_by(home, evaluation)
-    lives = pid > 0 and (machine != socket.gethostname() or is_alive(pid))
-    return record_state if lives else "stopped"
+    owner = signed_by(home, evaluation)
+    return record_state if owner and not is_ended(owner) else "stopped"
 
 
-def is_alive(pid: int) -> bool:
-    """True if there is a process of this number."""
+def is_ended(owner: str) -> bool:
+    """True if this was a process of this machine; also for the signature of an earlier version."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
+        return owners.is_dead(owner)
+    except ValueError:
         return True
-    return True
 
 
 def records(home: Path) -> Iterator[dict[str, Any]]:

@@ -99,10 +99,12 @@ DIFFERENCES = (
         name="vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1._cache_hit_source",
         since=(0, 32),
     ),
-    # Before 0.32 the model's configuration says whether experts are told with answers (`worker.notes_experts`).
-    VersionDifference(name="vllm.config.VllmConfig.aux_output_config", since=(0, 32)),
+    # Before 0.31 the model's configuration says whether experts are told with answers (`worker.notes_experts`).
+    VersionDifference(name="vllm.config.VllmConfig.aux_output_config", since=(0, 31)),
     VersionDifference(
-        name="vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts", since=(0, 32)
+        name="vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts",
+        since=(0, 31),
+        instead="vllm.config.ModelConfig.enable_return_routed_experts",
     ),
     # Before 0.33 the connector's output comes with the results.
     VersionDifference(name="vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output", since=(0, 33)),

@@ -279,7 +279,7 @@ def rows_can_leave(config: Any, runner: Runner) -> bool:
 
 def notes_experts(config: Any) -> bool:
     """True if answers tell which experts each token had (`--enable-return-routed-experts`)."""
-    told = getattr(config, "aux_output_config", None) or config.model_config  # before 0.32 the model's
+    told = getattr(config, "aux_output_config", None) or config.model_config  # before 0.31 the model's
     return bool(getattr(told, "enable_return_routed_experts", False))
 
 

@@ -1,4 +1,4 @@
-"""Owners of leases: processes, named so that others on the same machine can tell if they still live."""
+"""Owners of leases and locks: processes, named so that others on the same machine can tell if they still live."""
 
 import os
 import secrets
@@ -64,6 +64,14 @@ def start_time(pid: int) -> float:
 def dead(owners: Iterable[str]) -> set[str]:
     """Owners among these that ran on this machine and have ended; of other machines nothing is known."""
     return {owner for owner in owners if is_dead(owner)}
+
+
+def pid_here(owner: str) -> int | None:
+    """Number of an owner's process, which can be sent signals from here; None if it is no such process."""
+    host, pid, _, nonce = owner.rsplit(":", 3)
+    namespace = nonce.rpartition(".")[2].partition("-")[2]
+    other = host != socket.gethostname() or (namespace and namespace != this_namespace())
+    return None if other or is_dead(owner) else int(pid)
 
 
 def is_dead(owner: str) -> bool:

@@ -1,0 +1,40 @@
+"""Models and endpoints that a night asks, of the file or of flags, and whether they can be asked."""
+
+from dataclasses import replace
+
+from conserve.errors import SettingsError, UsageError
+from conserve.evals.plan import ModelTarget
+
+ADDRESSES = ("http://", "https://", "fake:")  # beginnings of an endpoint
+
+
+def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
+    """Target with the model or the endpoint of a flag; what no flag names stays the file's.
+
+    An endpoint in the place of an engine, or of a server of the store, has a model and flags of its own. Raises
+    `UsageError` for a model alone where such a server answers.
+    """
+    if endpoint is not None:
+        kept = target.model if target.endpoint is not None else None
+        target = replace(target, model=kept, endpoint=endpoint, engine_args=(), answered_by="run")
+    elif target.answered_by == "serve":
+        raise UsageError(
+            'the file says answered_by = "serve", and that server answers with its own model; remove --model, or '
+            "name a server with --endpoint"
+        )
+    return target if model is None else replace(target, model=model)
+
+
+def check_target(target: ModelTarget, table: str) -> None:
+    """Raise `SettingsError` for an endpoint that is no address, or flags of an engine beside one."""
+    if target.endpoint is None:
+        return
+    if not target.endpoint.startswith(ADDRESSES):
+        raise SettingsError(
+            f"{table}.endpoint: {target.endpoint!r} is no address; one begins with http:// or https://"
+        )
+    if target.engine_args:
+        raise SettingsError(
+            f"{table}.engine_args are for an engine of the run's own, and {table}.endpoint names a server; "
+            "remove one of the two"
+        )
