@@ -211,6 +211,7 @@ class TestOutbox:
         silent = {
             *(
                 "catalog.rebind",
+                "catalog.unbind",
                 "catalog.set_deadline",
                 "catalog.keep_seal",
                 "journal.count",

@@ -161,7 +161,7 @@ def test_looking_for_rows_to_claim_locks_nothing(store: Store, monkeypatch: pyte
         said.append(str(query.compile(dialect=postgresql.dialect())))
         return SimpleNamespace(all=list)
 
-    tx: Any = SimpleNamespace(execute=execute)
+    tx: Any = SimpleNamespace(execute=execute, dialect=postgresql.dialect())
     for locked in (True, False):
         queue.runnable_jobs(tx, None, locked=locked)
     assert ["FOR NO KEY UPDATE" in query for query in said] == [True, False]

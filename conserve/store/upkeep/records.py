@@ -35,6 +35,7 @@ MOVING = frozenset(
         "cached_tokens",
         "resumed_tokens",
         "model",
+        "bound_by_run",
         "files",
         "priority",
     }
