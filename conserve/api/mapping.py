@@ -1,14 +1,20 @@
 """A job in one line: submit a table, run it, read its answers beside its columns."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from conserve.api.engines import Engine
 from conserve.api.handing import Source
 from conserve.api.opening import open as open_store
 from conserve.api.results import Results
+from conserve.api.running import ProfileFlags, check_endpoint
+from conserve.api.runs import RunArguments
 from conserve.api.store import Store
 from conserve.api.twins import PortalCall
+from conserve.config import Settings
+from conserve.errors import ConserveError
 
 
 @PortalCall
@@ -31,13 +37,31 @@ async def map(
     """Ask a model each row of a table, and return the answers beside its columns.
 
     The rows are a job of `store`, by default the command line's. If the program ends before they are answered,
-    `store.job("last").run()` goes on; its id begins with `name`.
+    `store.job("last").run()` goes on; its id begins with `name`. Where nothing could be asked, no job is left.
     """
     opened = store or await open_store.aio()
+    asked = RunArguments(
+        model=model, endpoint=endpoint, engine=engine, engine_args=engine_args, progress=progress
+    )
+    check_endpoint(asked.settings(opened._settings), engine_args, ProfileFlags())
     job = await opened.submit.aio(
         source, prompt=prompt, messages=messages, system=system, params=params, schema=schema, name=name
     )
-    await job.run.aio(
-        model=model, endpoint=endpoint, engine=engine, engine_args=engine_args, progress=progress
-    )
+    try:
+        await job.run.aio(
+            model=model, endpoint=endpoint, engine=engine, engine_args=engine_args, progress=progress
+        )
+    except ConserveError as error:
+        if not await asyncio.to_thread(withdrawn, opened._settings, job.id):
+            error.add_note(f"its rows are job {job.id}, and store.job({job.id!r}).run() goes on with them")
+        raise
     return job.results(with_inputs=True)
+
+
+def withdrawn(settings: Settings, job_id: str) -> bool:
+    """Remove the job if no row of it was ever asked; returns False if one was."""
+    from conserve.store.books.withdraw import withdraw
+    from conserve.store.database.store import Store as Database
+
+    with closing(Database.open(settings)) as database:
+        return withdraw(database, job_id)

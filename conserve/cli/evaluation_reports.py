@@ -10,9 +10,11 @@ from conserve.cli.context import Context
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
+    from conserve.evals.records import RunRecord
     from conserve.evals.verdict import Verdict
 
 FAIL_ON = ("regression", "never")
+UNENDED = "Cannot tell: it has not ended; go on with it, or wait for its process: conserve eval run FILE"
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
@@ -91,6 +93,8 @@ def gate(
     if fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on takes {' or '.join(FAIL_ON)}, not {fail_on!r}")
     found = document_of(ctx, run, against)
+    if run == "last" and (since := begun_since(ctx, found)) is not None:
+        found |= {"run": {"id": since.id}, "headline": UNENDED, "comparison": None}
     if as_json:
         output.data_json({name: found[name] for name in ("headline", "comparison")})
     else:
@@ -98,6 +102,15 @@ def gate(
     comparison = found["comparison"]
     verdict = Verdict.CANNOT_TELL if comparison is None else Verdict(comparison["verdict"])
     raise typer.Exit(exits.DONE if fail_on == "never" else gate_code(verdict))
+
+
+def begun_since(ctx: typer.Context, found: dict[str, Any]) -> "RunRecord | None":
+    """The night after the last one that ended, which has no verdict yet; the last one's would be yesterday's."""
+    from conserve.nightly import keeping
+
+    context: Context = ctx.obj
+    home = context.settings().home
+    return keeping.begun_since(home, keeping.read(home, found["run"]["id"]))
 
 
 def gate_code(verdict: "Verdict") -> int:
@@ -153,7 +166,7 @@ def tell(found: dict[str, Any]) -> None:
                 f"{one['suite']} {one['metric']}: {one['since']:.4g} since {one['night']}, "
                 f"{one['before']:.4g} before (p = {one['p']:.2g})"
             )
-    output.data(found["headline"])
+    output.data(f"{found['run']['id']}: {found['headline']}")
 
 
 def short(answer: str | None, most: int = 100) -> str:

@@ -133,6 +133,8 @@ def name(
     found = keeping.resolve(home, run)
     keeping.name(home, found, given)
     output.say(f"{found.id} is {given} from now on")
+    if "limit" in found.overrides:
+        output.warn(f"it is a trial with {found.overrides['limit']} items of each suite (--limit)")
 
 
 COMMANDS = {

@@ -145,7 +145,7 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
     except UNREADABLE as error:
         said = f"{one_line(error)}: {excerpt(reply.content)}"
         raise EndpointUnusable(
-            f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct --endpoint"
+            f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct the address"
         ) from error
     if not served:
         raise EndpointUnusable(f"{base_url} serves no model; start it with one")
@@ -156,7 +156,7 @@ def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
     """The error for an address at which no request could be made."""
     said = one_line(error) or type(error).__name__
     return untrusted(error, base_url) or EndpointUnusable(
-        f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct --endpoint"
+        f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct the address"
     )
 
 

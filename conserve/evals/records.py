@@ -43,6 +43,7 @@ class SuiteRecord:
     scores: tuple[MeanScore, ...] = ()
     items: int = 0
     failed: int = 0  # items without an answer
+    first_error: str | None = None  # of the first of them
     prompt_tokens: int = 0
     answer_tokens: int = 0
     jobs: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from conserve.config import Settings
 from conserve.errors import JobRefused
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.records import LiveLatencies
+from conserve.jobs.harvest.bound import STEP
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
 from conserve.store.books.states import JobState
@@ -115,7 +116,14 @@ class Answering:
             self.work_s += time.monotonic() - begun
             return
         arguments = RunArguments(engine=self._ready(target), progress=self._progress)
-        done = portal.submit(drained_together(self._settings, job_ids, arguments)).result()
+        try:
+            done = portal.submit(drained_together(self._settings, job_ids, arguments)).result()
+        except JobRefused as error:
+            said, step, _ = str(error).partition(STEP)
+            if not step:
+                raise
+            anew = "begin another night, which asks all questions of this model, with: conserve eval run FILE --new"
+            raise JobRefused(f"{said}; {anew}") from error
         self.work_s += done.work_s
 
     def _ready(self, target: ModelTarget) -> Engine:

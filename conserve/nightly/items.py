@@ -26,6 +26,7 @@ class Scored:
     unanswered: set[ItemKey] = field(default_factory=set)  # items with an error
     items: int = 0
     failed: int = 0
+    error: str | None = None  # of the first item that has one
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
@@ -43,6 +44,7 @@ def scores_of(path: Path) -> Scored:
         found.items += 1
         if row["error"] is not None:
             found.failed += 1
+            found.error = found.error or row["error"]
             found.unanswered.add(key)
         found.prompt_tokens += row["prompt_tokens"]
         found.answer_tokens += row["answer_tokens"]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,19 @@ def resolve(home: Path, wanted: str) -> RunRecord:
     exact = [run for run in known if run.id == wanted] or [run for run in known if run.id.startswith(wanted)]
     if len(exact) != 1 or not wanted:
         what = "is no run" if not exact else f"may be {exact[0].id} or {exact[1].id}"
-        named = (
-            f", or name the last run: conserve eval name last {wanted}"
-            if wanted.isalpha() and not exact
-            else ""
-        )
-        raise UsageError(f"{wanted!r} {what}; run: conserve eval list{named}")
+        given = nights.names(home)
+        near = [] if exact else get_close_matches(wanted, ["last", *given], n=1)
+        meant = "".join(f" (did you mean {one}?)" for one in near)
+        first = wanted.isalpha() and not (exact or near or given)
+        named = f", or name the last run: conserve eval name last {wanted}" if first else ""
+        raise UsageError(f"{wanted!r} {what}{meant}; run: conserve eval list{named}")
     return exact[0]
+
+
+def begun_since(home: Path, run: RunRecord) -> RunRecord | None:
+    """The run of the same evaluation that began after this one and has not ended."""
+    left = unfinished(home, run.evaluation)
+    return left if left is not None and left.began_at > run.began_at else None
 
 
 def previous(home: Path, run: RunRecord) -> RunRecord | None:
@@ -132,6 +139,8 @@ def name(home: Path, run: RunRecord, given: str) -> None:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
     if any(one.id == given for one in runs(home)):
         raise UsageError(f"{given!r} is the id of a run; choose a word as baseline")
+    if run.state in (RunState.RUNNING, RunState.GIVEN_UP):
+        raise UsageError(f"{run.id} has not ended, so there is nothing to compare with; name another run")
     marks = nights.names(home) | {given: run.id}
     with store_home.explained(home):
         write_whole(nights.names_file(home), json.dumps(marks).encode(), durable=True)

@@ -153,6 +153,7 @@ def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
         scores=tuple(means(night.suite, known)),
         items=known.items,
         failed=known.failed,
+        first_error=None if known.error is None else one_line(known.error),
         prompt_tokens=known.prompt_tokens,
         answer_tokens=known.answer_tokens,
         jobs=tuple(outcome.job_ids),
@@ -169,7 +170,8 @@ def all_facts(settings: Settings, night: SuiteNight, outcome: SuiteOutcome) -> d
 def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
     """Mean of each metric with its interval; raises `UsageError` for no score, or one that is no finite number."""
     if not known.by_metric:
-        raise UsageError(f"suite {suite.name} has no scores: none of its {known.items:,} items got one")
+        why = "" if known.error is None else f" ({one_line(known.error)})"
+        raise UsageError(f"suite {suite.name} has no scores: none of its {known.items:,} items got one{why}")
     found = []
     for metric, scores in known.by_metric.items():
         values = np.array(list(scores.values()), float)
@@ -215,7 +217,7 @@ def sentence(suite: SuiteRecord) -> str:
     scores = ", ".join(
         f"{score.metric} {score.mean:.4g} ({score.low:.3g} to {score.high:.3g})" for score in suite.scores
     )
-    lost = f", {suite.failed:,} without an answer" if suite.failed else ""
+    lost = f", {suite.failed:,} without an answer ({suite.first_error})" if suite.failed else ""
     return f"{suite.name}: {scores}, {suite.items:,} items{lost}{''.join(map(sameness, suite.scores))}"
 
 

@@ -160,7 +160,28 @@ def assert_rows_leave_and_come_back(said: Mapping[str, Any]) -> None:
     assert said["checkpoint"]["tokens_restored"]
 
 
+@pytest.fixture
+def numba() -> Iterator[None]:
+    """Numba, which vLLM's proposer imports, leaves an object behind that has an attribute of any name.
+
+    vLLM looks at each object of each module when it starts, and would take that attribute for a dictionary.
+    """
+    yield
+    from llvmlite.binding import ffi
+
+    library: Any = type(ffi.lib)
+    plain = library.__getattr__
+
+    def attribute(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return plain(self, name)
+
+    library.__getattr__ = attribute
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("numba")
 @pytest.mark.filterwarnings("ignore:[\\s\\S]*reflected list")  # numba's, of vLLM's proposer
 def test_speculated_tokens(six_layers: Path) -> None:
     with checkpointed(six_layers, speculative_config=SPECULATION) as engine:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import duckdb
 import pyarrow as pa
@@ -23,6 +24,7 @@ import conserve
 from conserve.api.display import in_notebook, job_html, table_html
 from conserve.api.speech import in_python
 from conserve.errors import (
+    EndpointUnusable,
     InputError,
     JobNotFound,
     JobRefused,
@@ -334,7 +336,7 @@ def test_a_job_that_may_not_run_says_why(opened: conserve.Store) -> None:
 
 def test_a_job_keeps_its_model_unless_it_is_rebound(opened: conserve.Store) -> None:
     job = opened.submit(TABLE, prompt="{{ q }}", model="other")
-    with pytest.raises(JobRefused, match="is answered by other"):
+    with pytest.raises(JobRefused, match="is bound to other"):
         job.run(endpoint="fake:?model=one", progress=False)
     job.resume()
     assert job.run(endpoint="fake:?model=one", rebind=True, progress=False).succeeded == 5
@@ -384,6 +386,25 @@ def test_map_is_a_job_in_one_line(opened: conserve.Store) -> None:
     assert answers.arrow().select(["n", "q"]).to_pydict() == {"n": [0, 1, 2, 3, 4], "q": QUESTIONS}
     assert all(len(row["text"].split()) == 2 for row in answers)
     assert opened.job("mapped").status == "completed"
+
+
+def test_map_leaves_no_job_where_nothing_could_be_asked(opened: conserve.Store) -> None:
+    for endpoint, error in (("localhost:9", SettingsError), ("http://127.0.0.1:9", EndpointUnusable)):
+        with pytest.raises(error):
+            conserve.map(TABLE, "{{ q }}", endpoint=endpoint, progress=False)
+    assert opened.jobs() == []
+
+
+def test_map_names_the_job_of_rows_that_were_asked(opened: conserve.Store) -> None:
+    fault = patch(
+        "conserve.endpoints.fake.FakeEndpoint.complete", side_effect=EndpointUnusable("no such model")
+    )
+    with fault, pytest.raises(EndpointUnusable) as caught:
+        conserve.map(TABLE, "{{ q }}", progress=False)
+    (job,) = opened.jobs()
+    said = f"its rows are job {job.id}, and store.job({job.id!r}).run() goes on with them"
+    assert caught.value.__notes__ == [said]
+    assert job.run(progress=False).succeeded == 5
 
 
 def test_the_twins_that_are_awaited_work_in_a_running_loop(opened: conserve.Store) -> None:

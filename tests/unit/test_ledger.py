@@ -615,7 +615,7 @@ def test_jobs_of_another_model_count_as_refused_while_they_are_queued(
     assert party.claim() == []
     party.ledger.nothing_left()
     assert list(party.tally.refused) == [job_id]
-    assert "is answered by model-b and this run has model-a" in party.tally.refused[job_id]
+    assert "is bound to model-b and this run has model-a" in party.tally.refused[job_id]
     other.finish(work)
     with store.write() as tx:
         catalog.move(tx, job_id, "cancel", now=0.0)

@@ -89,7 +89,7 @@ def test_the_first_run_binds_a_job_and_another_model_is_refused(
     done = conserve("run", "--endpoint", OTHER)
     assert done.returncode == 1
     (refused,) = [line for line in done.stderr.splitlines() if "refused" in line]
-    assert f"job {job_id} is answered by one and this run has other; give --model one, or --rebind" in refused
+    assert f"job {job_id} is bound to one and this run has other; give --model one, or --rebind" in refused
     after = reading(load())
     assert (after.done, after.state) == (done_before, "queued")
     assert conserve("run", "--endpoint", ONE).returncode == 0
@@ -238,7 +238,7 @@ def test_the_embedded_engine_is_not_started_for_another_models_job(write_input: 
     done = conserve("run", "--model", "other")
     assert (done.returncode, done.stdout) == (1, "")
     (said,) = done.stderr.splitlines()
-    assert f"job {job_id} is answered by one and this run has other" in said
+    assert f"job {job_id} is bound to one and this run has other" in said
 
 
 def test_a_harvester_that_follows_leaves_other_models_jobs_to_others(

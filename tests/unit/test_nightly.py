@@ -115,6 +115,23 @@ def gate(*words: str) -> Done:
     return commands.conserve("eval", "gate", "last", *words)
 
 
+def test_a_night_that_has_not_ended_is_not_judged_by_the_one_before(file: Path) -> None:
+    """A pipeline runs `eval run`, which fails, and then the gate."""
+    before = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400)
+    assert gate("--against", before.id).returncode == 0
+    assert night(file, endpoint="http://127.0.0.1:9").returncode == 1
+    begun = keeping.runs(home())[-1]
+    for more in ((), ("--against", before.id), ("--json",)):
+        done = gate(*more)
+        assert done.returncode == 7, done.stdout
+        assert "it has not ended; go on with it" in done.stdout
+        assert begun.id in done.stdout or more == ("--json",)
+    assert gate("--fail-on", "never").returncode == 0
+    assert night(file).returncode == 0
+    assert "has not ended" not in gate().stdout
+
+
 def test_too_few_items_cannot_tell() -> None:
     nightly_files.kept(home(), [1.0] * 4, began_at=1e9)
     first = gate()
@@ -239,12 +256,40 @@ def test_runs_have_names() -> None:
     assert keeping.resolve(home(), "baseline") == first
     listed = json.loads(commands.conserve("eval", "list", "--json").stdout)
     assert [(run["id"], run["names"]) for run in listed] == [(last.id, []), (first.id, ["baseline"])]
-    for wrong in ("last~2", "nothing", ""):
-        with pytest.raises(UsageError):
+    for wrong, said in (
+        ("last~2", "has 2"),
+        ("basline", "did you mean baseline"),
+        ("lats", "mean last"),
+        ("", "'' is no run|'' may be"),
+    ):
+        with pytest.raises(UsageError, match=said):
             keeping.resolve(home(), wrong)
     for wrong in ("last", "history", first.id, " "):
         with pytest.raises(UsageError):
             keeping.name(home(), last, wrong)
+    with pytest.raises(UsageError, match="has not ended"):
+        keeping.name(home(), replace(last, state=RunState.GIVEN_UP), "other")
+    trial = replace(last, overrides={"limit": 3})
+    keeping.write(home(), trial)
+    assert "a trial with 3 items" in commands.conserve("eval", "name", "last", "small").stderr
+
+
+def test_the_first_name_is_told_how_to_give() -> None:
+    nightly_files.kept(home(), RIGHT, began_at=1e9)
+    with pytest.raises(UsageError, match="conserve eval name last baseline"):
+        keeping.resolve(home(), "baseline")
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"), [("question 1", "31 without an answer ("), ("question", "got one (")]
+)
+def test_items_without_an_answer_are_told_with_the_reason(file: Path, refused: str, said: str) -> None:
+    done = night(file, endpoint=f"fake:?reject={refused}".replace(" ", "%20"))
+    assert said in done.stderr, done.stderr
+    (error,) = {row[0] for row in conserve.open().sql("select distinct error from results").fetchall()} - {
+        None
+    }
+    assert f"({error})" in done.stderr
 
 
 def test_retention_spares_runs_with_a_name() -> None:

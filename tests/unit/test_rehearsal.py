@@ -194,7 +194,7 @@ def test_a_dry_run_names_the_jobs_that_the_run_would_refuse(write_input: WriteIn
         ids[model] = conserve("submit", path, "--prompt", "{{ q }}", *named).stdout.strip()
     done = conserve("run", "--dry-run", "--endpoint", "fake:", "--json")
     assert done.returncode == 1
-    assert f"refused: job {ids['other']} is answered by other and this run has fake; give" in done.stderr
+    assert f"refused: job {ids['other']} is bound to other and this run has fake; give" in done.stderr
     told = json.loads(done.stdout)["jobs"]
     assert [told[ids[model]]["refused"] is None for model in ("fake", "other", None)] == [True, False, True]
     ran = conserve("run", "--endpoint", "fake:", "--json")

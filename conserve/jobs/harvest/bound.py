@@ -4,11 +4,14 @@ from collections.abc import Mapping
 
 from conserve.jobs.harvest.tally import Tally
 
+STEP = "; give --model "
+"""Between what such a sentence says and its next command, which is another one for a night."""
+
 
 def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
     """Sentence for a job that is bound to another model than this run's."""
     return (
-        f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
+        f"job {job_id} is bound to {bound_to} and this run has {model}{STEP}{bound_to}, "
         "or --rebind to answer the rest of it with this one"
     )
 

@@ -61,6 +61,7 @@ def run_document(home: Path, run: RunRecord) -> Document:
                 "error": suite.error,
                 "items": suite.items,
                 "failed": suite.failed,
+                "first_error": suite.first_error,
                 "prompt_tokens": suite.prompt_tokens,
                 "answer_tokens": suite.answer_tokens,
                 "facts": dict(suite.facts),
