@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from conserve.evals.verdict import Verdict
 
 FAIL_ON = ("regression", "never")
+DIGESTS = {
+    "data": "the rows asked about",
+    "task": "prompt, messages or parameters",
+    "scorer": "the score",
+    "judge": "what the judge is asked",
+    "chat_template": "the model's",
+}
 UNENDED = "Cannot tell: it has not ended; go on with it, or wait for its process: conserve eval run FILE"
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1.")]
@@ -137,7 +144,7 @@ def tell(found: dict[str, Any]) -> None:
     if comparison is not None:
         for one in comparison["differences"]:
             output.say(
-                f"{one['fact']} differs ({', '.join(one['suites'])}): "
+                f"{fact_in_words(one['fact'])} differs ({', '.join(one['suites'])}): "
                 f"{one['before'] or 'none'} before, {one['after'] or 'none'} now"
             )
         rows = [
@@ -167,6 +174,11 @@ def tell(found: dict[str, Any]) -> None:
                 f"{one['before']:.4g} before (p = {one['p']:.2g})"
             )
     output.data(f"{found['run']['id']}: {found['headline']}")
+
+
+def fact_in_words(fact: str) -> str:
+    """A fact, and what a digest is of."""
+    return f"{fact} ({DIGESTS[fact]})" if fact in DIGESTS else fact
 
 
 def short(answer: str | None, most: int = 100) -> str:

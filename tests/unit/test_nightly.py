@@ -92,6 +92,14 @@ def test_a_worse_night_is_found_and_an_equal_one_passes(tmp_path: Path, file: Pa
     reports_agree(tmp_path)
 
 
+def test_what_a_digest_is_of_is_said(file: Path) -> None:
+    assert night(file).returncode == 0
+    file.write_text(file.read_text().replace("{{ question }}", "{{ question }}?"))
+    assert night(file).returncode == 0
+    asked = commands.conserve("eval", "gate", "last", "--against", "previous")
+    assert "task (prompt, messages or parameters) differs (sql)" in asked.stderr
+
+
 def reports_agree(folder: Path) -> None:
     names = {form: folder / f"out.{form}" for form in ("html", "markdown", "junit")}
     flags = [word for form, path in names.items() for word in (f"--{form}", str(path))]
