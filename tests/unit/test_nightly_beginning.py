@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 from pathlib import Path
 from unittest.mock import patch
 
@@ -236,3 +237,22 @@ def test_a_check_finds_a_judge_that_cannot_be_asked(tmp_path: Path, file: Path) 
     done = night(file, "--check")
     assert done.returncode == 2
     assert "suites.judge.judge.endpoint: 'localhost' is no address" in done.stderr
+
+
+def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(file: Path) -> None:
+    slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&model=one&token_ms=30&capacity=1"}
+    running = commands.start(["-m", "conserve", "eval", "run", str(file)], env=slow)
+    commands.until(lambda: any(job.progress().done for job in conserve.open().jobs()), running)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    other = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT="fake:?tokens=8&model=other")
+    assert other.returncode == 1
+    last = other.stderr.splitlines()[-1]
+    assert "is bound to one and this run has other; begin another night" in last
+    assert last.endswith("conserve eval run FILE --new")
+    assert "--rebind" not in other.stderr
+    anew = commands.conserve(
+        "eval", "run", str(file), "--new", CONSERVE_ENDPOINT="fake:?tokens=8&model=other"
+    )
+    assert anew.returncode == 0, anew.stderr
+    assert states() == ["given up", "finished"]
