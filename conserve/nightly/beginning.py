@@ -9,10 +9,11 @@ from conserve.api.store import Store
 from conserve.config import Settings
 from conserve.errors import JobNotFound, JobRefused
 from conserve.evals.plan import NightlyPlan
+from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
-from conserve.nightly.asking import tags_of
-from conserve.nightly.running import Asking, Say
+from conserve.nightly.asking import SUITE, tags_of
+from conserve.nightly.running import Asking, Say, overridden
 from conserve.store.books.states import JobState
 
 
@@ -22,6 +23,7 @@ def begun(
     """The run that was begun and has not ended, if it is young enough; else a new one, and it is given up.
 
     Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
+    A run that failed in scoring goes on with the file as it is now.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:
@@ -35,6 +37,13 @@ def begun(
                 )
             return left
         give_up(settings, left, now=now, say=say)
+    elif not asking.anew and (failed := failed_in_scoring(settings, asking, plan, now=now)) is not None:
+        say(f"going on with {failed.id}: its answers are kept and scored anew; ask again with: --new")
+        run = replace(
+            failed, state=RunState.RUNNING, ended_at=None, plan=text, folder=folder_of(asking), suites=()
+        )
+        keeping.write(settings.home, run)
+        return run
     run = RunRecord(
         id=keeping.new_id(settings.home, plan.name, now=now),
         token=secrets.token_hex(4),
@@ -42,11 +51,39 @@ def begun(
         state=RunState.RUNNING,
         began_at=now,
         plan=text,
-        folder=str(asking.file.parent.absolute()),
+        folder=folder_of(asking),
         overrides=asking.overrides,
     )
     keeping.write(settings.home, run)
     return run
+
+
+def folder_of(asking: Asking) -> str:
+    """Folder that relative paths of the file begin at."""
+    return str(asking.file.parent.absolute())
+
+
+def failed_in_scoring(
+    settings: Settings, asking: Asking, plan: NightlyPlan, *, now: float
+) -> RunRecord | None:
+    """The newest run, if it is young, asked the same models, and failed though all its rows were answered.
+
+    What it was not asked yet, as a prompt that has changed, is asked.
+    """
+    known = keeping.runs(settings.home, plan.name)
+    if not known or known[-1].state is not RunState.FAILED or now - known[-1].began_at > plan.resume_s:
+        return None
+    run = known[-1]
+    asked = overridden(plan_of(run.plan), run.overrides).targets
+    if dict(run.overrides) != dict(asking.overrides) or asked != overridden(plan, asking.overrides).targets:
+        return None
+    of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
+    for job in jobs_of(settings, run):
+        with suppress(JobNotFound):  # removed just now
+            reading = job.progress()
+            if (suite := reading.tags.get(SUITE)) in of_suite and suite is not None:
+                of_suite[suite] += reading.succeeded if reading.state is JobState.COMPLETED else -reading.rows
+    return run if all(answers > 0 for answers in of_suite.values()) else None
 
 
 def jobs_of(settings: Settings, run: RunRecord) -> list[Job]:

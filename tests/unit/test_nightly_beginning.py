@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -256,3 +257,49 @@ def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(file:
     )
     assert anew.returncode == 0, anew.stderr
     assert states() == ["given up", "finished"]
+
+
+WRONG = "split_part(r.text, ' ', 1)::int"
+
+
+def test_answers_of_a_night_that_failed_in_scoring_are_scored_anew(file: Path) -> None:
+    right = file.read_text()
+    score = next(line for line in right.splitlines() if line.startswith("score"))
+    file.write_text(right.replace(score, f'score = "select avg({WRONG}) from results r"'))
+    assert night(file, "--endpoint", GOOD).returncode == 1
+    assert states() == ["failed"]
+    file.write_text(right)
+    done = night(file, "--endpoint", GOOD)
+    assert done.returncode == 0, done.stderr
+    assert "its answers are kept and scored anew" in done.stderr
+    assert states() == ["finished"]
+    assert [job.progress().succeeded for job in conserve.open().jobs()] == [ROWS]
+
+
+@pytest.mark.parametrize("other", ["flag", "model", "prompt", "new", "later"])
+def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
+    file: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = file.read_text()
+    score = next(line for line in right.splitlines() if line.startswith("score"))
+    file.write_text(right.replace(score, f'score = "select avg({WRONG}) from results r"'))
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    assert night(file).returncode == 1
+    changed = {"model": f'{right}\n[model]\nendpoint = "fake:"\n', "later": f'resume = "1s"\n{right}'}
+    changed["prompt"] = right.replace("{{ question }}", "{{ question }}?")
+    file.write_text(changed.get(other, right))
+    if other == "later":
+        (run,) = keeping.runs(home())
+        keeping.write(home(), replace(run, began_at=run.began_at - 60))
+    done = night(file, *{"flag": ["--endpoint", "fake:"], "new": ["--new"]}.get(other, []))
+    assert done.returncode == 0, done.stderr
+    assert len(conserve.open().jobs()) == 2, "the questions were asked again"
+    assert states() == (["finished"] if other == "prompt" else ["failed", "finished"])
+
+
+def test_a_night_without_any_answer_is_asked_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?reject=question")
+    assert night(file).returncode == 1
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    assert night(file).returncode == 0
+    assert states() == ["failed", "finished"]
