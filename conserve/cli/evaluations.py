@@ -45,7 +45,9 @@ def run(
         int | None, typer.Option(metavar="N", min=1, help="Items of each suite, instead of the file's.")
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Begin a run, also if one was killed.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only check the file and the data sets.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the file, the data sets and the scorers.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run all suites of a file; after a kill, go on with the run that was begun."""

@@ -7,7 +7,7 @@ from typing import Any
 from conserve.api.asking import in_order, make_task, request_params
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import SuitePlan
-from conserve.evals.plan_file import PlanTable, unknown
+from conserve.evals.plan_file import OF_SUITE, PlanTable, unknown
 from conserve.jobs.task import Task
 from conserve.nightly.samples import check_data
 
@@ -21,7 +21,7 @@ class Options:
     def __init__(self, suite: SuitePlan, folder: Path, own: Collection[str] = ()) -> None:
         self.suite, self.folder, self.where = suite, folder, f"suites.{suite.name}"
         self.table = PlanTable(suite.options, self.where)
-        known = (*OPTIONS, *own)
+        known = (*OF_SUITE, *OPTIONS, *own)
         for name in suite.options:
             if name not in known:
                 raise SettingsError(unknown(f"{self.where}.{name}", name, known))

@@ -97,7 +97,7 @@ class Answer:
     def item(self, scores: Scores, error: str | None = None) -> Item:
         """Item with these scores. One without an answer has its error."""
         return Item(
-            id=self._id,
+            id=self.id,
             prompt=str(self.row.get("prompt") or ""),
             answer=self.text,
             scores=scores,
@@ -110,7 +110,8 @@ class Answer:
         )
 
     @property
-    def _id(self) -> str:
+    def id(self) -> str:
+        """Name of the item, the same every night."""
         given = self.row["custom_id"] if self._options.table.text("id") else None
         return str(self._data.row_number(self.row_index) if given is None else given)
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from conserve.api.handing import Source
+from conserve.api.handing import Source, input_of
 from conserve.errors import InputError
 from conserve.evals.plan import SuitePlan
 from conserve.jobs.inputs.files import spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.parquet_rows import Columns
-from conserve.jobs.inputs.source import Input, InputRows, open_input
+from conserve.jobs.inputs.source import COPY_GIB, Input, InputRows, open_input
 from conserve.jobs.requests.admission import check_input, check_task
 from conserve.jobs.task import Task
+from conserve.store.files import home
 from conserve.store.sql.export import PROMPT
 from conserve.store.sql.input_columns import RESULT_COLUMNS, shown_names
+from conserve.store.sql.input_parts import InputPart, parts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,24 @@ def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
         chosen=sample(count, suite.limit, suite.seed),
         names=own,
     )
+
+
+@contextmanager
+def kept(data: DataSet) -> Iterator[list[InputPart]]:
+    """Yield the files of the rows that are asked, as a job keeps them, with the types of the night."""
+    with TemporaryDirectory() as place, data.source() as source:
+        folder = home.job_folder(Path(place), "job")
+        folder.mkdir(parents=True)
+        opened_input = open_input(
+            input_of(source, form=None, keep=None, copy_gib=COPY_GIB), folder, openai=False
+        )
+        opened_input.copy_text(folder)
+        yield parts_of(Path(place), "job", opened_input.source)
+
+
+def size_of(names: Sequence[str], folder: Path) -> int:
+    """Bytes of a suite's files."""
+    return sum(path.stat().st_size for path in spelled_out(located(names, folder)).paths)
 
 
 def own_names(columns: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +13,12 @@ from conserve.api.job import Job
 from conserve.errors import QueryError, SettingsError, UsageError, one_line
 from conserve.evals.outcome import SuiteOutcome
 from conserve.evals.plan import SuitePlan
+from conserve.nightly.mistakes import in_function, in_select
 from conserve.nightly.options import Options
 from conserve.nightly.questions import Answer, Questions, Scores, digest_of
 from conserve.nightly.rows import rows_of
 from conserve.nightly.suite import Night
+from conserve.nightly.trials import bound, called_once
 
 METRIC = "score"
 ROW = "row_index"
@@ -34,7 +36,9 @@ class SqlScored:
     def check(self, suite: SuitePlan, folder: Path) -> None:
         options = Options(suite, folder, own=("score",))
         columns = options.check()
-        select_of(options, columns)
+        found = bound(options, select_of(options), columns)
+        if found is not None:
+            check_columns(options.where, found)
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
@@ -56,8 +60,8 @@ class PythonScored:
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
         options = Options(suite, folder, own=("score",))
-        options.check()
-        function_of(options)
+        columns = options.check()
+        called_once(options, function_of(options)[0], columns)
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
@@ -65,7 +69,13 @@ class PythonScored:
         asked = Questions(night, options)
 
         def score(one: Answer) -> Scores:
-            return {} if one.text is None else by_metric(function(one.text, one.columns))
+            if one.text is None:
+                return {}
+            try:
+                found = function(one.text, one.columns)
+            except Exception as error:
+                raise UsageError(in_function(options, function, error, one.columns, item=one.id)) from error
+            return by_metric(found)
 
         metrics = next((found.keys() for one in asked.answers() if (found := score(one))), (METRIC,))
         items = (one.item(scored(one, score(one), metrics)) for one in asked.answers())
@@ -104,36 +114,48 @@ def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -
     return scores if answer.error is None else answer.suite.unanswered(metrics)
 
 
-def select_of(options: Options, columns: Sequence[str] | None = None) -> str:
-    """SELECT of one score a row; with the columns of the data set, its names are looked up too."""
-    from conserve.store.sql.bound import check_names as look_up
+def select_of(options: Options) -> str:
+    """SELECT of one score a row."""
     from conserve.store.sql.per_row import by_row
 
     given = options.required("score", EXAMPLE)
     try:
-        select = by_row(given)
-        if columns is not None:
-            look_up(select, columns)
-        return select
+        return by_row(given)
     except QueryError as error:
-        raise SettingsError(f"{options.where}.score: {error}") from error
+        raise SettingsError(in_select(options.where, error)) from error
 
 
 def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
     """Scores of a job's rows by metric; a mean without a name is called "score". Null is no score."""
-    where = f"suites.{night.suite.name}.score"
+    where = f"suites.{night.suite.name}"
     found: dict[int, Scores] = {}
-    for row in rows_of(night.settings, select, [job.id]):
+    for row in answered(night, job, select):
         values = {name.lower(): value for name, value in row.items()}
-        number_of = values.pop(ROW, None)
+        check_columns(where, values)
+        number_of = values.pop(ROW)
         if number_of is None:
-            raise UsageError(f"{where} selects no column row_index; add it")
+            raise UsageError(f"{where}.score selects a row_index that is null; leave such rows out")
         values.pop("job_id", None)
-        check_names(where, values)
         scores = {metric_of(name): number(value, name) for name, value in values.items() if value is not None}
         if found.setdefault(int(number_of), scores) is not scores:
-            raise UsageError(f"{where} selects row {number_of} twice; group it by row_index")
+            raise UsageError(f"{where}.score selects row {number_of} twice; group it by row_index")
     return found
+
+
+def answered(night: Night, job: Job, select: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a SELECT over a job; a mistake in it is one sentence that names the suite."""
+    try:
+        yield from rows_of(night.settings, select, [job.id])
+    except QueryError as error:
+        raise UsageError(in_select(f"suites.{night.suite.name}", error)) from error
+
+
+def check_columns(where: str, columns: Iterable[str]) -> None:
+    """Raise `UsageError` for columns of a SELECT that cannot be scores by row."""
+    names = [name.lower() for name in columns]
+    if ROW not in names:
+        raise UsageError(f"{where}.score selects no column row_index; add it")
+    check_names(f"{where}.score", (name for name in names if name not in (ROW, "job_id")))
 
 
 def check_names(where: str, columns: Iterable[str]) -> None:

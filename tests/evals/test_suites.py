@@ -86,7 +86,7 @@ def test_suites_of_inspect_run_one_after_the_other(file: Path) -> None:
     [
         (('"knows", ', '"nose", '), "there is no task 'nose'"),
         (("jetties.py@", "gone.py@"), "there is no file"),
-        (("group = ", "grupe = "), "grupe is no option"),
+        (("group = ", "grupe = "), "did you mean group?"),
         (('tokenizer = "', 'max_length = "'), "max_length is of type int"),
     ],
 )

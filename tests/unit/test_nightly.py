@@ -213,7 +213,8 @@ def test_a_suite_that_fails_leaves_the_others_and_is_asked_no_more(tmp_path: Pat
     assert done.returncode == 1
     run = keeping.resolve(home(), "last")
     assert run.state is RunState.FAILED
-    assert {suite.name: suite.error for suite in run.suites} == {"sql": None, "python": "KeyError: 'no'"}
+    said = "suites.python.score: scorers.py line 2: KeyError: 'no'; a row has: question, answer, topic"
+    assert {suite.name: suite.error for suite in run.suites} == {"sql": None, "python": said}
 
 
 def test_rows_that_cannot_be_asked_score_nothing(tmp_path: Path, file: Path) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 from conserve.errors import SettingsError
 from conserve.evals.plan import SuitePlan
+from conserve.evals.plan_file import OF_SUITE, unknown
 
 
 def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for an unknown one, and for one of another type."""
     for name, value in suite.options.items():
         if name not in types:
-            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(types)}")
+            raise SettingsError(unknown(f"suites.{suite.name}.{name}", name, (*OF_SUITE, *types)))
         if not isinstance(value, (list, tuple) if types[name] is list else types[name]):
             raise SettingsError(
                 f"suites.{suite.name}.{name} is of type {types[name].__name__}, not {value!r}"

@@ -40,6 +40,7 @@ NONE: Mapping[FilePath, str] = MappingProxyType({})
 VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
 REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
 ONLY_SELECT = f"{REACH}: only SELECT is possible"
+SHOWN_BY = 'the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
 WRITES = re.compile(
     r"WITH clause containing a .* must be at the top level"
 )  # how DuckDB refuses it in a subquery
@@ -250,9 +251,7 @@ def explained(error: duckdb.Error) -> QueryError:
         return QueryError(ONLY_SELECT)
     if isinstance(error, duckdb.CatalogException):
         message = f"{REACH}: {message}"
-    return QueryError(
-        f'{message}; the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
-    )
+    return QueryError(f"{message}; {SHOWN_BY}")
 
 
 def one_line(text: str) -> str:
