@@ -31,11 +31,11 @@ TOKENS = 2048  # of the iteration that is preempted
 STEPS = (1, 2, 4, 8)  # layers between two safepoints
 RAISES = 16  # for each step; three times as many at one layer
 MOST_SHARE, MOST_LAYERS = 5.0, 2.0  # the floors at one layer: percent of the iteration, times of a layer
-DECODES, DECODE_ROUNDS, DECODE_BLOCKS, BLOCK = 32, 8, 12, 8  # rows; rounds of triples of blocks of iterations
-CHUNK, CHUNKS = 512, 100  # tokens; triples of iterations
+DECODES, DECODE_ROUNDS, DECODE_BLOCKS, BLOCK = 32, 8, 96, 1  # rows; rounds of groups of blocks of iterations
+CHUNK, CHUNKS = 512, 100  # tokens; groups of iterations
 MOST_COST, MOST_ALONE = 1.1, 0.5  # percent of an iteration
-OFF = 0  # layers between safepoints: there are none
-ARMS = (OFF, 8, 1)  # 8 where there is no TTFT promise to shorten it
+OFF, CONTROL = 0, -1  # layers between safepoints: there are none; the same, to see what chance does
+ARMS = (OFF, 8, CONTROL, 1)  # 8 where there is no TTFT promise to shorten it
 RESAMPLES = 2000
 RUNNING, PAIRS = 256, 180
 
@@ -187,7 +187,7 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
         cost_figure(f"{name}, safepoint every {step}", step, triples)
         for name, triples in measured.items()
         for step in ARMS[1:]
-    ]
+    ]  # one is of the control
     alone = {"eager": between_layers_alone, "pieces": segments_alone}.get(MODE)
     return figures + (alone(engine, measured, raw) if alone is not None else [])
 
@@ -214,7 +214,7 @@ def segments_us(engine: Any) -> dict[int, list[float]]:
 
     safepoints, rows = engine.worker._safepoints, engine.worker._rows
     output = SimpleNamespace(total_num_scheduled_tokens=DECODES, num_scheduled_tokens={})
-    us: dict[int, list[float]] = {step: [] for step in ARMS[1:]}
+    us: dict[int, list[float]] = {step: [] for step in ARMS if step > OFF}
     with segments_that_compute_nothing(rows, engine.worker._runner) as (args, whole):
 
         def passes(run: Callable[[], Any]) -> float:
@@ -332,14 +332,14 @@ def chunk_triples(engine: Any) -> list[Triple]:
 
 
 def turned(number: int) -> Sequence[int]:
-    """The arms, another one first each time."""
-    return [ARMS[(number + place) % len(ARMS)] for place in range(len(ARMS))]
+    """The arms in random order, so that none always follows the same other one."""
+    return random.Random(SEED + number).sample(ARMS, len(ARMS))
 
 
 def timed(engine: Any, arm: int) -> float:
     """An iteration in ms, with a safepoint every so many layers."""
-    engine.preemptions.follow("off" if arm == OFF else "prompt")
-    engine.preemptions._every = arm or None
+    engine.preemptions.follow("prompt" if arm > OFF else "off")
+    engine.preemptions._every = arm if arm > OFF else None
     begun = time.perf_counter()
     engine.step()
     took_ms = (time.perf_counter() - begun) * 1e3
@@ -354,10 +354,10 @@ def cost_figure(name: str, step: int, triples: Sequence[Triple]) -> Figure:
     medians = np.median(dice.choice(ratios, (RESAMPLES, len(ratios))), axis=1)
     low, high = np.percentile(medians, (2.5, 97.5))
     return figure(
-        f"an iteration takes longer: {name}",
+        f"an iteration takes longer: {name}" if step > OFF else f"chance alone: {name.partition(',')[0]}",
         "%",
         ratios.tolist(),
-        MOST_COST,
+        MOST_COST if step > OFF else None,
         f"95 % interval of the median {low:+.2f} to {high:+.2f}",
     )
 
