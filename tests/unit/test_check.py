@@ -638,3 +638,33 @@ def test_a_spill_that_is_not_there_is_a_mistake_of_the_users(store: Store, tmp_p
     done = conserve("check", "--kv-spill", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert "is no folder" in done.stderr
+
+
+def test_another_deadline_is_no_damage(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit(rows=4)
+    for words in (["--within", "5h"], ["--within", "9h", "--on-late", "best-effort"], ["--none"]):
+        changed = conserve("deadline", job_id, *words)
+        assert changed.returncode == 0, changed.stderr
+        assert conserve("check").returncode == 0
+
+
+def test_a_job_that_expired_and_was_retried_is_no_damage(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit(rows=4)
+    assert conserve("deadline", job_id, "--within", "5h").returncode == 0
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set deadline = 1.0")
+        assert catalog.expire(tx, now=2.0) == [job_id]
+    assert conserve("check").returncode == 0
+    assert conserve("retry", job_id).returncode == 0
+    assert conserve("check").returncode == 0
+
+
+def test_an_expired_job_is_not_cancelled(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit(rows=4)
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set deadline = 1.0")
+        catalog.expire(tx, now=2.0)
+    done = conserve("cancel", job_id)
+    assert done.returncode == 1
+    assert "is expired, so there is nothing to cancel" in done.stderr
+    assert conserve("retry", job_id).returncode == 0

@@ -430,7 +430,19 @@ def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
 
 
 NULLABLE = {
-    "job": {"error", "started_at", "finished_at", "files", "model", "tags", "deadline", "on_late"},
+    "job": {
+        *(
+            "error",
+            "started_at",
+            "finished_at",
+            "files",
+            "model",
+            "tags",
+            "deadline",
+            "on_late",
+            "bound_by_run",
+        ),
+    },
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},

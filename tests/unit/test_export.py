@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from conserve.store.files import home
 from conserve.store.sql import export, openai_lines
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.export import Format, format_of
+from conserve.store.sql.openai_lines import fingerprint
 from conserve.store.sql.query import views
 from tests.store_rows import add_job, finish, leased, result
 
@@ -374,3 +376,10 @@ def test_times_are_utc_to_the_microsecond() -> None:
 def test_a_result_failed_if_it_has_an_error() -> None:
     assert result(0, failed=True).failed
     assert not result(0).failed
+
+
+def test_clients_of_a_batch_do_not_read_where_its_server_is() -> None:
+    shown = fingerprint("http://10.0.0.7:8000 tiny")
+    assert shown == fingerprint("http://10.0.0.7:8000 tiny") != fingerprint("http://10.0.0.8:8000 tiny")
+    assert re.fullmatch(r"fp_[0-9a-f]{10}", str(shown))
+    assert (fingerprint("tiny@1"), fingerprint(None)) == ("tiny@1", None)

@@ -54,7 +54,7 @@ def test_what_was_submitted_comes_from_the_folder_and_what_has_moved_stays(store
     finish(store, leased(store, limit=2, model="small"), failed=[1], prompt_tokens=4)
     shards.compact(store, JOB, now=0.0)
     before = record(store)
-    change(store, "task = '{', tags = '{', source = '{', submitted_at = 9, deadline = 8, files = '{'")
+    change(store, "task = '{', tags = '{', source = '{', submitted_at = 9, files = '{'")
     change(store, "priority = 7")
     assert records.mend(store, JOB, now=NOW) == FROM_FOLDER
     assert record(store) == before
@@ -166,10 +166,15 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
 
     assert differences(mark) == []
     moving = "state = 'paused', error = 'x', started_at = 1, finished_at = 1, model = 'm', files = null"
-    change(store, moving + ", priority = 1, seq = 9" + "".join(f", {name} = 3" for name in COUNTERS))
+    change(
+        store,
+        moving
+        + ", priority = 1, seq = 9, deadline = 1, on_late = 'push', bound_by_run = true"
+        + "".join(f", {name} = 3" for name in COUNTERS),
+    )
     assert differences(mark) == []
-    change(store, "submitted_at = 1, tags = 'x', deadline = 1, num_rows = 5")
-    assert differences(mark) == ["submitted_at", "num_rows", "tags", "deadline"]
+    change(store, "submitted_at = 1, tags = 'x', num_rows = 5")
+    assert differences(mark) == ["submitted_at", "num_rows", "tags"]
     assert differences(Mark(store_id=store.id)) == []
 
 

@@ -18,6 +18,7 @@ from conserve.errors import StoreFull
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, shards
+from conserve.store.books.uploads import make_folder
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import MARK, Mark
@@ -404,6 +405,15 @@ def test_what_was_to_be_uploaded_and_was_left_goes_after_an_hour(store: Store) -
     assert sweep(store, now=1000.0 + HOUR_S) == 0
     assert [path.name for path in sending.iterdir()] == ["young"]
     assert not trash.folder(store.home).exists()
+
+
+def test_a_part_of_an_upload_that_was_cut_off_goes_after_an_hour(store: Store) -> None:
+    uploaded = make_folder(store)
+    for name, at in (("cut.tmp", 999.0), ("whole.jsonl", 999.0), ("coming.tmp", 1000.0)):
+        (uploaded / name).write_bytes(b"part of a file")
+        os.utime(uploaded / name, (at, at))
+    sweep(store, now=1000.0 + HOUR_S)
+    assert {path.name for path in uploaded.iterdir()} == {"whole.jsonl", "coming.tmp"}
 
 
 def test_a_bucket_is_swept_once_an_hour_by_each_machine(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Validation:
             said = f"The method is {one_line(row['method'], most=20)!r}; only POST is possible."
             return InputFault(code="invalid_method", message=said, line=number, param="method")
         if row["url"] != self._endpoint:
-            said = f"The url is {one_line(row['url'], most=80)!r}, and the batch's endpoint is {self._endpoint!r}."
+            said = f"The url is {one_line(row['url'], most=80)!r}, and the batch's endpoint is '{self._endpoint}'."
             return InputFault(code="mismatched_url", message=said, line=number, param="url")
         if row["custom_id"] in self._ids:
             said = f"The custom_id {one_line(row['custom_id'], most=80)!r} is on an earlier line; make ids unique."

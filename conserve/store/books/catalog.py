@@ -225,7 +225,7 @@ def is_readable(row: Mapping[Any, Any]) -> bool:
 _MOVES = {
     "pause": (JobState.PAUSED, {JobState.QUEUED}),
     "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}),
-    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}),
+    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED}),
 }
 
 

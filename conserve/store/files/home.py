@@ -201,6 +201,6 @@ def explained(where: FilePath) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise StoreError(
-                f"{where} is no folder, or lies in none; set CONSERVE_HOME to the store's folder"
+                f"{where} cannot be used: it is no folder, or lies in none; check CONSERVE_HOME"
             ) from error
         raise StoreError(f"{where} cannot be used: {error}; check CONSERVE_HOME") from error

@@ -1,5 +1,6 @@
 """Results as OpenAI Batch output: one line a row."""
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -109,7 +110,7 @@ def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
         "object": "chat.completion" if chat else "text_completion",
         "created": int(row["finished_at"].timestamp()),
         "model": row["model"],
-        "system_fingerprint": row["engine"],
+        "system_fingerprint": fingerprint(row["engine"]),
         "choices": [openai_choice(index, choice, chat=chat) for index, choice in enumerate(choices)],
         "usage": {
             "prompt_tokens": row["prompt_tokens"],
@@ -118,6 +119,13 @@ def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": row["cached_tokens"]},
         },
     }
+
+
+def fingerprint(engine: str | None) -> str | None:
+    """An engine's name; of a server, whose name is its address, a digest, since clients of a batch read it."""
+    if engine is None or "://" not in engine:
+        return engine
+    return f"fp_{hashlib.blake2b(engine.encode(), digest_size=5).hexdigest()}"
 
 
 def openai_choice(index: int, choice: dict[str, Any], *, chat: bool) -> dict[str, Any]:

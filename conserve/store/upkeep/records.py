@@ -38,6 +38,8 @@ MOVING = frozenset(
         "bound_by_run",
         "files",
         "priority",
+        "deadline",
+        "on_late",
     }
 )
 """Columns that may change after submit."""

@@ -11,7 +11,7 @@ half of that to name its objects begins again (`shards.KEEPS_S`).
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from sqlalchemy import select
 from conserve.errors import StoreUnreachable
 from conserve.store.books import catalog
 from conserve.store.books.shards import KEEPS_S
-from conserve.store.books.uploads import DELIVERIES
+from conserve.store.books.uploads import DELIVERIES, UPLOADS
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, multipart, trash
@@ -47,7 +47,9 @@ def sweep(store: Store, *, now: float) -> int:
         if isinstance(store.data, Path):
             swept += sweep_shards(store, store.data, now=now)
         trash.empty(store.local, now=now)
-        sweep_sending(store.home, now=now)
+        delete_stale((store.home / home.SENDING).glob("*"), now=now)
+        if isinstance(store.data, Path):
+            delete_stale((store.data / UPLOADS / store.id).glob("*.tmp"), now=now)
     if isinstance(store.data, ObjectPath) and is_due(store.home, now=now):
         with suppress(OSError, StoreUnreachable):
             swept += sweep_objects(store, store.data, now=now)
@@ -124,9 +126,9 @@ def modified_at(path: Path) -> float:
         return float("inf")
 
 
-def sweep_sending(where: Path, *, now: float) -> None:
-    """Delete files that a process was to upload, and left."""
-    for path in (where / home.SENDING).glob("*"):
+def delete_stale(paths: Iterable[Path], *, now: float) -> None:
+    """Delete files that a process was to upload, or to take in, and left."""
+    for path in paths:
         if is_stale(path, now):
             path.unlink(missing_ok=True)
 
