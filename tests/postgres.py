@@ -26,8 +26,8 @@ SETTINGS = {
 }
 
 
-TEMPLATE = "template template0 encoding 'UTF8' locale_provider icu icu_locale 'en-US' locale 'C'"
-"""Texts sort otherwise there than in Python, as in most databases of users."""
+BY_LANGUAGE = "template template0 encoding 'UTF8' locale_provider icu icu_locale 'en-US' locale 'C'"
+"""Texts sort otherwise there than in Python, as in most databases of users; from PostgreSQL 15 on."""
 
 
 def missing() -> str | None:
@@ -55,9 +55,14 @@ class Databases:
     def new(self, *, empty: bool = False) -> str:
         """URL of a new database, without tables if it is to be `empty`."""
         name = f"{self._prefix}_{next(self._numbers)}"
-        template = TEMPLATE if empty else f"template {make_url(self._template).database}"
+        first = BY_LANGUAGE if self._version() >= (15,) else "template template0"
+        template = first if empty else f"template {make_url(self._template).database}"
         self._do(f"create database {name} {template}")
         return self.url.set(database=name).render_as_string(hide_password=False)
+
+    def _version(self) -> tuple[int, ...]:
+        with self._admin.connect():
+            return self._admin.dialect.server_version_info or ()
 
     def emptied(self) -> str:
         """URL of the one database that all callers share, one after the other: its rows are deleted.
