@@ -69,9 +69,14 @@ def dead(owners: Iterable[str]) -> set[str]:
 def pid_here(owner: str) -> int | None:
     """Number of an owner's process, which can be sent signals from here; None if it is no such process."""
     host, pid, _, nonce = owner.rsplit(":", 3)
-    namespace = nonce.rpartition(".")[2].partition("-")[2]
-    other = host != socket.gethostname() or (namespace and namespace != this_namespace())
+    other = host != socket.gethostname() or is_of_other_namespace(nonce)
     return None if other or is_dead(owner) else int(pid)
+
+
+def is_of_other_namespace(nonce: str) -> bool:
+    """True if the last part of a name is of a process in another PID namespace; false where it names none."""
+    namespace = nonce.rpartition(".")[2].partition("-")[2]
+    return bool(namespace) and namespace != this_namespace()
 
 
 def is_dead(owner: str) -> bool:
@@ -79,10 +84,9 @@ def is_dead(owner: str) -> bool:
     host, pid, started, nonce = owner.rsplit(":", 3)
     if host != socket.gethostname():
         return False
-    boot, dot, rest = nonce.rpartition(".")
+    boot, dot, _ = nonce.rpartition(".")
     if dot:
-        namespace = rest.partition("-")[2]
-        if boot == this_boot() and namespace and namespace != this_namespace():
+        if boot == this_boot() and is_of_other_namespace(nonce):
             return False  # another container's: nothing is known
         return boot != this_boot() or abs(since_boot(int(pid)) - float(started)) > TICK_S
     return abs(start_time(int(pid)) - float(started)) > SET_S

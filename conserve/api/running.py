@@ -103,6 +103,10 @@ def make_pacing(settings: Settings, flags: Sequence[str], pace: ProfileFlags) ->
     )
 
 
+ADDRESSES = ("fake:", "http://", "https://")
+"""Beginnings of the address of an endpoint."""
+
+
 def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> None:
     """Raise `SettingsError` for an address, or for flags beside it, that no endpoint can be made from."""
     address = settings.endpoint
@@ -119,7 +123,7 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags)
             "the fake endpoint answers with made-up words, which would stand in the results; to see what a run "
             f"would meet: conserve run --dry-run (tests set {FAKE}=1)"
         )
-    if not address.startswith(("fake:", "http://", "https://")):
+    if not address.startswith(ADDRESSES):
         raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
 
 

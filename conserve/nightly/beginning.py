@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from conserve.api.job import Job
-from conserve.api.store import Store
 from conserve.config import Settings
 from conserve.errors import JobNotFound, JobRefused
 from conserve.evals.plan import NightlyPlan
@@ -14,6 +13,7 @@ from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
 from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.running import Asking, Say, overridden
+from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
 
@@ -29,7 +29,7 @@ def begun(
     if left is not None:
         changed = (left.plan, dict(left.overrides)) != (text, dict(asking.overrides))
         young = now - left.began_at <= plan.resume_s
-        if young and not asking.anew and (not changed or has_answers(settings, left)):
+        if young and not asking.anew and (not changed or has_answers(settings, left, now=now)):
             say(f"going on with {left.id}, which has {len(left.suites)} of {len(plan.standards())} suites")
             if changed:
                 say(
@@ -78,37 +78,32 @@ def failed_in_scoring(
     if dict(run.overrides) != dict(asking.overrides) or asked != overridden(plan, asking.overrides).targets:
         return None
     of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
-    for job in jobs_of(settings, run):
-        with suppress(JobNotFound):  # removed just now
-            reading = job.progress()
-            if (suite := reading.tags.get(SUITE)) in of_suite and suite is not None:
-                of_suite[suite] += reading.succeeded if reading.state is JobState.COMPLETED else -reading.rows
+    for job in jobs_of(settings, run, now=now):
+        if (suite := job.tags.get(SUITE, "")) in of_suite:
+            of_suite[suite] += job.succeeded if job.state is JobState.COMPLETED else -job.rows
     return run if all(answers > 0 for answers in of_suite.values()) else None
 
 
-def jobs_of(settings: Settings, run: RunRecord) -> list[Job]:
-    """Jobs of a run."""
-    return Store(settings).jobs(tags=tags_of(run.id, run.token))
+def jobs_of(settings: Settings, run: RunRecord, *, now: float) -> list[JobReading]:
+    """Jobs of a run as they stand."""
+    wanted = tags_of(run.id, run.token).items()
+    return [job for job in read_jobs(settings, now=now) if wanted <= job.tags.items()]
 
 
-def has_answers(settings: Settings, run: RunRecord) -> bool:
+def has_answers(settings: Settings, run: RunRecord, *, now: float) -> bool:
     """True if a suite of a run has scores, or a row an answer."""
-    if any(suite.error is None for suite in run.suites):
-        return True
-    for job in jobs_of(settings, run):
-        with suppress(JobNotFound):  # removed just now
-            if job.progress().succeeded:
-                return True
-    return False
+    scored = any(suite.error is None for suite in run.suites)
+    return scored or any(job.succeeded for job in jobs_of(settings, run, now=now))
 
 
 def give_up(settings: Settings, run: RunRecord, *, now: float, say: Say) -> None:
     """End a run in whose place another begins, and cancel its jobs that have rows without a result."""
+    ended = (JobState.COMPLETED, JobState.CANCELLED)
+    left = [job for job in jobs_of(settings, run, now=now) if job.state not in ended]
     cancelled = 0
-    for job in jobs_of(settings, run):
+    for job in left:
         with suppress(JobRefused, JobNotFound):  # ended, or removed, just now
-            if job.status not in (JobState.COMPLETED, JobState.CANCELLED):
-                job.cancel()
-                cancelled += 1
+            Job(settings, job.id).cancel()
+            cancelled += 1
     keeping.write(settings.home, replace(run, state=RunState.GIVEN_UP, ended_at=now))
     say(f"{run.id} is given up" + ("; its open jobs are cancelled" if cancelled else ""))

@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 Hold = Literal["ours", "ended the other", "theirs"]
 
 SIGNATURE = 256  # bytes, always as many, so that one write replaces another and no reader sees half of it
-LOOKS, LOOK_S = 100, 0.05  # at a lock that nobody has signed yet
+LOOKS, LOOK_S = 100, 0.05  # number of looks at a lock that is held and not signed yet; seconds between two
 
 
 @contextmanager

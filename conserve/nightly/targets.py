@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
+from conserve.api.running import ADDRESSES
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
-
-ADDRESSES = ("http://", "https://", "fake:")  # beginnings of an endpoint
 
 
 def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:

@@ -18,9 +18,9 @@ from pathlib import Path
 from sqlalchemy import select
 
 from conserve.errors import StoreUnreachable
-from conserve.store.books import catalog
+from conserve.store.books import catalog, uploads
 from conserve.store.books.shards import KEEPS_S
-from conserve.store.books.uploads import DELIVERIES, UPLOADS
+from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, multipart, trash
@@ -48,8 +48,8 @@ def sweep(store: Store, *, now: float) -> int:
             swept += sweep_shards(store, store.data, now=now)
         trash.empty(store.local, now=now)
         delete_stale((store.home / home.SENDING).glob("*"), now=now)
-        if isinstance(store.data, Path):
-            delete_stale((store.data / UPLOADS / store.id).glob("*.tmp"), now=now)
+        if isinstance(uploaded := uploads.folder(store), Path):
+            delete_stale(uploaded.glob("*.tmp"), now=now)
     if isinstance(store.data, ObjectPath) and is_due(store.home, now=now):
         with suppress(OSError, StoreUnreachable):
             swept += sweep_objects(store, store.data, now=now)
