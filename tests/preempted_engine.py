@@ -26,6 +26,7 @@ from conserve.engine.vllm.iteration import Stamp, outcome_of
 from conserve.engine.vllm.preemption import cpu_pieces
 from conserve.engine.vllm.preemption.worker import Worker as OurWorker
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
+from tests.asked_orders import Asking
 from tests.bare_scheduler import known_model
 
 ENVIRONMENT = {
@@ -46,10 +47,8 @@ Decide = Callable[
 Order = tuple[int, int]  # before which layer, and how many rows in all
 
 
-class Scripted:
+class Scripted(Asking):
     """Implements `safepoints.Orders`: what the test says, at exactly the layer that it says."""
-
-    heard = True
 
     def __init__(self) -> None:
         self.decide: Decide | None = None
@@ -58,7 +57,7 @@ class Scripted:
         self.iterations = 0  # that were asked about
         self._iteration = 0
 
-    def rows_ordered(self, stamp: Stamp) -> int:
+    def asked(self, stamp: Stamp) -> int:
         if not stamp.rows:
             return 0
         if stamp.iteration != self._iteration:

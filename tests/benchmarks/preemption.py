@@ -38,6 +38,7 @@ OFF, CONTROL = 0, -1  # layers between safepoints: there are none; the same, to 
 ARMS = (OFF, 8, CONTROL, 1)  # 8 where there is no TTFT promise to shorten it
 RESAMPLES = 2000
 RUNNING, PAIRS = 256, 180
+COLD = 300  # safepoints of each kind
 
 
 def measure() -> list[Figure]:
@@ -188,8 +189,49 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
         for name, triples in measured.items()
         for step in ARMS[1:]
     ]  # one is of the control
+    figures += cold_figures(engine, raw)
     alone = {"eager": between_layers_alone, "pieces": segments_alone}.get(MODE)
     return figures + (alone(engine, measured, raw) if alone is not None else [])
+
+
+def cold_figures(engine: Any, raw: dict[str, Any]) -> list[Figure]:
+    """A safepoint behind 64 MiB of other memory: between layers the caches hold weights, not its code."""
+    from conserve.engine.vllm.iteration import Stamp
+
+    safepoints, clock = engine.worker._safepoints, time.perf_counter_ns
+    safepoints.arm(Stamp(iteration=1 << 40, flag=engine.preemptions._flag.name, rows=[], every=1))
+    words, slot, known = safepoints.order() or safepoints._orders.word(safepoints.stamp)
+    weights = np.ones(1 << 24, np.float32)
+
+    def asked() -> int:
+        return safepoints._orders.rows_ordered(safepoints.stamp) or clock()
+
+    def checked() -> int:
+        return safepoints.check(0) or clock()
+
+    def looked() -> int:
+        return clock() if words[slot] <= known else 0
+
+    kinds = {"nothing": clock, "asking": asked, "check": checked, "look in place": looked}
+    us: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(COLD):
+        for kind, passed in kinds.items():
+            weights.sum()
+            begun = clock()
+            us[kind].append((passed() - begun) / 1e3)
+    safepoints.disarm()
+    raw["cold_us"] = us
+    bare = statistics.median(us.pop("nothing"))
+    return [
+        figure(
+            f"a safepoint in cold caches: {kind}",
+            "us",
+            [one - bare for one in found],
+            None,
+            "clock taken off",
+        )
+        for kind, found in us.items()
+    ]
 
 
 def segments_alone(

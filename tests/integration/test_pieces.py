@@ -65,10 +65,11 @@ class TestPieces(Rows):
     def test_rows_lose_their_memory(self, engine: Any) -> None:
         storm(engine, 300)
 
-    def test_passes_that_no_row_may_leave_run_as_vllm_wrote_them(
+    def test_passes_that_no_row_leaves_run_in_one_go(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from conserve.engine.vllm.preemption.segments import Segments
+        from tests.preempted_engine import ALL
 
         run, ran = Segments.run, list[int]()
 
@@ -82,8 +83,11 @@ class TestPieces(Rows):
         assert not ran
         engine.forget()
         assert engine.together(rows) == answers
-        assert len(ran) == engine.layers + 1 + ran[LAYERS + 1 :].count(0) * (engine.layers + 1)
+        assert not ran
         engine.forget()
+        assert engine.scripted(rows, {1: [(4, ALL)], 2: [(4, 1)]}) == answers
+        staying = [*range(4, LAYERS + 1)]  # what runs of the first iteration that not all rows leave
+        assert ran[: len(staying)] == staying
 
 
 @pytest.mark.full
@@ -289,6 +293,39 @@ class TestTheParts:
             segments.run(index, variables)
         ((wanted,), (got,)) = made.call(6), variables[RESULT]
         assert torch.equal(got, wanted)
+
+    @pytest.mark.parametrize(
+        ("every", "known", "stops"), [(1, 9, None), (1, 0, 0), (2, 4, None), (1, 1, 1), (2, 1, None)]
+    )
+    def test_a_watched_pass_stops_where_an_order_comes(
+        self, every: int, known: int, stops: int | None
+    ) -> None:
+        import torch
+
+        from conserve.engine.vllm.preemption.segments import RESULT
+
+        class Orders:
+            looks = 0
+
+            def __getitem__(self, slot: int) -> int:
+                assert slot == 5
+                self.looks += 1
+                return self.looks
+
+        made = Made()
+        segments, ids = made.stitched.segments(), torch.arange(6, dtype=torch.float32)
+        stopped: list[int] = []
+
+        def rest(index: int, variables: dict[str, Any]) -> Any:
+            stopped.append(index)
+            for rest in range(index, 3):
+                segments.run(rest, variables)
+            return variables[RESULT]
+
+        watched = segments.watched(every)
+        (got,) = watched(6, ids, torch.ones(WEIGHT), ids + 7, Orders(), 5, known, rest)
+        assert torch.equal(got, made.call(6)[0])
+        assert stopped == ([] if stops is None else [stops])
 
     def test_what_has_an_entry_a_token_is_told_by_two_passes(self) -> None:
         first, second, third, results = Made().layouts()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
+from tests.asked_orders import Asking
 from tests.tiny_models import LAYERS
 from tests.warned import OF_VLLM
 
@@ -699,10 +700,8 @@ def real_flag(engine: Any) -> Iterator[None]:
         engine.worker._safepoints._orders = engine.orders
 
 
-class Arrivals:
+class Arrivals(Asking):
     """Implements `safepoints.Orders`: the shared word, read after a request has come in another thread."""
-
-    heard = True
 
     def __init__(self, engine: Any, asked: Sequence[Any], seed: int) -> None:
         self._engine, self._asked, self._dice = engine, list(asked), random.Random(seed)
@@ -722,7 +721,7 @@ class Arrivals:
         come, self._come = self._come, []
         return come
 
-    def rows_ordered(self, stamp: Any) -> int:
+    def asked(self, stamp: Any) -> int:
         if stamp.iteration != self._iteration:
             self._iteration, self._layer, self._at = stamp.iteration, -1, self._dice.randrange(LAYERS)
         self._layer += 1

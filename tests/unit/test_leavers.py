@@ -119,6 +119,9 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
             self.at: dict[int, int] = {}
             self.layer = -1
 
+        def word(self, stamp: Stamp) -> None:
+            """They have to be asked for."""
+
         def rows_ordered(self, stamp: Stamp) -> int:
             self.layer += 1
             return self.at.get(self.layer, 0)

@@ -256,6 +256,9 @@ class FakeOrders:
         self.asked: list[int] = []
         self.layer = 0
 
+    def word(self, stamp: Any) -> None:
+        """They have to be asked for."""
+
     def rows_ordered(self, stamp: Any) -> int:
         self.asked.append(self.layer)
         return max((count for layer, count in self.rows.items() if layer <= self.layer), default=0)

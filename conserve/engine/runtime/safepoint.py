@@ -8,7 +8,7 @@ import weakref
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 ROWS_BITS = 20
 ALL_ROWS = (1 << ROWS_BITS) - 1  # every row leaves, also online ones: the iteration is abandoned
@@ -16,6 +16,14 @@ ALL_ROWS = (1 << ROWS_BITS) - 1  # every row leaves, also online ones: the itera
 
 REFUSED = ALL_ROWS - 1  # the iteration was scheduled ahead: it is refused if it has not started
 IN_FLIGHT = 2  # most iterations at a time: one that runs, and one that waits
+
+
+class Word(NamedTuple):
+    """A word of shared memory, which is greater than `known` once its iteration has an order."""
+
+    words: memoryview
+    slot: int
+    known: int
 
 
 class LeaveFlag:
@@ -58,6 +66,10 @@ class LeaveFlag:
         """Number of rows that the flag asks to leave this iteration, mostly 0: one load from memory."""
         rows = self._order(iteration)
         return rows if rows != REFUSED else 0
+
+    def word(self, iteration: int) -> Word:
+        """The word that this iteration's orders come in."""
+        return Word(self._words, iteration % IN_FLIGHT, iteration << ROWS_BITS)
 
     def is_refused(self, iteration: int) -> bool:
         """True if this iteration is to be refused."""

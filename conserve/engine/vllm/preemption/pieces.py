@@ -6,7 +6,7 @@ token are cut down or filled up, the others stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class Pieces(RunnerRows):
         super().__init__(runner, safepoints)
         self._segments = segments
         self._layouts = layouts
+        self._watched: dict[int, Callable[..., Any]] = {}  # by layers between safepoints
+        name, axis = next(iter(layouts[0].tensors.items()))
+        self._tokens_of = segments.names.index(name), axis.dimension  # an argument with an entry a token
 
     def install(self, stitched: Stitched) -> None:
         """Run passes that rows may leave or join in segments, and all others as vLLM does."""
@@ -54,13 +57,23 @@ class Pieces(RunnerRows):
         stitched.run = guarded
 
     def forward(self, args: Sequence[Any]) -> Any:
-        """Run all segments, each on the rows that are in the pass by then."""
+        """Run the pass in one go until an order comes, and from there on segment by segment."""
+        argument, dimension = self._tokens_of
+        self._total = args[argument].shape[dimension]  # with vLLM's padding
+        order = None if self._suspended else self._safepoints.order()
+        if order is None:
+            return self._by_segments(0, dict(zip(self._segments.names, args, strict=True)))
+        assert self._safepoints.stamp is not None
+        every = self._safepoints.stamp.every
+        if every not in self._watched:
+            self._watched[every] = self._segments.watched(every)
+        return self._watched[every](*args, *order, self._by_segments)
+
+    def _by_segments(self, first: int, variables: dict[str, Any]) -> Any:
+        """Run the segments from the `first` one on, each on the rows that are in the pass by then."""
         segments = self._segments
-        variables: dict[str, Any] = dict(zip(segments.names, args, strict=True))
-        name, axis = next(iter(self._layouts[0].tensors.items()))
-        self._total = variables[name].shape[axis.dimension]  # with vLLM's padding
         last = len(segments.codes) - 1
-        for index in range(last + 1):
+        for index in range(first, last + 1):
             if index < last:  # as many safepoints as layers
                 self._change_at(index, variables)
             if self._in is None or len(self._in):  # else all rows of the pass join later

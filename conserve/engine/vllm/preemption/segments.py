@@ -20,6 +20,7 @@ PIECES = "__vllm_submods__"
 ATTENTION = "__vllm_inlined_submods__"
 CONSTANTS = "__vllm_consts__"
 RESULT = "__conserve_result__"
+WORDS, SLOT, KNOWN, REST = (f"__conserve_{name}__" for name in ("words", "slot", "known", "rest"))
 ATTENTION_OPS = frozenset({"unified_attention_with_output", "unified_kv_cache_update"})
 
 
@@ -45,6 +46,9 @@ class Stitched:
         return segments_of(self._code, dict(self._namespace))
 
 
+LOOK = f"if {WORDS}[{SLOT}] > {KNOWN}:\n    return {REST}({{index}}, locals())"
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
     """A pass in parts: each a piece (the first may be several) up to the end of the next attention call."""
@@ -53,10 +57,34 @@ class Segments:
     codes: tuple[CodeType, ...]  # run one after the other in one dictionary of variables
     live: tuple[frozenset[str], ...]  # variables that a segment or one behind it reads, and none of them sets
     globals: dict[str, Any]
+    parts: Sequence[Sequence[ast.stmt]]  # the codes' statements
 
     def run(self, index: int, variables: dict[str, Any]) -> None:
         """Run one segment."""
         exec(self.codes[index], self.globals, variables)  # vLLM's own code, which it runs in the same way
+
+    def watched(self, every: int) -> Callable[..., Any]:
+        """The whole pass as one function that looks at an order before every N-th segment but the last.
+
+        Takes the pass's arguments, then `words`, `slot`, `known`, and `rest`. Where `words[slot] > known` before
+        segment n, it returns `rest(n, variables)`. A look costs the processor's caches, which the pieces around it
+        have filled with weights, a tenth of what a call does.
+        """
+        body: list[ast.stmt] = []
+        for index, part in enumerate(self.parts):
+            if index < len(self.parts) - 1 and index % every == 0:
+                body += ast.parse(LOOK.format(index=index)).body
+            body += part
+        body += ast.parse(f"return {RESULT}").body
+        arguments = ", ".join([*self.names, WORDS, SLOT, KNOWN, REST])
+        module = ast.parse(f"def {FUNCTION}({arguments}): pass")
+        function = module.body[0]
+        assert isinstance(function, ast.FunctionDef)
+        function.body = body
+        found: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(module), "<pieces>", "exec"), self.globals, found)
+        made: Callable[..., Any] = found[FUNCTION]
+        return made
 
 
 def segments_of(code: str, namespace: dict[str, Any]) -> Segments:
@@ -75,7 +103,9 @@ def segments_of(code: str, namespace: dict[str, Any]) -> Segments:
     live = [frozenset(set().union(*reads[n:]) - set().union(*sets[n:])) for n in range(len(parts))]
     arguments = tuple(arg.arg for arg in function.args.args)
     known = set(arguments).union(*sets)
-    return Segments(arguments, tuple(map(compiled, parts)), tuple(one & known for one in live), namespace)
+    return Segments(
+        arguments, tuple(map(compiled, parts)), tuple(one & known for one in live), namespace, parts
+    )
 
 
 def operators_of(function: ast.FunctionDef) -> set[str]:

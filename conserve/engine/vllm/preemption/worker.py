@@ -15,7 +15,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.outputs import ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
-from conserve.engine.runtime.safepoint import LeaveFlag
+from conserve.engine.runtime.safepoint import LeaveFlag, Word
 from conserve.engine.vllm.compat.vllms_worker import VllmWorker
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.cpu_pieces import leave_gpu_pass_out
@@ -57,6 +57,11 @@ class TensorParallelOrders:
         """True if the iteration, which was scheduled ahead, is not to start; equal on every rank."""
         return bool(self._told(self._start, stamp))
 
+    def word(self, stamp: Stamp) -> Word | None:
+        """The flag's word of this iteration, where no other rank has to be told."""
+        flag = self._attached(stamp) if self._alone else None
+        return flag.word(stamp.iteration) if flag is not None else None
+
     def _told(self, ask: Callable[[LeaveFlag, int], int], stamp: Stamp) -> int:
         """Answer of the flag, as the first rank reads it; 0 if it cannot be read."""
         if self._alone:
@@ -66,16 +71,21 @@ class TensorParallelOrders:
         return int(self._group.broadcast_object(rows))
 
     def _read(self, ask: Callable[[LeaveFlag, int], int], stamp: Stamp) -> int:
+        flag = self._attached(stamp)
+        return ask(flag, stamp.iteration) if flag is not None else 0
+
+    def _attached(self, stamp: Stamp) -> LeaveFlag | None:
+        """The stamp's flag; None if it cannot be read."""
         if self._flag is None or self._flag.name != stamp.flag:
             if stamp.flag == self._lost:
-                return 0
+                return None
             try:
                 self._flag = LeaveFlag.attach(stamp.flag)
             except OSError as error:
                 self._lost, self.heard = stamp.flag, False
                 log.warning("rows do not leave iterations here: the flag cannot be read (%s)", error)
-                return 0
-        return ask(self._flag, stamp.iteration)
+                return None
+        return self._flag
 
     @staticmethod
     def _rows_asked(flag: LeaveFlag, iteration: int) -> int:
