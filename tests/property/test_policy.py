@@ -263,7 +263,9 @@ class Judged:
         ordered = sorted(left, key=lambda request: not request.decode)
         held, others = [], []
         for request in waiting:
-            out = request.name not in self.plan.tokens and self.computed_for(request)
+            out = (
+                request.name not in self.plan.tokens and self.computed_for(request) and not request.restorable
+            )
             (held if out else others).append(request)
         first = next((r for r in (*ordered, *others, *held) if not self.served(r)), None)
         return None if first is not None and first.restorable else first

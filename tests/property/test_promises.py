@@ -108,3 +108,32 @@ def test_a_debt_is_paid_back_in_bounded_time() -> None:
         account.note(P50_MS, 4)
         iterations += 1
     assert DEBT < iterations < 2 * DEBT
+
+
+@given(iterations=ITERATIONS, late=st.integers(0, 100))
+def test_a_largest_promise_is_broken_while_more_latencies_are_late_than_it_allows(
+    iterations: Sequence[tuple[int, int, float]], late: int
+) -> None:
+    account = Account({"p50": P50_MS, "p99": P99_MS})
+    played(account, iterations)
+    assert not account.broken, "no iteration was planned beyond it"
+    for _ in range(late):
+        account.note(P99_MS + 1, 1)
+    if reached("more are late than were saved", late > SAVED * MOST):
+        assert account.broken
+    kept = 0
+    while account.broken:
+        account.note(P99_MS, MOST)
+        kept += MOST
+    assert kept <= late / (0.01 * (1 - MARGIN)) + MOST
+
+
+def test_the_largest_quantile_at_the_largest_bound_decides() -> None:
+    for named in ({"p50": P99_MS, "p99": P99_MS}, {"p99": P99_MS}, {"p50": P99_MS}):
+        account = Account(named)
+        account.note(P99_MS + 1)
+        for _ in range(60):
+            account.note(1.0)
+        assert account.broken == ("p99" in named)
+    assert not Account({"mean": MEAN_MS}).broken
+    assert not Account({}).broken

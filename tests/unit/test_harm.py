@@ -1,5 +1,7 @@
 """Harm: what an iteration, and an arrival's wait, may be lengthened by. 1 ms a token, 10 ms an iteration."""
 
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from conserve.engine.policy.conserve import Conserve, harmless_wait_ms
 from conserve.engine.policy.harm import limit_of
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import offline_turn_ms
-from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.view import Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import FrozenModel, step_of
 from tests.policy_views import MS_PER_TOKEN, decodes, view_of
@@ -119,6 +121,31 @@ class TestArrivals:
         live = beside(rows_leave=True)
         assert offline_turn_ms(live, 100.0) == 0.0
         assert offline_turn_ms(beside(Slo(ttft_ms=1000, tbt_ms=200), rows_leave=True), 100.0) > 0
+
+
+class TestBroken:
+    """While a largest promise is not kept, offline tokens are bound by a harm; for each latency apart."""
+
+    def test_gaps_that_are_late_too_often_bound_what_goes_beside_decode_steps(self) -> None:
+        slo = Slo(ttft_ms=1000, tbt_ms=100)
+        assert offline_tokens(beside(slo)) == 80
+        assert offline_tokens(beside(replace(slo, broken_tbt_harm=0.1))) == 2
+        assert offline_tokens(beside(replace(slo, broken_ttft_harm=0.1))) == 80
+        assert offline_tokens(beside(replace(slo, harm=0.05, broken_tbt_harm=0.1))) == 1
+
+    def test_first_tokens_that_are_late_too_often_bound_what_an_arrival_waits_for(self) -> None:
+        assert harmless_wait_ms(view_of(slo=Slo(broken_tbt_harm=0.1), prompt_tokens=90)) == inf
+        assert harmless_wait_ms(view_of(slo=Slo(broken_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(50)
+
+    def test_no_turn_of_rows_alone_makes_another_gap_late(self) -> None:
+        slo = Slo(ttft_ms=1000, tbt_ms=200)
+        assert offline_turn_ms(beside(replace(slo, broken_ttft_harm=0.1), rows_leave=True), 100.0) > 0
+        assert offline_turn_ms(beside(replace(slo, broken_tbt_harm=0.1), rows_leave=True), 100.0) == 0.0
+
+    def test_among_classes_the_smallest_harm_holds(self) -> None:
+        several = [Slo(broken_ttft_harm=0.1), Slo(harm=0.3), Slo(harm=0.2, broken_tbt_harm=0.1)]
+        assert (tightest(several).ttft_harm, tightest(several).tbt_harm) == (0.1, 0.1)
+        assert (tightest(several[1:]).ttft_harm, tightest(several[1:2]).tbt_harm) == (0.2, 0.3)
 
 
 class TestLargest:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine.policy.promises import Promises
+from conserve.engine.policy.promises import HARM, Promises
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.class_traffic import WINDOW_S, at_rank, quantiles, share
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
@@ -98,6 +98,16 @@ def test_the_bound_on_the_next_iteration_follows_from_the_latencies_so_far() -> 
     assert traffic.bounds(now=0.0) == replace(short, tbt_ms=150.0)
     answer(traffic, "b", at=5.0, gaps_s=(0.1, 0.1))
     assert traffic.bounds(now=0.0) == short
+
+
+def test_a_p99_that_is_late_too_often_bounds_what_offline_tokens_add_until_it_is_kept_again() -> None:
+    traffic = Traffic(Promises.of({"ttft_ms": 1000, "tbt_ms": 150}))
+    kept = Slo(ttft_ms=1000.0, tbt_ms=150.0, largest_ttft_ms=1000.0, largest_tbt_ms=150.0)
+    assert traffic.bounds(now=0.0) == kept
+    answer(traffic, "a", at=0.0, gaps_s=(0.2,))
+    assert traffic.bounds(now=1.0) == replace(kept, broken_tbt_harm=HARM)
+    answer(traffic, "b", at=1.0, ttft_s=1.5, gaps_s=(0.1,) * 120)
+    assert traffic.bounds(now=20.0) == replace(kept, broken_ttft_harm=HARM)
 
 
 def test_a_report_covers_the_last_minute() -> None:

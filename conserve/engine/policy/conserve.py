@@ -150,7 +150,7 @@ def harmless_wait_ms(view: View) -> float:
     the constant part of an iteration limits it; where rows cannot leave, the requests that end a quiet minute wait
     for all of it, so it is that long only while such requests are rare.
     """
-    harm = view.slo.harm
+    harm = view.slo.ttft_harm
     if harm is None:
         return inf
     constant_ms = smallest_ms(view.model)

@@ -20,7 +20,7 @@ def offline_turn_ms(view: View, limit_ms: float) -> float:
     one such iteration at a time, and only while all of them decode: an unfinished prompt goes first. A turn adds
     more than any `harm` allows.
     """
-    if view.slo.harm is not None:
+    if view.slo.tbt_harm is not None:
         return 0.0
     if not view.apart or view.online_waited_ms or not view.online or view.queued_online:
         return 0.0

@@ -50,6 +50,18 @@ class Slo:
     harm: float | None = None  # share of their own time that offline tokens may add; None without the promise
     largest_ttft_ms: float | None = None  # None where it is `ttft_ms`
     largest_tbt_ms: float | None = None
+    broken_ttft_harm: float | None = None  # harm to first tokens while their largest promise is not kept
+    broken_tbt_harm: float | None = None  # the same for gaps
+
+    @property
+    def ttft_harm(self) -> float | None:
+        """Share of a prompt's own time that an arrival may wait for offline tokens; None without such a bound."""
+        return least(self.harm, self.broken_ttft_harm)
+
+    @property
+    def tbt_harm(self) -> float | None:
+        """Share of its own time by which offline tokens may lengthen an iteration; None without such a bound."""
+        return least(self.harm, self.broken_tbt_harm)
 
     @property
     def online_ttft_ms(self) -> float:
@@ -68,10 +80,17 @@ def tightest(slos: Iterable[Slo]) -> Slo:
     return Slo(
         ttft_ms=min((slo.ttft_ms for slo in several), default=inf),
         tbt_ms=min((slo.tbt_ms for slo in several), default=inf),
-        harm=min((slo.harm for slo in several if slo.harm is not None), default=None),
+        harm=least(*(slo.harm for slo in several)),
         largest_ttft_ms=min((slo.online_ttft_ms for slo in several), default=inf),
         largest_tbt_ms=min((slo.online_tbt_ms for slo in several), default=inf),
+        broken_ttft_harm=least(*(slo.broken_ttft_harm for slo in several)),
+        broken_tbt_harm=least(*(slo.broken_tbt_harm for slo in several)),
     )
+
+
+def least(*bounds: float | None) -> float | None:
+    """Smallest of the bounds that there are; None without any."""
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 class Lazy(Generic[T]):

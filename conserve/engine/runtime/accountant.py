@@ -7,7 +7,7 @@ earned and not spent is kept up to a limit, so that an hour of short gaps does n
 
 from collections.abc import Mapping
 
-from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, ceiling_ms, rank
+from conserve.engine.policy.promises import HARM, LATENCIES, MEAN, Promises, ceiling_ms, rank
 from conserve.engine.policy.view import Slo
 
 MARGIN = 0.1  # part of what a promise allows that is never spent
@@ -27,6 +27,11 @@ class QuantileAccount:
     def covers(self, count: int) -> bool:
         """True if so many latencies at once may be late."""
         return self._credit + ROUNDING >= count * (1 - self._earned)
+
+    @property
+    def in_debt(self) -> bool:
+        """True if more latencies were late than the promise allows."""
+        return self._credit < -ROUNDING
 
     def note(self, ms: float, count: int, concurrent: int) -> None:
         """Note `count` latencies of `ms`, while up to `concurrent` requests had one at once."""
@@ -62,6 +67,8 @@ class Account:
             for name, ms in named.items()
             if name != MEAN and ms < self._ceiling_ms
         ]
+        largest = [rank(name) for name, ms in named.items() if name != MEAN and ms == self._ceiling_ms]
+        self._largest = QuantileAccount(max(largest), self._ceiling_ms) if largest else None
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
 
@@ -73,8 +80,15 @@ class Account:
         )
         return min([bound_ms, *(one.bound_ms for one in self._quantiles if not one.covers(count))])
 
+    @property
+    def broken(self) -> bool:
+        """True if the largest bound, which no iteration is planned beyond, is exceeded too often all the same."""
+        return self._largest is not None and self._largest.in_debt
+
     def note(self, ms: float, count: int = 1) -> None:
         """Note `count` latencies of `ms`."""
+        if self._largest is not None:
+            self._largest.note(ms, count, self._concurrent)
         for one in self._quantiles:
             one.note(ms, count, self._concurrent)
         if self._mean is not None:
@@ -100,6 +114,8 @@ class Accountant:
             harm=slo.harm,
             largest_ttft_ms=slo.ttft_ms,
             largest_tbt_ms=slo.tbt_ms,
+            broken_ttft_harm=HARM if self.ttft.broken else None,
+            broken_tbt_harm=HARM if self.tbt.broken else None,
         )
 
 

@@ -325,7 +325,7 @@ class ArrivalMonitor:
 
     def _harmless_ms(self, prompts: Sequence[Slice], model: LatencyModel) -> float:
         """Time until the prompts' first token that `harm` allows, in ms: their own, and a share of it."""
-        harm = self._slo.harm
+        harm = self._slo.ttft_harm
         return inf if harm is None else (1 + harm) * model.predict(Batch.of(prompts))
 
     def _still_expected(self, now: float) -> list[Expected]:
@@ -338,7 +338,7 @@ class ArrivalMonitor:
     def _step(self, iteration_ms: float, slo: Slo) -> int:
         """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise."""
         # A single layer where `harm` is promised: prompts may be short.
-        if slo.harm is not None:
+        if slo.ttft_harm is not None:
             return 1
         if slo.ttft_ms == inf:
             return LARGEST_STEP
