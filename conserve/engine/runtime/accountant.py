@@ -13,31 +13,35 @@ from conserve.engine.policy.view import Slo
 MARGIN = 0.1  # part of what a promise allows that is never spent
 SAVED = 2.0  # iterations whose late gaps the credit pays for at most
 DEBT = 50.0  # iterations whose late gaps are remembered, where gaps exceeded the bound that was handed out
+SAVED_OF_LARGEST = 10.0  # the same as `SAVED` for the largest bound: nothing is planned by its credit
+OVERDRAWN = 3.0  # iterations whose late gaps the largest bound may owe: a burst is no broken promise
 ROUNDING = 1e-9
 
 
 class QuantileAccount:
     """Credit of the promise that a share `rank` of latencies is at most `bound_ms`."""
 
-    def __init__(self, rank: float, bound_ms: float) -> None:
+    def __init__(self, rank: float, bound_ms: float, saved: float = SAVED) -> None:
         self.bound_ms = bound_ms
+        self._saved = saved  # iterations
         self._earned = (1 - rank) * (1 - MARGIN)  # late latencies for each latency
         self._credit = 0.0  # late latencies
+        self._iteration = 1.0  # late latencies of one
 
     def covers(self, count: int) -> bool:
         """True if so many latencies at once may be late."""
         return self._credit + ROUNDING >= count * (1 - self._earned)
 
     @property
-    def in_debt(self) -> bool:
-        """True if more latencies were late than the promise allows."""
-        return self._credit < -ROUNDING
+    def overdrawn(self) -> bool:
+        """True if so many more latencies were late than the promise allows that it is not kept."""
+        return self._credit < -OVERDRAWN * self._iteration - ROUNDING
 
     def note(self, ms: float, count: int, concurrent: int) -> None:
         """Note `count` latencies of `ms`, while up to `concurrent` requests had one at once."""
         late = count if ms > self.bound_ms else 0
-        iteration = (1 - self._earned) * max(count, concurrent)
-        self._credit = clamped(self._credit + count * self._earned - late, iteration)
+        self._iteration = (1 - self._earned) * max(count, concurrent)
+        self._credit = clamped(self._credit + count * self._earned - late, self._iteration, self._saved)
 
 
 class MeanAccount:
@@ -68,7 +72,7 @@ class Account:
             if name != MEAN and ms < self._ceiling_ms
         ]
         largest = [rank(name) for name, ms in named.items() if name != MEAN and ms == self._ceiling_ms]
-        self._largest = QuantileAccount(max(largest), self._ceiling_ms) if largest else None
+        self._largest = QuantileAccount(max(largest), self._ceiling_ms, SAVED_OF_LARGEST) if largest else None
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
 
@@ -83,7 +87,7 @@ class Account:
     @property
     def broken(self) -> bool:
         """True if the largest bound, which no iteration is planned beyond, is exceeded too often all the same."""
-        return self._largest is not None and self._largest.in_debt
+        return self._largest is not None and self._largest.overdrawn
 
     def note(self, ms: float, count: int = 1) -> None:
         """Note `count` latencies of `ms`."""
@@ -119,6 +123,6 @@ class Accountant:
         )
 
 
-def clamped(credit: float, iteration: float) -> float:
-    """The credit within `SAVED` iterations and `DEBT` iterations of debt."""
-    return max(-DEBT * iteration, min(SAVED * iteration, credit))
+def clamped(credit: float, iteration: float, saved: float = SAVED) -> float:
+    """The credit within so many `saved` iterations and `DEBT` iterations of debt."""
+    return max(-DEBT * iteration, min(saved * iteration, credit))
