@@ -193,7 +193,7 @@ def test_what_is_planned_is_what_is_scheduled(make: Make, policy: str, blocks: i
     assert len(history.deviations) <= history.planned // 20
     if policy == "conserve":
         report = engine.scheduler.conserve()
-        # Hardly more than a P99 allows: while one is broken, iterations of lengths not seen yet fill a limit exactly.
+        # Hardly more than a P99 allows: while one is broken, iterations of new lengths fill a limit exactly.
         assert report["overruns"] <= report["planned"] / 50, "iterations took longer than planned"
     engine.scheduler.conserve({"policy": "conserve"})
     history.drain()
