@@ -142,3 +142,32 @@ def test_the_largest_quantile_at_the_largest_bound_decides() -> None:
         assert not account.broken
     assert not Account({"mean": MEAN_MS}).broken
     assert not Account({}).broken
+
+
+def test_an_hour_of_short_gaps_pays_for_ten_iterations_of_late_ones_and_three_may_be_owed() -> None:
+    account, late = Account({"p99": P99_MS}), 0
+    for _ in range(10_000):
+        account.note(10.0, 1)
+    while not account.broken:
+        account.note(P99_MS + 1, 1)
+        late += 1
+    assert late == 14
+
+
+def test_a_latency_at_its_bound_is_not_late() -> None:
+    account = Account({"p99": P99_MS})
+    for _ in range(100):
+        account.note(P99_MS, 4)
+    assert not account.broken
+
+
+def test_what_short_latencies_leave_of_a_mean_is_for_long_ones() -> None:
+    account = Account({"mean": MEAN_MS})
+    assert account.bound_ms(1) == pytest.approx(54), "a tenth is never spent"
+    account.note(24.0)
+    assert [account.bound_ms(2), account.bound_ms(1)] == pytest.approx([54 + 15, 54 + 30])
+    account.note(84.0)
+    assert account.bound_ms(1) == pytest.approx(54)
+    for _ in range(100):
+        account.note(0.0, 4)
+    assert account.bound_ms(4) == pytest.approx(54 + 2 * 54), "two iterations' worth is saved"

@@ -71,8 +71,8 @@ class Account:
             for name, ms in named.items()
             if name != MEAN and ms < self._ceiling_ms
         ]
-        largest = [rank(name) for name, ms in named.items() if name != MEAN and ms == self._ceiling_ms]
-        self._largest = QuantileAccount(max(largest), self._ceiling_ms, SAVED_OF_LARGEST) if largest else None
+        largest = max(map(rank, named), default=0.0)  # no quantile is less than a lower one
+        self._largest = QuantileAccount(largest, self._ceiling_ms, SAVED_OF_LARGEST) if largest else None
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
 
