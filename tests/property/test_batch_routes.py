@@ -165,7 +165,11 @@ LINES = st.one_of(ROWS.map(lambda row: json.dumps(row).encode()), st.binary(max_
 @given(content=st.lists(LINES, min_size=1, max_size=6).map(b"\n".join).filter(bool))
 def test_any_file_becomes_a_job_or_is_refused_with_a_reason(asked: Asked, content: bytes) -> None:
     body = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
-    file_id = asked("POST", "/v1/files", **body).json()["id"]
+    uploaded = asked("POST", "/v1/files", **body)
+    if len(content) > LIMITS.file_bytes:
+        assert uploaded.status_code == 413
+        return
+    file_id = uploaded.json()["id"]
     made = asked("POST", "/v1/batches", json={**GOOD, "input_file_id": file_id}).json()["id"]
     admit(asked.store, made, LIMITS, now=0.0)
     with asked.store.read() as tx:
