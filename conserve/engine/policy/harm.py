@@ -33,7 +33,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Smallest harm that is promised to a request in the batch; None without one."""
+    """Smallest harm that bounds the gaps of requests in the batch; None without one."""
     if not view.slos:
         return view.slo.tbt_harm
     return tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens).tbt_harm

@@ -65,7 +65,7 @@ class Safepoints:
 
     def disarm(self) -> None:
         """End it; no safepoint looks until the next `arm`."""
-        self.stamp = None
+        self.stamp = self._word = None
 
     def check(self, layer: int) -> int:
         """Check the orders before this layer: the number of first rows that leave, or 0 if it has not grown."""
@@ -74,7 +74,7 @@ class Safepoints:
             return 0
         if self._launches is not None:
             self._launches.keep_up()
-        word = self._word  # mostly enough, and a tenth of the time: the layers have emptied the caches
+        word = self._word  # mostly enough, and half of the time: the layers have emptied the caches
         if word is not None and word.words[word.slot] <= word.known:
             return 0
         rows = self._orders.rows_ordered(stamp)
@@ -88,7 +88,7 @@ class Safepoints:
 
     def order(self) -> Word | None:
         """The word to look at instead of `check`, until an order comes; None if `check` has to be called."""
-        return self._word if self.stamp is not None and self._launches is None else None
+        return self._word if self._launches is None else None
 
     def refused(self, stamp: Stamp) -> bool:
         """True if the iteration, which was scheduled ahead, is to be refused before it starts."""

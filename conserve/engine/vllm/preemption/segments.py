@@ -68,7 +68,7 @@ class Segments:
 
         Takes the pass's arguments, then `words`, `slot`, `known`, and `rest`. Where `words[slot] > known` before
         segment n, it returns `rest(n, variables)`. A look costs the processor's caches, which the pieces around it
-        have filled with weights, a tenth of what a call does.
+        have filled with weights, a fifth of what asking does.
         """
         body: list[ast.stmt] = []
         for index, part in enumerate(self.parts):
