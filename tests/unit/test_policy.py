@@ -32,8 +32,24 @@ class TestArrivalLimit:
         assert arrival_limit_ms(view_of()) == inf
 
     def test_an_iteration_that_rows_can_leave_may_waste_2_percent_on_its_constant_part(self) -> None:
-        view = view_of(slo=self.slo, rows_leave=True, rows_join=True, prompt_tokens=990)
+        view = view_of(slo=self.slo, rows_leave=True, rows_join=True, prompt_tokens=500, layers=32)
         assert arrival_limit_ms(view) == pytest.approx(10 / 0.02, rel=0.1)
+
+    @pytest.mark.parametrize(
+        ("prompt_tokens", "layers", "limit_ms"),
+        [
+            (900, 8, 8 * 90 / 2),  # 910 ms: a layer takes half of what the promise leaves
+            (900, 32, 550),  # constant part 2 %
+            (900, 1, 110),  # constant part 10 %
+            (2000, 8, 110),
+        ],
+    )
+    def test_an_arrival_waits_for_a_layer_for_half_of_its_slack_at_most(
+        self, prompt_tokens: int, layers: int, limit_ms: float
+    ) -> None:
+        joins: dict[str, Any] = {"slo": self.slo, "rows_leave": True, "rows_join": True}
+        view = view_of(**joins, prompt_tokens=prompt_tokens, layers=layers)
+        assert arrival_limit_ms(view) == pytest.approx(limit_ms)
 
     @pytest.mark.parametrize(
         ("prompt_tokens", "limit_ms"),
@@ -122,7 +138,7 @@ class TestFirstTokens:
 
     def test_offline_tokens_beside_it_add_a_fiftieth_of_the_promise_where_rows_can_leave(self) -> None:
         prompt = Candidate("prompt", 100, 0)  # 110 ms
-        can_leave = {"rows_leave": True, "rows_join": True}
+        can_leave: dict[str, Any] = {"rows_leave": True, "rows_join": True, "layers": 32}
         assert self.limit_ms(waiting_online=[prompt], **can_leave) == 110 + 20
         assert self.limit_ms(waiting_online=[prompt._replace(age_ms=880)], **can_leave) == 120
         assert self.limit_ms(waiting_online=[prompt._replace(answered=True)], **can_leave) == pytest.approx(

@@ -98,10 +98,20 @@ def arrival_limit_ms(view: View) -> float:
     if view.quiet:
         return quiet_limit_ms(view)
     constant_ms = smallest_ms(view.model)
-    if view.rows_join:  # rows leave at once and lose nothing, so an arrival does not wait
-        return constant_ms / LEAST_LOSS
+    if view.rows_join:
+        return layer_limit_ms(view, constant_ms)
     limit_ms = bearable_ms(view, constant_ms)
     return min(limit_ms, cheapest_ms(view, constant_ms)) if view.rows_leave else limit_ms
+
+
+def layer_limit_ms(view: View, constant_ms: float) -> float:
+    """Longest iteration that rows leave at once and lose nothing by, in ms: an arrival waits for a layer at most.
+
+    A layer takes at most half of the TTFT slack, as far as that costs `LARGEST_LOSS` of throughput at most; the
+    other half is for queueing.
+    """
+    slack_ms = max(0.0, view.slo.ttft_ms - view.typical_prompt_ms)
+    return min(constant_ms / LEAST_LOSS, max(constant_ms / LARGEST_LOSS, view.layers * slack_ms / 2))
 
 
 def quiet_limit_ms(view: View) -> float:
