@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.store.books import catalog, choice, queue
-from conserve.store.books.choice import Terms
-from conserve.store.books.leases import Lease
+from conserve.store.books.leases import Lease, Terms
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, live, positions, put_back, select

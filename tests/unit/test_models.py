@@ -26,7 +26,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.owners import this_process
 from conserve.store.books import catalog, choice, leases, queue, results, saved_tokens
-from conserve.store.books.choice import Terms
+from conserve.store.books.leases import Terms
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.store import Store

@@ -5,7 +5,7 @@ import multiprocessing
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from select import select as select_files
@@ -14,8 +14,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import BigInteger, Boolean, Column, Connection, Float, Integer, LargeBinary, event, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Integer,
+    LargeBinary,
+    event,
+    null,
+    text,
+    update,
+)
 from sqlalchemy import select as query
+from sqlalchemy.exc import OperationalError
 
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
@@ -30,6 +43,7 @@ from conserve.store.books import (
     choice,
     harvested,
     hooks,
+    journal,
     keys,
     leases,
     outbox,
@@ -39,11 +53,10 @@ from conserve.store.books import (
     shards,
     spans,
 )
-from conserve.store.books.choice import Terms
 from conserve.store.books.events import Event
 from conserve.store.books.harvested import HarvestedQuarter
-from conserve.store.books.journal import Committed
-from conserve.store.books.leases import Lease
+from conserve.store.books.journal import Committed, Finished
+from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
@@ -59,7 +72,7 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, select
+from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, result, select
 from tools.deploy.chart import CHART
 
 ROWS = 100
@@ -402,6 +415,50 @@ def test_a_claim_waits_for_no_result_that_is_just_written(store: Store) -> None:
         spans.locked(first, [lease.epoch])
         first.execute(text("insert into journal values ('job-1', 0, false, '')"))
         assert positions(queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2)) == [2, 3]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_last_statement_of_a_claim_may_bring_its_commit_along(store: Store, ends: bool) -> None:
+    """Then no other harvester of the job waits for this process to send the commit."""
+    add_job(store, rows=8)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        mine = queue.claim(first, owner="ann", now=0.0, lease_s=9.0, limit=2, ends=ends)
+        waits = nullcontext() if ends else pytest.raises(OperationalError, match="lock timeout")
+        with waits:
+            theirs = queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2)
+            assert (positions(mine), positions(theirs)) == ([0, 1], [2, 3])
+
+
+@pytest.mark.parametrize("ended", [2, 4])
+def test_results_are_committed_with_their_count_unless_a_job_may_be_complete(
+    store: Store, ended: int
+) -> None:
+    """A lease that still has rows of the job shows that it is not; its end is written in the same transaction."""
+    add_job(store, rows=4)
+    lease = leased(store)
+    finished = [Finished(lease.epoch, "job-1", position, result(position)) for position in range(ended)]
+    with suppress(ZeroDivisionError), store.write() as tx:
+        committed = journal.commit(tx, finished, now=5.0, ends=True)
+        assert committed.counted == [("job-1", ended, ended, 4)]
+        assert committed.completed == ["job-1"] * (ended == 4)
+        raise ZeroDivisionError
+    assert (job(store).succeeded, len(live(store))) == ((2, 2) if ended == 2 else (0, 4))
+
+
+def test_a_last_statement_that_fails_commits_nothing(store: Store) -> None:
+    add_job(store)
+
+    def end_with(rows: Any) -> list[int]:
+        with store.write() as tx:
+            tx.execute(text("update job set priority = 7"))
+            found = bulk.finish(tx, update(schema.job).values(num_rows=rows).returning(schema.job.c.num_rows))
+            return [row.num_rows for row in found] + [job(store).num_rows, job(store).priority]
+
+    with pytest.raises(StoreError, match="violates not-null"):
+        end_with(null())
+    assert job(store).priority == 0
+    assert end_with(9) == [9, 9, 7]
 
 
 def test_a_lease_that_is_just_renewed_is_not_ended_and_not_waited_for(store: Store) -> None:

@@ -13,7 +13,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog, choice, shards
-from conserve.store.books.choice import Terms
+from conserve.store.books.leases import Terms
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views

@@ -8,7 +8,8 @@ from sqlalchemy import event, text
 
 from conserve.errors import StoreError
 from conserve.store.books import leases, saved_tokens, spans
-from conserve.store.books.choice import Terms, choose
+from conserve.store.books.choice import choose
+from conserve.store.books.leases import Terms
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.spans import Span
 from conserve.store.books.standing import standing

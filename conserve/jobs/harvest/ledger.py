@@ -20,8 +20,7 @@ from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
-from conserve.store.books.choice import Terms
-from conserve.store.books.leases import Lease
+from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
@@ -212,6 +211,7 @@ class Ledger:
             suspect=suspect,
             jobs=runnable,
             model=self.model,
+            ends=True,
         )
         return lease, jobs, windowed
 

@@ -1,11 +1,11 @@
-"""Makes an outbox durable: one transaction, in which `journal.commit` writes the results."""
+"""Makes an outbox durable: one transaction, which `journal.commit` ends."""
 
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from conserve.errors import StoreUnreachable
+from conserve.errors import StoreError, StoreUnreachable
 from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outbox import Outbox
@@ -60,13 +60,10 @@ class Recorder:
             if outbox.returned:
                 queue.put_rows_back(tx, [returned(*row, now) for row in outbox.returned])
                 leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
-            committed = journal.commit(tx, outbox.finished, now=now)
-            tokens = self._tokens + computed(committed)
-            until = now if self._idle_since is None else min(now, self._idle_since)
-            noted = self._note(tx, tokens, until)
+            committed = journal.commit(tx, outbox.finished, now=now, ends=True)
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
-        self._tokens = 0 if noted else tokens
-        self._busy_since = until if noted else self._busy_since
+        self._tokens += computed(committed)
+        self._note(now if self._idle_since is None else min(now, self._idle_since))
         self._gathered.update(job.job_id for job in committed.counted if fills_a_shard(job))
         self._completed.update(committed.completed)
         self._compact()
@@ -79,14 +76,21 @@ class Recorder:
             ended = {finished.job_id for finished in outbox.finished}
             catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outbox.returned})
 
-    def _note(self, tx: Any, tokens: int, until: float) -> bool:
-        """Write down the tokens since the last note if it is time; returns True if they count anew from then on."""
+    def _note(self, until: float) -> None:
+        """Write down the tokens since the last note, if it is time; never raises.
+
+        All harvesters write to the same row, so the transaction with the results does not.
+        """
         since = self._busy_since
         if since is None or since <= until < since + NOTE_S:
-            return False
+            return
         if since < until:  # else the clock was set back
-            harvested.note(tx, tokens, since=since, now=until)
-        return True
+            try:
+                with self._store.write() as tx:
+                    harvested.note(tx, self._tokens, since=since, now=until)
+            except StoreError:  # the results are safe, and the next note has these tokens too
+                return
+        self._tokens, self._busy_since = 0, until
 
     def _compact(self) -> None:
         """Move the journal of completed jobs to shards, and that of jobs that can fill one."""

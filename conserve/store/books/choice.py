@@ -7,11 +7,11 @@ still is in exactly one place, and the windows of several harvesters need not kn
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from conserve.store.books.leases import Lease, LeasedRow, begin_job, begun, open_lease
+from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import PASSED_OVER, runnable_jobs, take_again, take_back
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
@@ -20,15 +20,6 @@ from conserve.store.database.connection import chunks
 job, request, meta = schema.job, schema.request, schema.meta
 
 PLACE = "window"  # its key in `meta`
-
-
-class Terms(NamedTuple):
-    """Terms of a lease: owner, start, length in seconds, and the model that answers."""
-
-    owner: str
-    now: float
-    lease_s: float
-    model: str | None = None
 
 
 def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from conserve.store.books import events, spans
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import insert_rows
+from conserve.store.database.bulk import finish, insert_rows
 from conserve.store.database.connection import chunks
 from conserve.store.database.wakeup import wake
 
@@ -45,11 +45,12 @@ class Committed(NamedTuple):
     counted: Sequence[Counted] = ()
 
 
-def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
+def commit(tx: Connection, finished: Sequence[Finished], *, now: float, ends: bool = False) -> Committed:
     """Move rows from under their leases to `journal`, count them, and complete jobs that have all their results.
 
     A result whose lease is gone is left out and reported as late: another owner has that row. A result that
-    does not fit the columns is written as an error of its row; the other results are not affected.
+    does not fit the columns is written as an error of its row; the other results are not affected. With `ends` the
+    transaction may be committed with the last statement, so nothing must follow in it.
     """
     if not finished:
         return Committed([], [], [])
@@ -67,7 +68,9 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
     spans.write(tx, alive.values())
     insert_rows(tx, journal, [to_row(f, payload) for f, payload in entries])
     spans.end_empty_leases(tx, alive)
-    counted = count(tx, written)  # last, since other writers of the same jobs wait from here on
+    # Last, since other writers of the same jobs wait from here on.
+    unfinished = {rest.job_id for rest in alive.values() if rest is not None and rest.held}
+    counted = count(tx, written, ends=ends and all(f.job_id in unfinished for f in written))
     done = [each.job_id for each in counted if each.done == each.num_rows]
     return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)], counted)
 
@@ -115,12 +118,13 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
     assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
 
 
-def count(tx: Connection, written: Sequence[Finished]) -> list[Counted]:
-    """Add the rows to their jobs' counters."""
+def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) -> list[Counted]:
+    """Add the rows to their jobs' counters; if that `ends` the transaction, commit with the last of them."""
     by_job: dict[str, list[Result]] = defaultdict(list)
     for f in written:
         by_job[f.job_id].append(f.result)
     counted = []
+    last = max(by_job, default=None) if ends else None
     for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
         failed = sum(r.failed for r in results)
         added = (
@@ -134,9 +138,10 @@ def count(tx: Connection, written: Sequence[Finished]) -> list[Counted]:
                 cached_tokens=job.c.cached_tokens + sum(r.cached_tokens for r in results),
                 resumed_tokens=job.c.resumed_tokens + sum(r.resumed_tokens for r in results),
             )
-            .returning(job.c.succeeded + job.c.failed, job.c.num_rows)
+            .returning((job.c.succeeded + job.c.failed).label("done"), job.c.num_rows)
         )
-        counted.append(Counted(job_id, len(results), *tx.execute(added).one()))
+        (after,) = finish(tx, added) if job_id == last else tx.execute(added).all()
+        counted.append(Counted(job_id, len(results), after.done, after.num_rows))
     return counted
 
 

@@ -33,6 +33,15 @@ class LeasedRow(NamedTuple):
     deaths: int = 0  # of an engine in which the row was alone
 
 
+class Terms(NamedTuple):
+    """Terms of a lease: owner, start, length in seconds, and the model that answers."""
+
+    owner: str
+    now: float
+    lease_s: float
+    model: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Some rows of one job, held by one owner until `expires_at`."""

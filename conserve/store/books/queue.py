@@ -26,11 +26,12 @@ from sqlalchemy import (
 )
 
 from conserve.store.books import spans
-from conserve.store.books.leases import Lease, LeasedRow, begin_job, begun, open_lease
+from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.bulk import finish
 from conserve.store.database.connection import by_bytes, chunks
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
@@ -88,16 +89,19 @@ def claim(
     suspect: bool = False,
     jobs: Sequence[Any] | None = None,
     model: str | None = None,
+    ends: bool = False,
 ) -> Lease | None:
     """Lease up to `limit` rows of the first runnable job that has any: by priority, then by age.
 
     Rows that came back or were passed over go before the rows at the job's cursor. A suspect (in flight when an
     engine died) is leased only with `suspect`, and then alone, so that it takes no innocent row with it. The first
-    lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already.
+    lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already. With
+    `ends` the transaction may be committed with the last statement, so nothing must follow in it.
     """
     for candidate in runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs:
         back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
-        if not back and not suspect and (new := at_once(tx, candidate, owner, now, lease_s, limit, model)):
+        terms = Terms(owner, now, lease_s, model)
+        if not back and not suspect and (new := at_once(tx, candidate, limit, terms, ends=ends)):
             return new
         first = range(0) if suspect else fresh(tx, candidate, now, limit - len(back), model)
         if not back and not first:
@@ -111,26 +115,27 @@ def claim(
     return None
 
 
-def at_once(
-    tx: Connection, candidate: Any, owner: str, now: float, lease_s: float, limit: int, model: str | None
-) -> Lease | None:
+def at_once(tx: Connection, candidate: Any, limit: int, terms: Terms, *, ends: bool) -> Lease | None:
     """Lease `limit` rows that were never leased in one statement; None if the job has fewer, or on SQLite.
 
-    All harvesters of a job move its cursor. The lock on it is held for one answer to this process instead of three.
+    All harvesters of a job move its cursor. The lock on it is held for one answer to this process instead of three,
+    and for none if the lease `ends` the transaction.
     """
     if tx.dialect.name != "postgresql" or candidate.next_position + limit > candidate.num_rows:
         return None
+    owner, now, lease_s, model = terms
     moved = moved_by(candidate, now, limit, model).returning(job.c.id, job.c.next_position).cte("moved")
-    terms = moved.c.id, literal(owner), literal(now), literal(now + lease_s), literal(lease_s)
+    held = moved.c.id, literal(owner), literal(now), literal(now + lease_s), literal(lease_s)
     columns = lease.c.job_id, lease.c.owner, lease.c.claimed_at, lease.c.expires_at, lease.c.lease_s
-    opened = insert(lease).from_select(columns, select(*terms)).returning(lease.c.epoch).cte("opened")
+    opened = insert(lease).from_select(columns, select(*held)).returning(lease.c.epoch).cte("opened")
     at = moved.c.next_position - limit, moved.c.next_position, literal(limit), literal(nothing_gone(limit))
     values = select(opened.c.epoch, moved.c.id, *at, literal(now)).select_from(moved.join(opened, true()))
     names = ["epoch", "job_id", "start", "stop", "held", "gone", "claimed_at"]
     added = insert(span).from_select(names, values).returning(span.c.epoch, span.c.start, span.c.stop)
-    row = tx.execute(added).one_or_none()
-    if row is None:
+    rows = finish(tx, added) if ends else tx.execute(added).all()
+    if not rows:
         return None
+    (row,) = rows
     return Lease(row.epoch, candidate.id, now + lease_s, first_attempts(range(row.start, row.stop), now))
 
 

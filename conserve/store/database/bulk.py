@@ -4,10 +4,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, Table, any_, bindparam, insert
+from sqlalchemy import (
+    ARRAY,
+    Column,
+    ColumnElement,
+    Connection,
+    Executable,
+    Select,
+    Table,
+    any_,
+    bindparam,
+    insert,
+)
 from sqlalchemy.exc import DBAPIError
 
-from conserve.store.database.connection import chunks
+from conserve.store.database.connection import ENDS, chunks
 
 T = TypeVar("T")
 
@@ -49,6 +60,16 @@ def read_rows(tx: Connection, statement: Select[Any]) -> Iterator[Any]:
     with reported(tx, compiled.string), driver(tx).cursor(**named) as cursor:
         cursor.execute(compiled.string, compiled.params)
         yield from cursor
+
+
+def finish(tx: Connection, statement: Executable) -> Sequence[Any]:
+    """Run the last statement of a transaction and commit; returns its rows. SQLite commits later, as usual.
+
+    PostgreSQL is sent both at once, so that it holds the statement's locks for its own time alone. Else it would
+    hold them until this process has its turn and sends the commit. Statements behind this one are another
+    transaction.
+    """
+    return tx.execute(statement, execution_options={ENDS: True}).all()
 
 
 def driver(tx: Connection) -> Any:

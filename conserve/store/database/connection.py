@@ -28,6 +28,7 @@ from conserve.store.database.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
 SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
+ENDS = "conserve_ends"  # option of a statement
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ def engine_of(url: str) -> Engine:
             engine = create_engine(parsed, pool_pre_ping=True, execution_options=SHARED)
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
+                event.listen(engine, "do_execute", commit_along)
             return engine
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S}, execution_options=SHARED)
     event.listen(engine, "connect", prepare_sqlite)
@@ -135,6 +137,16 @@ def prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> N
     )
     cursor.close()
     connection.commit()
+
+
+def commit_along(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+    """Send a statement whose execution options say that it ends the transaction together with the commit."""
+    if not context.execution_options.get(ENDS):
+        return False  # SQLAlchemy sends it
+    with cursor.connection.pipeline():
+        cursor.execute(statement, parameters)
+        cursor.connection.commit()
+    return True
 
 
 def begin_sqlite(connection: Connection) -> None:
