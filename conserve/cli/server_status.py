@@ -1,5 +1,6 @@
 """Lines of `conserve status` on the servers that run over this store."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from conserve.api.servers import STOCK, ask
@@ -28,6 +29,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"{server['url']}  policy {server['policy']}, last minute:",
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
+            *held_back(online.get("held_back", ())),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
             *pushed(server.get("pushing")),
@@ -56,6 +58,16 @@ def classes(by_class: dict[str, Any]) -> list[str]:
         f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(one['slo'], one)}, "
         f"{output.count(one['requests'], 'request')} since the start"
         for name, one in by_class.items()
+    ]
+
+
+def held_back(latencies: Sequence[str]) -> list[str]:
+    """Line on the latencies whose largest promise is not kept; none where all are."""
+    if not latencies:
+        return []
+    late = " and ".join(name.removesuffix("_ms").upper() for name in latencies)
+    return [
+        output.coloured(f"  rows add at most 10 % to {late}, which is late too often to keep its SLO", "red")
     ]
 
 

@@ -26,7 +26,11 @@ def latencies(p50: float | None, p99: float | None) -> dict[str, float | None]:
 
 
 def live(
-    requests: int, ttft: tuple[float | None, float | None], *, attainment: float = 1.0
+    requests: int,
+    ttft: tuple[float | None, float | None],
+    *,
+    attainment: float = 1.0,
+    held_back: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Figures of live requests; P99 of TTFT is promised to be at most a second."""
     seen_ms = ttft[1]
@@ -36,6 +40,7 @@ def live(
         "ttft_ms": latencies(*ttft),
         "tbt_ms": latencies(None, None),
         "attainment": attainment,
+        "held_back": list(held_back),
         "promises": {
             "ttft_ms": {
                 "p99": {
@@ -98,7 +103,7 @@ def said(
 
 
 def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
-    one = said(online=live(3, (20.0, 1200.0), attainment=0.6), offline=100, pauses=1)
+    one = said(online=live(3, (20.0, 1200.0), attainment=0.6, held_back=["ttft_ms"]), offline=100, pauses=1)
     two = said(online=live(5, (30.0, 900.0)), alone_ms=80.0, offline=40, pauses=2)
     idle = said(online=live(0, (None, None)))
     kept = deepcopy([one, two, idle])
@@ -110,6 +115,7 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert online["ttft_ms"] == latencies(30.0, 1200.0)
     assert online["tbt_ms"] == latencies(None, None)
     assert online["attainment"] == 0.6
+    assert online["held_back"] == ["ttft_ms"]
     assert online["promises"]["ttft_ms"] == {"p99": {"promised_ms": 1000.0, "seen_ms": 1200.0, "kept": False}}
     assert online["histograms"]["ttft_ms"] == {"bounds_ms": [1000.0], "counts": [8, 0], "sum_ms": 80.0}
     assert whole["offline"] == {"tokens": 140, "tokens_per_s": 14.0, "work": 210.0}

@@ -326,10 +326,11 @@ def test_the_default_class_keeps_its_own_ttft_beside_a_tighter_class() -> None:
 SAID: dict[str, Any] = {
     "url": "http://s", "policy": "conserve", "slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1},
     "online": {"requests": 5, "ttft_ms": {"p50": 90.0, "p99": 900.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},
-               "attainment": 0.9, "promises": {}},
+               "attainment": 0.9, "held_back": ["ttft_ms"], "promises": {}},
     "offline": {"tokens": 10, "tokens_per_s": 1.0},
     "classes": {
         "chat": {"slo": {"ttft_ms": 300.0, "tbt_ms": None, "harm": None}, "requests": 4, "attainment": 0.975,
+                 "held_back": ["ttft_ms"],
                  "ttft_ms": {"p50": 90.0, "p99": 280.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},
                  "promises": {"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0, "kept": True}}}},
         "default": {"slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}, "requests": 1, "attainment": 1.0,
@@ -339,10 +340,11 @@ SAID: dict[str, Any] = {
 
 
 def test_status_shows_each_class() -> None:
-    assert server_status.lines([SAID])[1:4] == [
+    assert server_status.lines([SAID])[1:5] == [
         "  online   TTFT 90/900 ms, TBT 9/30 ms",
         "    chat     TTFT 90/280 of 300 ms, TBT 9/30 ms, SLO kept 97.5%, 4 requests since the start",
         "    default  TTFT -, TBT -, iterations at most 10% longer, 1 request since the start",
+        "  rows add at most 10 % to TTFT, which is late too often to keep its SLO",
     ]
 
 
@@ -354,6 +356,7 @@ def test_metrics_have_the_label_class() -> None:
     for line in (
         'conserve_online_requests_total{class="chat"} 4.0',
         'conserve_slo_attainment{class="default"} 1.0',
+        'conserve_rows_held_back{class="chat",latency="ttft"} 1.0',
         'conserve_promised_seconds{class="chat",latency="ttft",promise="p99"} 0.3',
         'conserve_promise_seen_seconds{class="chat",latency="ttft",promise="p99"} 0.28',
         'conserve_live_latency_seconds{class="chat",latency="tbt",quantile="p99"} 0.03',

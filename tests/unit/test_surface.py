@@ -35,6 +35,7 @@ SAID: dict[str, Any] = {
     "online": {
         "requests": 12,
         "attainment": 0.75,
+        "held_back": ["ttft_ms"],
         "promises": {
             "ttft_ms": {"p99": {"promised_ms": 1500.0, "seen_ms": None, "kept": True}},
             "tbt_ms": {"mean": {"promised_ms": 60.0, "seen_ms": 45.0, "kept": True}},
@@ -182,6 +183,8 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_kv_blocks_failed_total": 2,
         "conserve_kv_blocks_refused_total": 6,
         "conserve_slo_attainment": 0.75,
+        "conserve_rows_held_back/ttft": 1,
+        "conserve_rows_held_back/tbt": 0,
         "conserve_receipt_pauses_total": 8,
         "conserve_harm_limit": 0.1,
         "conserve_slo_scale": 1.25,

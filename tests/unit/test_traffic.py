@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.engine.policy.promises import HARM, Promises
-from conserve.engine.policy.view import Slo
+from conserve.engine.policy.view import DEFAULT_CLASS, Slo
 from conserve.engine.runtime.class_traffic import WINDOW_S, at_rank, quantiles, share
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
 
@@ -42,6 +42,7 @@ def test_nothing_has_happened_yet() -> None:
             "ttft_ms": nothing,
             "tbt_ms": nothing,
             "attainment": 1.0,
+            "held_back": [],
             "promises": NO_PROMISES,
         },
         "offline": {"tokens": 0, "tokens_per_s": 0.0},
@@ -79,6 +80,21 @@ def test_an_attainment_is_that_of_the_promise_that_is_kept_less_often() -> None:
     assert traffic.report(now=3.0)["online"]["attainment"] == 0.75
     traffic.promise(Promises())
     assert traffic.report(now=3.0)["online"]["attainment"] == 1.0
+
+
+def test_latencies_that_are_late_too_often_are_reported_until_they_are_kept_again() -> None:
+    chat, agents = Promises.of({"tbt_ms": 100.0}), Promises.of({"ttft_ms": 900.0, "tbt_ms": 100.0})
+    traffic = Traffic(chat, classes={"agents": agents})
+    traffic.arrived("a", 10, at=0.0, live_class="agents")
+    traffic.tokens(["a"], at=0.5)
+    for number in range(1, 9):
+        traffic.tokens(["a"], at=0.5 + 0.2 * number)
+    report = traffic.report(now=3.0)
+    assert report["online"]["held_back"] == report["classes"]["agents"]["held_back"] == ["tbt_ms"]
+    assert report["classes"][DEFAULT_CLASS]["held_back"] == []
+    for number in range(2000):
+        traffic.tokens(["a"], at=2.1 + 0.05 * (number + 1))
+    assert traffic.report(now=103.0)["online"]["held_back"] == []
 
 
 def test_each_promise_is_reported_beside_what_was_seen() -> None:

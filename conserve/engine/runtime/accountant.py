@@ -106,6 +106,11 @@ class Accountant:
         self.promises = promises
         self.ttft, self.tbt = (Account(getattr(promises, name)) for name in LATENCIES)
 
+    @property
+    def broken(self) -> list[str]:
+        """Latencies whose largest bound is not kept, so that rows are held to a harm of `HARM` to them."""
+        return [f"{name}_ms" for name in ("ttft", "tbt") if getattr(self, name).broken]
+
     def slo(self, *, waiting: int, decoding: int) -> Slo:
         """Bounds on the next iteration, with so many live requests before and after their first token.
 

@@ -197,7 +197,7 @@ class Traffic:
         }
 
     def _together(self, by_class: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, Any]:
-        """Figures of all classes: their latencies together, and the attainment of the worst."""
+        """Figures of all classes: their latencies together, and what the worst keeps."""
         ttft_ms, tbt_ms = (
             sorted(chain.from_iterable(several))
             for several in zip(*(one.latencies(now=now) for one in self._classes.values()), strict=True)
@@ -207,6 +207,9 @@ class Traffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
+            "held_back": [
+                name for name in LATENCIES if any(name in one["held_back"] for one in by_class.values())
+            ],
             "histograms": {
                 name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
             },

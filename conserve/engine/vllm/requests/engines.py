@@ -79,6 +79,7 @@ def live(sections: Sequence[Report]) -> dict[str, Any]:
         "requests": sum(values(sections, "requests")),
         **{name: worst(values(sections, name)) for name in LATENCIES},
         "attainment": min(values(sections, "attainment")),
+        "held_back": [name for name in LATENCIES if any(name in one["held_back"] for one in sections)],
         "promises": {
             name: {
                 promise: kept([one["promises"][name][promise] for one in sections])

@@ -23,10 +23,24 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
         "Share of the last minute's TTFTs, or TBTs if it is smaller, within the SLO.",
         labels=names,
     )
+    held_back = GaugeMetricFamily(
+        "conserve_rows_held_back",
+        "1 while a latency is late too often to keep its SLO, so that rows add at most a tenth to it.",
+        labels=[*names, "latency"],
+    )
     for name, said in by_class.items():
         if "attainment" in said:
             attainment.add_metric(of(name), said["attainment"])
-    several = (attainment, *promises(by_class, names), *latencies(by_class, names), *counted(by_class, names))
+        for latency in LATENCIES if "held_back" in said else ():
+            where = [*of(name), latency.removesuffix("_ms")]
+            held_back.add_metric(where, float(latency in said["held_back"]))
+    several = (
+        attainment,
+        held_back,
+        *promises(by_class, names),
+        *latencies(by_class, names),
+        *counted(by_class, names),
+    )
     yield from (family for family in several if family.samples)
     if names:
         yield requests(by_class)
