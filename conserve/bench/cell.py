@@ -54,6 +54,7 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
         "tbt_ms": outcome.tbt_ms._asdict() if outcome.tbt_ms else None,
         "ratios": _ratios(name, comparison),
         "attainment": _attainment(outcome, played.cell.scale),
+        "sent_late": outcome.late._asdict(),
         "rows_per_s": rows_per_s,
         "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,
         "decode_tokens_per_s": outcome.offline_decode_tokens_per_s,

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
@@ -157,6 +158,16 @@ def test_each_cell_is_a_comparison_on_servers_that_start_once(
     ours = lines[1]["policies"]["conserve"]
     assert (ours["decode_tokens_per_s"], ours["prompt_tokens_per_s"]) == (15, 135)
     assert ours["of_bound"] > 0
+    assert ours["sent_late"] == {"share": 0.0, "max_ms": 0.0}
+    kept = [
+        pq.read_table(tmp_path / "raw" / f"00{n}-{of}.parquet")
+        for n in (1, 2, 3)
+        for of in ("answers", "blocks")
+    ]
+    assert [table.num_rows for table in kept[1::2]] == [6, 6, 6]
+    policies = kept[0].group_by("policy").aggregate([([], "count_all")])
+    assert sorted(policies["policy"].to_pylist()) == sorted(PLAN.policies)
+    assert policies["count_all"].to_pylist() == [lines[1]["requests"]] * 3
     said = capsys.readouterr().err
     assert "3 cells to measure, 3 policies in each, chosen by seed 0; about" in said
     assert f"3 of 3: {PLAN.wanted()[2].name}; about 0.0 s left" in said

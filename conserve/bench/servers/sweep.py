@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from conserve.bench import cell as cells
+from conserve.bench import raw
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
 from conserve.bench.compare import Design
 from conserve.bench.forecast import EngineModel
+from conserve.bench.measure import Block
 from conserve.bench.names import SARATHI_P, is_stock
 from conserve.bench.offline import lengths_of
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
@@ -87,7 +89,16 @@ class OnServers:
         await measure(
             servers.deployment, servers.prepare, self._preset, self._design(cell.scale), measurement, wishes
         )
+        self._keep_raw(cell, measurement.blocks)
         return cells.document(self._played(cell, measurement, engine), seed=self._plan.seed)
+
+    def _keep_raw(self, cell: Cell, blocks: Sequence[Block]) -> None:
+        """Write the cell's requests and counts, by which a ratio out of the ordinary can be looked into."""
+        folder = self._folder / "raw"
+        folder.mkdir(exist_ok=True)
+        number = self._plan.wanted().index(cell) + 1
+        raw.write_blocks(blocks, folder / f"{number:03}-answers.parquet")
+        raw.write_counts(blocks, folder / f"{number:03}-blocks.parquet")
 
     def _played(self, cell: Cell, measurement: Measurement, engine: EngineModel) -> PlayedCell:
         """The cell's blocks, with the bound by the latency model."""
