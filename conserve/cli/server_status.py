@@ -65,10 +65,11 @@ def held_back(latencies: Sequence[str]) -> list[str]:
     """Line on the latencies whose largest promise is not kept; none where all are."""
     if not latencies:
         return []
+    from conserve.engine.policy.promises import HARM
+
     late = " and ".join(name.removesuffix("_ms").upper() for name in latencies)
-    return [
-        output.coloured(f"  rows add at most 10 % to {late}, which is late too often to keep its SLO", "red")
-    ]
+    which = "which is late too often to keep its SLO" if len(latencies) == 1 else "which are late too often"
+    return [output.coloured(f"  rows add about {HARM:.0%} at most to {late}, {which}", "red")]
 
 
 def harmed(said: dict[str, Any] | None) -> list[str]:

@@ -747,6 +747,18 @@ def test_a_large_request_is_served_whatever_the_watermark(make: Make) -> None:
         history.drain()
 
 
+@pytest.mark.parametrize(("policy", "held_back"), [("conserve", ["tbt_ms"]), ("non-preemptive", [])])
+def test_only_a_policy_that_holds_rows_back_says_so(make: Make, policy: str, held_back: list[str]) -> None:
+    engine = make(policy)
+    engine.scheduler.conserve({"slo": {"tbt_ms": 1.0}})
+    history = History(engine, 3, shared=0.0, logprobs=0.0)
+    request = engine.add(20, 40)
+    history.live[request.request_id], history.wanted[request.request_id] = request, 40
+    for _ in range(20):
+        history.step()
+    assert engine.scheduler.conserve()["online"]["held_back"] == held_back
+
+
 def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
     engine = make("conserve", max_num_seqs=64)
     history = History(engine, 11, shared=0.0, logprobs=0.0)

@@ -205,7 +205,7 @@ class Queue(RuleBasedStateMachine):
         self.now += seconds
         alive = {lease.epoch: self.expires.get(lease.epoch, lease.expires_at) for lease in self.alive()}
         with self.store.write() as tx:
-            over = [sign for sign in leases.signs(tx, but="") if sign.expires_at <= self.now]
+            over = [sign for sign in leases.signs(tx) if sign.expires_at <= self.now]
             assert leases.end_silent(tx, over) == sum(end <= self.now for end in alive.values())
         assert {lease.epoch for lease in self.alive()} == {e for e, end in alive.items() if end > self.now}
 

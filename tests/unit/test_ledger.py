@@ -351,6 +351,17 @@ def test_renewing_our_leases_ends_those_of_others_that_fell_silent(
     assert positions(lost) == [1]
 
 
+def test_a_lease_of_our_own_that_is_not_known_here_ends_too(store: Store, party: Party, job_id: str) -> None:
+    """As after a claim whose connection was cut before its answer."""
+    (work,) = party.claim(1)
+    lost = leased(store, owner=party.ledger.owner, now=950.0, limit=1)
+    for _ in range(4):
+        assert party.ledger.renew({work.epoch}) == {work.epoch}
+        party.clock.now += 5
+    assert live(store, job_id) == {0: work.epoch, 1: None}
+    assert positions(lost) == [1]
+
+
 def test_jobs_that_stopped_are_named_as_long_as_they_do(store: Store, party: Party, job_id: str) -> None:
     party.claim(1)
     assert party.ledger.stopped_jobs() == set()
@@ -706,6 +717,27 @@ def test_tokens_of_a_second_are_noted_together_whatever_is_claimed_meanwhile(
     busy.end(4, 50, at=1002.2)
     assert busy.harvested == (150, pytest.approx(2.2))
     assert busy.notes == [2]
+
+
+def test_results_are_written_whether_their_tokens_can_be_noted_or_not(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = Busy(store, monkeypatch)
+    note = harvested.note
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise StoreError("permission denied for table harvested")
+
+    monkeypatch.setattr(harvested, "note", refused)
+    for position in range(2):
+        busy.end(position, 10, at=1002.0 + 2 * position)
+    assert job(store).succeeded == 2
+    assert [record.message for record in caplog.records] == [
+        "forecasts miss what is harvested from now on: permission denied for table harvested"
+    ]
+    monkeypatch.setattr(harvested, "note", note)
+    busy.end(2, 10, at=1006.0)
+    assert busy.harvested == (30, pytest.approx(6.0))
 
 
 def test_tokens_under_a_clock_that_is_set_back_count_from_the_new_time(

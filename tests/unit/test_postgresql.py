@@ -466,7 +466,7 @@ def test_a_lease_that_is_just_renewed_is_not_ended_and_not_waited_for(store: Sto
     kept, silent = leased(store, limit=1), leased(store, limit=1)
     with store.write() as first, store.write() as second:
         within_a_second(second)
-        over = leases.signs(second, but="nobody")
+        over = leases.signs(second)
         leases.renew(first, [kept.epoch], now=5.0, lease_s=9.0)
         assert leases.end_silent(second, over) == 1
     assert live(store) == {0: kept.epoch, 1: None}

@@ -145,6 +145,12 @@ class TestStatus:
         assert server_status.kept(slo, p99_alone) == "SLO kept 50.0%"
         assert server_status.kept(slo, {"attainment": 0.995}) == "SLO kept 99.5%"
 
+    def test_rows_that_are_held_back_are_named(self) -> None:
+        assert server_status.held_back([]) == []
+        assert server_status.held_back(["ttft_ms", "tbt_ms"]) == [
+            "  rows add about 10% at most to TTFT and TBT, which are late too often"
+        ]
+
     def test_a_harm_alone_is_named(self) -> None:
         assert (
             server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})

@@ -92,6 +92,13 @@ def test_latencies_that_are_late_too_often_are_reported_until_they_are_kept_agai
     report = traffic.report(now=3.0)
     assert report["online"]["held_back"] == report["classes"]["agents"]["held_back"] == ["tbt_ms"]
     assert report["classes"][DEFAULT_CLASS]["held_back"] == []
+    assert traffic.bounds(now=3.0).broken_tbt_harm == HARM
+    traffic.finished("a")
+    assert traffic.report(now=63.0)["online"]["held_back"] == [], "no live request is there to be late"
+    traffic.arrived("b", 10, at=63.0)
+    assert traffic.bounds(now=63.0).broken_tbt_harm is None, "of a class that none uses"
+    traffic.arrived("a", 10, at=2.0, live_class="agents")
+    traffic.tokens(["a"], at=2.1)
     for number in range(2000):
         traffic.tokens(["a"], at=2.1 + 0.05 * (number + 1))
     assert traffic.report(now=103.0)["online"]["held_back"] == []

@@ -108,7 +108,7 @@ def layer_limit_ms(view: View, constant_ms: float) -> float:
     """Longest iteration that rows leave at once and lose nothing by, in ms: an arrival waits for a layer at most.
 
     A layer takes at most half of the TTFT slack, as far as that costs `LARGEST_LOSS` of throughput at most; the
-    other half is for queueing.
+    other half is for queueing. The slack is that of a typical prompt under the tightest promise of any class.
     """
     slack_ms = max(0.0, view.slo.ttft_ms - view.typical_prompt_ms)
     return min(constant_ms / LEAST_LOSS, max(constant_ms / LARGEST_LOSS, view.layers * slack_ms / 2))

@@ -85,7 +85,7 @@ class ClassTraffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": attained(self.promises.slo, ttft_ms, tbt_ms),
-            "held_back": self.accountant.broken,
+            "held_back": self.accountant.broken if self.busy or self.expected(now=now) else [],
             "promises": {
                 name: kept(getattr(self.promises, name), ordered)
                 for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)

@@ -86,13 +86,18 @@ class Traffic:
         """Bounds on the next iteration under which every promise can be kept, whichever class arrives.
 
         The harm is that of the classes which had an arrival in the last 60 s: a class that none uses, such as the
-        default one where all requests have another, holds nothing up.
+        default one where all requests have another, holds nothing up. So it is with promises that were not kept.
         """
         if not self.classified:
             return self._default.bounds()
         seen = [one for one in self._classes.values() if one.expected(now=now)]
-        harm = tightest(one.bounds() for one in seen or self._classes.values()).harm
-        return replace(tightest(self.bounds_by_class().values()), harm=harm)
+        used = tightest(one.bounds() for one in seen or self._classes.values())
+        return replace(
+            tightest(self.bounds_by_class().values()),
+            harm=used.harm,
+            broken_ttft_harm=used.broken_ttft_harm,
+            broken_tbt_harm=used.broken_tbt_harm,
+        )
 
     def ttft_ms(self, live_class: str | None) -> float | None:
         """Largest TTFT that is promised to a class; None where there are no classes."""

@@ -339,7 +339,7 @@ class Ledger:
             settle(self._shares, outbox)
 
     def renew(self, epochs: set[int]) -> set[int]:
-        """Renew these leases, then end other owners' leases that are over; returns the epochs that still exist."""
+        """Renew these leases, then end the leases that are over; returns the epochs that still exist."""
         now = self._clock()
         with self._store.write() as tx:
             alive = leases.renew(tx, epochs, now=now, lease_s=self._lease_s)
@@ -347,8 +347,11 @@ class Ledger:
         return alive
 
     def _end_silent(self, tx: Any) -> None:
-        """End the leases of owners that have fallen silent."""
-        leases.end_silent(tx, self._expiry.over(leases.signs(tx, but=self.owner)))
+        """End leases that are renewed no more.
+
+        One may be this owner's: a claim whose connection was cut may have been committed all the same.
+        """
+        leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
 
     def stopped_jobs(self) -> set[str]:
         """Open jobs that were paused, cancelled, removed or expired; closes the files of jobs that have ended."""

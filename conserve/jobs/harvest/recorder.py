@@ -38,6 +38,7 @@ class Recorder:
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
         self._idle_since: float | None = None  # no row runs since; None: rows run
         self._tokens = 0  # computed since the last note
+        self._unnoted = False  # the last note failed
 
     def begin(self) -> None:
         """Note that rows are in flight from now on."""
@@ -88,8 +89,12 @@ class Recorder:
             try:
                 with self._store.write() as tx:
                     harvested.note(tx, self._tokens, since=since, now=until)
-            except StoreError:  # the results are safe, and the next note has these tokens too
+            except StoreError as error:  # the results are safe
+                if not self._unnoted:
+                    log.warning("forecasts miss what is harvested from now on: %s", error)
+                self._unnoted = True
                 return
+            self._unnoted = False
         self._tokens, self._busy_since = 0, until
 
     def _compact(self) -> None:

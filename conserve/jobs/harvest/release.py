@@ -24,7 +24,7 @@ class Release:
     def require(self, tx: Any) -> None:
         """Raise `StoreInUse` while harvesters hold rows."""
         leases.abandon(tx, owners.dead(leases.owners(tx)))
-        leases.end_silent(tx, self._expiry.over(leases.signs(tx, but="")))
+        leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
         if holders := leases.owners(tx):
             raise StoreInUse(
                 f"rows are with {named(holders)}; stop these harvesters and run this again, or add --wait"

@@ -1,5 +1,6 @@
 """The connection to the store's database: transactions, pragmas, and errors in plain words."""
 
+import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def engine_of(url: str) -> Engine:
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
                 event.listen(engine, "do_execute", commit_along)
+                without_warnings()
             return engine
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S}, execution_options=SHARED)
     event.listen(engine, "connect", prepare_sqlite)
@@ -147,6 +149,11 @@ def commit_along(cursor: Any, statement: str, parameters: Any, context: Any) -> 
         cursor.execute(statement, parameters)
         cursor.connection.commit()
     return True
+
+
+def without_warnings() -> None:
+    """Have psycopg not print that a pipeline ended badly: the error itself is raised."""
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
 
 
 def begin_sqlite(connection: Connection) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.profiles.batch import Batch, Slice
@@ -19,6 +20,9 @@ def report(scheduler: Any) -> dict[str, Any]:
     """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
     iterations = scheduler._iterations
     traffic = scheduler._traffic.report(now=time.monotonic())
+    if scheduler._policy_name != CONSERVE or iterations.model is None:  # nothing holds rows back
+        for live in (traffic["online"], *traffic.get("classes", {}).values()):
+            live["held_back"] = []
     traffic["offline"]["work"] = scheduler._offline_tokens.work
     traffic["offline"]["decode_steps"] = scheduler._offline_tokens.steps
     return {
