@@ -19,9 +19,8 @@ from sqlalchemy import create_engine, text
 from conserve.config import load
 from conserve.store.books import catalog, choice, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.catalog import Source
-from conserve.store.books.choice import Terms
 from conserve.store.books.journal import Finished
-from conserve.store.books.leases import Lease
+from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
@@ -78,11 +77,12 @@ class Queue(RuleBasedStateMachine):
             source = Source(path="gone.parquet", format="parquet")
             catalog.add(tx, job_id=JOB, task="{}", source=source, num_rows=rows, priority=0, now=self.now)
 
-    @rule(owner=st.sampled_from(OWNERS), limit=st.integers(1, 8), suspect=st.booleans())
-    def claim(self, owner: str, limit: int, suspect: bool) -> None:
+    @rule(owner=st.sampled_from(OWNERS), limit=st.integers(1, 8), suspect=st.booleans(), ends=st.booleans())
+    def claim(self, owner: str, limit: int, suspect: bool, ends: bool) -> None:
         waiting, free = self.waiting(suspect), self.never_leased()
+        terms: dict[str, Any] = {"owner": owner, "now": self.now, "lease_s": LEASE_S}
         with self.store.write() as tx:
-            lease = queue.claim(tx, owner=owner, now=self.now, lease_s=LEASE_S, limit=limit, suspect=suspect)
+            lease = queue.claim(tx, **terms, limit=limit, suspect=suspect, ends=ends)
         limit = 1 if suspect else limit
         runnable = self.state is JobState.QUEUED
         expected = waiting if suspect else waiting | free
@@ -125,8 +125,8 @@ class Queue(RuleBasedStateMachine):
         assert found == sorted(position for position in free if position >= start)[:limit]
 
     @precondition(lambda self: self.alive())
-    @rule(data=st.data(), failed=st.booleans(), whole=st.booleans())
-    def complete(self, data: st.DataObject, failed: bool, whole: bool) -> None:
+    @rule(data=st.data(), failed=st.booleans(), whole=st.booleans(), ends=st.booleans())
+    def complete(self, data: st.DataObject, failed: bool, whole: bool, ends: bool) -> None:
         """All rows that a lease still holds, or some."""
         lease = data.draw(st.sampled_from(self.alive()))
         chosen = sorted(self.held(lease))
@@ -134,7 +134,7 @@ class Queue(RuleBasedStateMachine):
             chosen = data.draw(st.lists(st.sampled_from(chosen), unique=True, min_size=1))
         finished = [self.finished(lease.epoch, position, failed) for position in chosen]
         with self.store.write() as tx:
-            committed = journal.commit(tx, finished, now=self.now)
+            committed = journal.commit(tx, finished, now=self.now, ends=ends)
         assert (committed.written, committed.late) == (finished, [])
         self.written += finished
         everything = len(self.results()) == self.num_rows

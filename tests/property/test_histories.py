@@ -21,9 +21,8 @@ from sqlalchemy import text
 from conserve.config import load
 from conserve.errors import JobRefused
 from conserve.store.books import catalog, choice, journal, leases, places, queue, saved_tokens, shards, spans
-from conserve.store.books.choice import Terms
 from conserve.store.books.journal import Finished
-from conserve.store.books.leases import Lease, LeasedRow
+from conserve.store.books.leases import Lease, LeasedRow, Terms
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -190,10 +189,9 @@ class Owner:
     def claim(self) -> None:
         suspect, limit = self.random.random() < 0.2, self.random.randint(1, 9)
         only = self.random.choice([None, [JOBS[0]], [JOBS[1]]])
+        terms: dict[str, Any] = {"owner": self.name, "now": NOW, "lease_s": LEASE_S}
         with self.store.write() as tx:
-            lease = queue.claim(
-                tx, owner=self.name, now=NOW, lease_s=LEASE_S, limit=limit, only=only, suspect=suspect
-            )
+            lease = queue.claim(tx, **terms, limit=limit, only=only, suspect=suspect, ends=True)
         self.keep([lease] if lease else [])
 
     def choose(self) -> None:
@@ -220,7 +218,7 @@ class Owner:
             )
             finished.append(Finished(epoch, job_id, position, result(position, failed=failed, **words)))
         with self.store.write() as tx:
-            told = journal.commit(tx, finished, now=NOW)
+            told = journal.commit(tx, finished, now=NOW, ends=True)
         self.note("commit", finished, told)
 
     def put_back(self) -> None:
@@ -246,8 +244,9 @@ class Owner:
 
     def end_others(self) -> None:
         """Whichever leases others have: this owner takes them for silent."""
+        mine = {epoch for epoch, _ in self.held}
         with self.store.read() as tx:
-            over = leases.signs(tx, but=self.name)
+            over = [sign for sign in leases.signs(tx) if sign.epoch not in mine]
         over = self.random.sample(over, min(2, len(over)))
         with self.store.write() as tx:
             leases.end_silent(tx, over)

@@ -89,7 +89,7 @@ def test_a_live_request_that_comes_back_delays_its_first_token_a_fiftieth_of_its
     def limit_ms(back: Candidate) -> float | None:
         slo = Slo(ttft_ms=1000.0)
         return plan_of(
-            online=decodes(4), waiting_online=[back], waiting_offline=[FRESH], slo=slo, **LEAVE
+            online=decodes(4), waiting_online=[back], waiting_offline=[FRESH], slo=slo, layers=32, **LEAVE
         ).limit_ms
 
     back = ROW._replace(name="back")

@@ -347,10 +347,7 @@ class Ledger:
         return alive
 
     def _end_silent(self, tx: Any) -> None:
-        """End leases that are renewed no more.
-
-        One may be this owner's: a claim whose connection was cut may have been committed all the same.
-        """
+        """End leases that are renewed no more; one of our own is that of a claim whose answer was lost."""
         leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
 
     def stopped_jobs(self) -> set[str]:
