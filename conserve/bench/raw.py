@@ -76,6 +76,12 @@ def table(answers: Sequence[LoadAnswer], *, policy: str, block: int) -> Any:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
+def write(blocks: Sequence[Block], folder: Path, prefix: str = "") -> None:
+    """Write the requests and the counts of all blocks into a folder; raises OSError."""
+    write_blocks(blocks, folder / f"{prefix}answers.parquet")
+    write_counts(blocks, folder / f"{prefix}blocks.parquet")
+
+
 def write_blocks(blocks: Sequence[Block], path: Path) -> None:
     """Write the requests of all blocks, numbered in their order; raises OSError."""
     tables = [table(block.answers, policy=block.policy, block=n) for n, block in enumerate(blocks)]

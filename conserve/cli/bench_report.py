@@ -75,8 +75,7 @@ def report(
     placed = relative(blocks)
     comparison = compare(placed, seed=design.seed)
     document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
-    raw.write_blocks(placed, folder / "answers.parquet")
-    raw.write_counts(placed, folder / "blocks.parquet")
+    raw.write(placed, folder)
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
     page = reports.page(comparison, placed, slo=comparison.reference, facts=said, stopped=stopped)
     (folder / "page.html").write_text(page)

@@ -352,7 +352,7 @@ def test_renewing_our_leases_ends_those_of_others_that_fell_silent(
 
 
 def test_a_lease_of_our_own_that_is_not_known_here_ends_too(store: Store, party: Party, job_id: str) -> None:
-    """As after a claim whose connection was cut before its answer."""
+    """A claim whose connection was cut before its answer leaves such a lease."""
     (work,) = party.claim(1)
     lost = leased(store, owner=party.ledger.owner, now=950.0, limit=1)
     for _ in range(4):

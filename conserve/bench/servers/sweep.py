@@ -97,8 +97,7 @@ class OnServers:
         folder = self._folder / "raw"
         folder.mkdir(exist_ok=True)
         number = self._plan.wanted().index(cell) + 1
-        raw.write_blocks(blocks, folder / f"{number:03}-answers.parquet")
-        raw.write_counts(blocks, folder / f"{number:03}-blocks.parquet")
+        raw.write(blocks, folder, f"{number:03}-")
 
     def _played(self, cell: Cell, measurement: Measurement, engine: EngineModel) -> PlayedCell:
         """The cell's blocks, with the bound by the latency model."""

@@ -109,7 +109,8 @@ class Accountant:
     @property
     def broken(self) -> list[str]:
         """Latencies whose largest bound is not kept, so that rows are held to a harm of `HARM` to them."""
-        return [f"{name}_ms" for name in ("ttft", "tbt") if getattr(self, name).broken]
+        accounts = zip(LATENCIES, (self.ttft, self.tbt), strict=True)
+        return [name for name, account in accounts if account.broken]
 
     def slo(self, *, waiting: int, decoding: int) -> Slo:
         """Bounds on the next iteration, with so many live requests before and after their first token.

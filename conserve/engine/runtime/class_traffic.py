@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
@@ -77,21 +77,27 @@ class ClassTraffic:
             forget(window, now=now)
         return values(self.ttft_ms), values(self.tbt_ms)
 
-    def report(self, *, now: float) -> dict[str, Any]:
-        """Latencies of the last 60 s beside the promises, for JSON."""
+    def report(self, *, now: float, holds_back: bool) -> dict[str, Any]:
+        """Latencies of the last 60 s beside the promises, for JSON; `holds_back` as in `Traffic.report`."""
+        there = self.busy or self.expected(now=now)
         ttft_ms, tbt_ms = self.latencies(now=now)
         return {
             "requests": self.requests,
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": attained(self.promises.slo, ttft_ms, tbt_ms),
-            "held_back": self.accountant.broken if self.busy or self.expected(now=now) else [],
+            "held_back": self.accountant.broken if holds_back and there else [],
             "promises": {
                 name: kept(getattr(self.promises, name), ordered)
                 for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
             },
             "histograms": {"ttft_ms": self.ttft_counts.report(), "tbt_ms": self.tbt_counts.report()},
         }
+
+
+def held_back(reports: Collection[Mapping[str, Any]]) -> list[str]:
+    """Latencies for which rows are held back in any of these reports."""
+    return [name for name in LATENCIES if any(name in one["held_back"] for one in reports)]
 
 
 def remember(window: deque[Moment], moment: Moment) -> None:

@@ -14,6 +14,7 @@ from conserve.engine.runtime.class_traffic import (
     ClassTraffic,
     Moment,
     forget,
+    held_back,
     quantiles,
     remember,
 )
@@ -184,10 +185,10 @@ class Traffic:
         if self._offline_since is None:
             self._offline_since = at
 
-    def report(self, *, now: float) -> dict[str, Any]:
-        """Report on the last 60 s, for JSON."""
+    def report(self, *, now: float, holds_back: bool = True) -> dict[str, Any]:
+        """Report on the last 60 s, for JSON; `holds_back`: rows yield while a largest promise is not kept."""
         forget(self._offline_tokens, now=now)
-        by_class = {name: one.report(now=now) for name, one in self._classes.items()}
+        by_class = {name: one.report(now=now, holds_back=holds_back) for name, one in self._classes.items()}
         span_s = WINDOW_S if self._offline_since is None else min(WINDOW_S, now - self._offline_since)
         return {
             "online": {
@@ -212,9 +213,7 @@ class Traffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
-            "held_back": [
-                name for name in LATENCIES if any(name in one["held_back"] for one in by_class.values())
-            ],
+            "held_back": held_back(by_class.values()),
             "histograms": {
                 name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
             },

@@ -140,7 +140,7 @@ def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) ->
             )
             .returning((job.c.succeeded + job.c.failed).label("done"), job.c.num_rows)
         )
-        (after,) = finish(tx, added) if job_id == last else tx.execute(added).all()
+        (after,) = finish(tx, added, ends=job_id == last)
         counted.append(Counted(job_id, len(results), after.done, after.num_rows))
     return counted
 

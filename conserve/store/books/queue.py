@@ -98,9 +98,9 @@ def claim(
     lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already. With
     `ends` the transaction may be committed with the last statement, so nothing must follow in it.
     """
+    terms = Terms(owner, now, lease_s, model)
     for candidate in runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs:
         back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
-        terms = Terms(owner, now, lease_s, model)
         if not back and not suspect and (new := at_once(tx, candidate, limit, terms, ends=ends)):
             return new
         first = range(0) if suspect else fresh(tx, candidate, now, limit - len(back), model)
@@ -132,10 +132,9 @@ def at_once(tx: Connection, candidate: Any, limit: int, terms: Terms, *, ends: b
     values = select(opened.c.epoch, moved.c.id, *at, literal(now)).select_from(moved.join(opened, true()))
     names = ["epoch", "job_id", "start", "stop", "held", "gone", "claimed_at"]
     added = insert(span).from_select(names, values).returning(span.c.epoch, span.c.start, span.c.stop)
-    rows = finish(tx, added) if ends else tx.execute(added).all()
-    if not rows:
+    row = next(iter(finish(tx, added, ends=ends)), None)
+    if row is None:
         return None
-    (row,) = rows
     return Lease(row.epoch, candidate.id, now + lease_s, first_attempts(range(row.start, row.stop), now))
 
 

@@ -62,14 +62,14 @@ def read_rows(tx: Connection, statement: Select[Any]) -> Iterator[Any]:
         yield from cursor
 
 
-def finish(tx: Connection, statement: Executable) -> Sequence[Any]:
-    """Run the last statement of a transaction and commit; returns its rows. SQLite commits later, as usual.
+def finish(tx: Connection, statement: Executable, *, ends: bool = True) -> Sequence[Any]:
+    """Run a statement, and commit if it `ends` the transaction; returns its rows. SQLite commits later, as usual.
 
     PostgreSQL is sent both at once, so that it holds the statement's locks for its own time alone. Else it would
     hold them until this process has its turn and sends the commit. Statements behind this one are another
     transaction.
     """
-    return tx.execute(statement, execution_options={ENDS: True}).all()
+    return tx.execute(statement, execution_options={ENDS: ends}).all()
 
 
 def driver(tx: Connection) -> Any:

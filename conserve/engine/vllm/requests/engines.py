@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.promises import LATENCIES
+from conserve.engine.runtime.class_traffic import held_back
 from conserve.engine.runtime.histogram import together as all_latencies
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def live(sections: Sequence[Report]) -> dict[str, Any]:
         "requests": sum(values(sections, "requests")),
         **{name: worst(values(sections, name)) for name in LATENCIES},
         "attainment": min(values(sections, "attainment")),
-        "held_back": [name for name in LATENCIES if any(name in one["held_back"] for one in sections)],
+        "held_back": held_back(sections),
         "promises": {
             name: {
                 promise: kept([one["promises"][name][promise] for one in sections])

@@ -19,10 +19,8 @@ SHORT_PROMPT = 128  # tokens
 def report(scheduler: Any) -> dict[str, Any]:
     """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
     iterations = scheduler._iterations
-    traffic = scheduler._traffic.report(now=time.monotonic())
-    if scheduler._policy_name != CONSERVE or iterations.model is None:  # nothing holds rows back
-        for live in (traffic["online"], *traffic.get("classes", {}).values()):
-            live["held_back"] = []
+    holds_back = scheduler._policy_name == CONSERVE and iterations.model is not None
+    traffic = scheduler._traffic.report(now=time.monotonic(), holds_back=holds_back)
     traffic["offline"]["work"] = scheduler._offline_tokens.work
     traffic["offline"]["decode_steps"] = scheduler._offline_tokens.steps
     return {

@@ -23,20 +23,12 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
         "Share of the last minute's TTFTs, or TBTs if it is smaller, within the SLO.",
         labels=names,
     )
-    held_back = GaugeMetricFamily(
-        "conserve_rows_held_back",
-        "1 while a latency is late too often to keep its SLO, so that rows add at most a tenth to it.",
-        labels=[*names, "latency"],
-    )
     for name, said in by_class.items():
         if "attainment" in said:
             attainment.add_metric(of(name), said["attainment"])
-        for latency in LATENCIES if "held_back" in said else ():
-            where = [*of(name), latency.removesuffix("_ms")]
-            held_back.add_metric(where, float(latency in said["held_back"]))
     several = (
         attainment,
-        held_back,
+        held_back(by_class, names),
         *promises(by_class, names),
         *latencies(by_class, names),
         *counted(by_class, names),
@@ -44,6 +36,21 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
     yield from (family for family in several if family.samples)
     if names:
         yield requests(by_class)
+
+
+def held_back(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Metric:
+    """For which latencies rows are held back."""
+    held = GaugeMetricFamily(
+        "conserve_rows_held_back",
+        "1 while a latency is late too often to keep its SLO, so that rows add at most a tenth to it.",
+        labels=[*names, "latency"],
+    )
+    for name, said in by_class.items():
+        if "held_back" in said:
+            for latency in LATENCIES:
+                where = [*of(name), latency.removesuffix("_ms")]
+                held.add_metric(where, float(latency in said["held_back"]))
+    return held
 
 
 def promises(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
