@@ -538,16 +538,33 @@ def test_many_rows_are_one_statement_and_few_are_not_copied(store: Store) -> Non
     assert [statement.split()[0].lower() for statement in said] == ["delete", "insert"]
 
 
-def test_values_are_one_array_and_not_cut_into_parts(store: Store) -> None:
+def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store) -> None:
     add_job(store, rows=700)
     finish(store, leased(store, limit=700))
-    wanted = list(range(0, 1400, 2))
+    journal = schema.journal
     with store.read() as tx:
-        (part,) = bulk.slices(tx, wanted)
-        among = bulk.among(tx, schema.journal.c.position, part)
-        found = tx.scalars(query(schema.journal.c.position).where(among)).all()
-    assert sorted(found) == list(range(0, 700, 2))
-    assert "ANY" in str(among.compile(dialect=store.engine.dialect))
+        written = tx.execute(query(journal.c.position, journal.c.checksum)).all()
+        others = [(row.position, row.checksum + row.position % 2) for row in written]
+        (part,) = bulk.slices(tx, [*others, (700, 0)])
+        equal = bulk.equal_to(tx, [journal.c.position, journal.c.checksum], part)
+        found = tx.scalars(query(journal.c.position).where(*equal)).all()
+    assert sorted(found) == list(range(0, 700, 2)), "a row has both values of one that was read"
+    said = " ".join(str(one.compile(dialect=store.engine.dialect)) for one in equal)
+    assert "ANY" not in said, (
+        "once its plan serves all values, each row is compared with each value of an array"
+    )
+
+
+def test_a_piece_of_work_that_one_process_does_keeps_no_deleted_row_from_being_cleared(store: Store) -> None:
+    holds = text(
+        "select count(*) from pg_stat_activity where backend_xmin is not null and pid <> pg_backend_pid()"
+    )
+    with store.alone("a long piece of work") as alone, store.write() as tx:
+        assert alone
+        assert not tx.scalar(holds)
+    with store.alone("another", wait=True) as alone, store.write() as tx:
+        assert alone
+        assert not tx.scalar(holds)
 
 
 def test_results_of_all_kinds_are_copied_as_they_are(store: Store) -> None:

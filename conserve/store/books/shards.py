@@ -20,7 +20,7 @@ from conserve.store.books.results import Result, decode, encode, from_arrow, to_
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import among, read_rows, slices
+from conserve.store.database.bulk import equal_to, read_rows, slices
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -259,11 +259,11 @@ def as_read(tx: Connection, job_id: str, rows: Sequence[JournalRow]) -> Iterator
         new = [row for row in part if row.checksum is not None]
         old = [row for row in part if row.checksum is None]
         if new:
-            at = among(tx, journal.c.position, [row.position for row in new])
-            yield [of_job, at, among(tx, journal.c.checksum, [row.checksum for row in new])]
+            read = [(row.position, row.checksum) for row in new]
+            yield [of_job, *equal_to(tx, [journal.c.position, journal.c.checksum], read)]
         if old:
-            at = among(tx, journal.c.position, [row.position for row in old])
-            yield [of_job, at, among(tx, journal.c.payload, [row.payload for row in old])]
+            before = [(row.position, row.payload) for row in old]
+            yield [of_job, *equal_to(tx, [journal.c.position, journal.c.payload], before)]
 
 
 def compact_finished(store: Store, *, now: float) -> None:

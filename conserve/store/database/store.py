@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy import Connection, Engine
 
 from conserve.config import Settings
 from conserve.errors import StoreError
@@ -98,14 +98,17 @@ class Store:
     def alone(self, work: str, *, wait: bool = False) -> Iterator[bool]:
         """Keep other processes from a piece of work; yields False if one is at it, unless the caller is to `wait`.
 
-        SQLite keeps none from it: there two processes that do the same are rare, and harmless.
+        SQLite keeps none from it: there two processes that do the same are rare, and harmless. On PostgreSQL the
+        transaction that holds the lock has no snapshot meanwhile, which would keep deleted rows from being cleared.
         """
         if self.engine.dialect.name != "postgresql":
             yield True
             return
-        lock = func.pg_advisory_xact_lock if wait else func.pg_try_advisory_xact_lock
+        lock = "pg_advisory_xact_lock" if wait else "pg_try_advisory_xact_lock"
+        number = zlib.crc32(work.encode()) - 2**31
         with self.write() as tx:
-            yield tx.scalar(select(lock(WORK, zlib.crc32(work.encode()) - 2**31))) is not False
+            # Without parameters, since the portal of a statement with some keeps its snapshot until the next one.
+            yield tx.exec_driver_sql(f"select {lock}({WORK}, {number})").scalar() is not False
 
     def close(self) -> None:
         """Close the database connections."""
