@@ -39,8 +39,9 @@ HOME, SHARDS, CATALOG = (
     "conserve.store.books.shards",
     "conserve.store.books.catalog",
 )
-LEASES, JOURNAL, MIGRATIONS = (
+LEASES, QUEUE, JOURNAL, MIGRATIONS = (
     "conserve.store.books.leases",
+    "conserve.store.books.queue",
     "conserve.store.books.journal",
     "conserve.store.database.migrations",
 )
@@ -76,9 +77,9 @@ AIMS = {
     ),
     "harvest": HARVESTED,
     "retry": (
-        Shot(at=f"{SHARDS}:new_request", after=True),
+        Shot(at=f"{QUEUE}:waiting_row", after=True),
         Shot(
-            at="pathlib:Path.unlink", since=f"{SHARDS}:new_request"
+            at="pathlib:Path.unlink", since=f"{QUEUE}:waiting_row"
         ),  # committed, and the shards are still there
         Shot(at=f"{SHARDS}:retry_failed", after=True),
     ),

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import insert
 
 from conserve.errors import StoreFull
-from conserve.store.books import batches, hooks, shards
+from conserve.store.books import batches, hooks, queue, shards
 from conserve.store.books.events import Event
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -83,7 +83,7 @@ def test_of_a_row_in_several_places_the_one_furthest_on_its_way_stays(store: Sto
     finish(store, leased(store, limit=2))
     held = leased(store, limit=4).epoch
     put(store, "journal", in_journal)
-    put(store, "request", [shards.new_request(JOB, position, 0.0) for position in (-1, 0, 2, 4, 8)])
+    put(store, "request", [queue.waiting_row(JOB, position, 0.0) for position in (-1, 0, 2, 4, 8)])
     change(store, "update span set start = 0, stop = 10, held = 10, gone = x'0000'")
     assert mend(store) == []
     assert positions(store, "journal") == [2, 3]
@@ -128,7 +128,7 @@ def test_a_job_goes_on_behind_the_last_row_that_is_in_a_place(store: Store) -> N
     assert mend(store) == ["the counters were counted again"]
     assert job(store).next_position == 3
     change(store, "update job set next_position = 1", f"delete from shard where job_id = '{JOB}'")
-    put(store, "request", [shards.new_request(JOB, 4, 0.0)])
+    put(store, "request", [queue.waiting_row(JOB, 4, 0.0)])
     said = mending.mend_rows(store, JOB, now=NOW)
     assert said == ["3 answers that lay on disk were taken in", "1 row is back in the queue", *COUNTED]
     assert positions(store, "request") == [3, 4]
@@ -324,7 +324,7 @@ def test_rows_that_name_no_job_are_dropped(store: Store, tables: Sequence[str], 
     finished(store, 1)
     finish(store, leased(store, only=[JOB], limit=1))
     leased(store, only=[JOB], limit=1)
-    put(store, "request", [shards.new_request(JOB, 5, 0.0)])
+    put(store, "request", [queue.waiting_row(JOB, 5, 0.0)])
     before = {table: len(rows_of(store, table)) for table in ("request", "journal", "shard", "lease")}
     assert before == {"request": 1, "journal": 1, "shard": 1, "lease": 1}
     without_foreign_keys(store, *(f"update {table} set job_id = 'missing'" for table in tables))

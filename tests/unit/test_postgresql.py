@@ -555,6 +555,29 @@ def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store
     )
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda tx: queue.returned(tx, "job", 0.0, 10, False, True),
+        lambda tx: choice.passed_over(tx, "job", start=3, limit=10),
+    ],
+    ids=["returned", "passed over"],
+)
+def test_waiting_rows_come_in_the_order_of_the_index(store: Store, look: Callable[[Connection], Any]) -> None:
+    said: list[Any] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *told: said.append(told[2:4]))
+    with store.read() as tx:
+        look(tx)
+        statement, values = said[-1]
+        tx.exec_driver_sql(
+            "set local enable_sort = off"
+        )  # of plans with and without one, choose that without
+        tx.exec_driver_sql("set local enable_seqscan = off")
+        plan = tx.exec_driver_sql(f"explain {statement}", values).scalars().all()
+    assert any("request_by_epoch" in line for line in plan), plan
+    assert not any("Sort" in line for line in plan), plan
+
+
 def test_a_piece_of_work_that_one_process_does_keeps_no_deleted_row_from_being_cleared(store: Store) -> None:
     holds = text(
         "select count(*) from pg_stat_activity where backend_xmin is not null and pid <> pg_backend_pid()"

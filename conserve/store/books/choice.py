@@ -12,10 +12,17 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
-from conserve.store.books.queue import PASSED_OVER, runnable_jobs, take_again, take_back
+from conserve.store.books.queue import (
+    PASSED_OVER,
+    WAITING_ORDER,
+    runnable_jobs,
+    take_again,
+    take_back,
+    waiting_row,
+)
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
-from conserve.store.database.connection import chunks
+from conserve.store.database.bulk import equal_to, insert_rows, slices
 
 job, request, meta = schema.job, schema.request, schema.meta
 
@@ -36,7 +43,7 @@ def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | Non
     rows = select(request.c.position).where(
         request.c.job_id == job_id, PASSED_OVER, request.c.position >= start
     )
-    return tx.scalars(rows.order_by(request.c.position).limit(limit)).all()
+    return tx.scalars(rows.order_by(*WAITING_ORDER).limit(limit)).all()
 
 
 def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:
@@ -98,11 +105,9 @@ def begin(
 
 def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iterator[int]:
     """Yield the positions among these that were passed over and still wait for their first lease."""
-    for chunk in chunks(positions):
-        found = select(request.c.position).where(
-            request.c.job_id == job_id, request.c.position.in_(chunk), PASSED_OVER
-        )
-        yield from tx.scalars(found)
+    for part in slices(tx, [(position,) for position in positions]):
+        at = equal_to(tx, [request.c.position], part)
+        yield from tx.scalars(select(request.c.position).where(request.c.job_id == job_id, *at, PASSED_OVER))
 
 
 def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Terms) -> None:
@@ -113,13 +118,8 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Ter
     stop = max(taken) + 1
     moved = {"next_position": stop, **begun(terms.now, terms.model)}
     tx.execute(update(job).where(job.c.id == candidate.id).values(moved))
-    between = [
-        {"job_id": candidate.id, "position": position, "attempts": 0}
-        for position in range(candidate.next_position, stop)
-        if position not in taken
-    ]
-    if between:
-        tx.execute(insert(request), between)
+    between = [p for p in range(candidate.next_position, stop) if p not in taken]
+    insert_rows(tx, request, [waiting_row(candidate.id, position) for position in between])
 
 
 def remember(tx: Connection, place: str) -> None:

@@ -31,12 +31,19 @@ from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import finish
-from conserve.store.database.connection import by_bytes, chunks
+from conserve.store.database.bulk import equal_to, finish, slices
+from conserve.store.database.connection import by_bytes
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
 
 LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
+
+WAITING_ORDER = (request.c.epoch, request.c.position)
+"""Order of a job's waiting rows, which have no epoch.
+
+PostgreSQL does not know that all of them have the same then, and without the epoch would sort all waiting rows
+for each claim, instead of reading the first ones in the order of the index.
+"""
 
 # Condition on a row of `request`: it was never leased, although rows behind it were. (A row that `retry` put back
 # was never leased either, but has `available_at` set.)
@@ -55,6 +62,12 @@ RUNNABLE = (
     *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
 )
 """Columns of a job that its turn follows from."""
+
+
+def waiting_row(job_id: str, position: int, available_at: float = 0.0) -> dict[str, Any]:
+    """A `request` row that waits for its first lease: one that was passed over, or from `available_at` on."""
+    never = {"attempts": 0, "failures": 0, "suspect": False}
+    return {"job_id": job_id, "position": position, "available_at": available_at, **never}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +230,7 @@ def returned(
     )
     if not passed_over_too:
         waiting = waiting.where(not_(PASSED_OVER))
-    waiting = waiting.order_by(request.c.position).limit(limit)
+    waiting = waiting.order_by(*WAITING_ORDER).limit(limit)
     if locked:
         waiting = waiting.with_for_update(skip_locked=True)
     return [
@@ -267,10 +280,10 @@ def moved_by(candidate: Any, now: float, rows: int, model: str | None) -> Update
 
 def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow], now: float) -> None:
     """Put waiting rows under the lease."""
-    for chunk in chunks([row.position for row in rows]):
+    for part in slices(tx, [(row.position,) for row in rows]):
         tx.execute(
             update(request)
-            .where(request.c.job_id == job_id, request.c.position.in_(chunk))
+            .where(request.c.job_id == job_id, *equal_to(tx, [request.c.position], part))
             .values(
                 epoch=epoch,
                 attempts=request.c.attempts + 1,

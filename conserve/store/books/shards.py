@@ -16,11 +16,12 @@ from conserve.errors import JobRefused, StoreUnreachable, one_line
 from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, Misfit, is_whole
+from conserve.store.books.queue import waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import equal_to, read_rows, slices
+from conserve.store.database.bulk import equal_to, insert_rows, read_rows, slices
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -314,8 +315,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
         tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
         if positions:
-            rows = [new_request(current.id, position, now) for position in sorted(positions)]
-            tx.execute(insert(request), rows)
+            insert_rows(tx, request, [waiting_row(current.id, p, now) for p in sorted(positions)])
         tx.execute(
             update(job)
             .where(job.c.id == current.id)
@@ -352,7 +352,7 @@ def back_to_journal(tx: Connection, where: FilePath, file: ShardFile, positions:
     table = pq.read_table(source(where / file.file), filters=[("position", "in", sorted(positions))])
     read = zip(table["position"].to_pylist(), from_arrow(table), strict=True)
     rows = [Finished(0, file.job_id, position, result) for position, result in read]
-    tx.execute(insert(journal), [journalled.to_row(row, encode(row.result)) for row in rows])
+    insert_rows(tx, journal, [journalled.to_row(row, encode(row.result)) for row in rows])
 
 
 class Damaged(NamedTuple):
@@ -386,8 +386,3 @@ def in_failed_shards(
         fault = contents[file].fault
         warn(f"warning: {file.file} {fault}; its rows had failed, and go back into the queue too")
     return positions, Damaged(damaged, lost)
-
-
-def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
-    """A `request` row that waits for its first lease from `now` on."""
-    return {"job_id": job_id, "position": position, "attempts": 0, "available_at": now}

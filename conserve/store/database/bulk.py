@@ -88,8 +88,10 @@ def reported(tx: Connection, statement: str) -> Iterator[None]:
 
 
 def slices(tx: Connection, rows: Sequence[T]) -> Iterable[Sequence[T]]:
-    """Cut rows into parts that `equal_to` takes."""
-    return [rows] if tx.dialect.name == "postgresql" else chunks(rows)
+    """Cut rows into parts that `equal_to` takes; none without rows."""
+    if tx.dialect.name == "postgresql":
+        return [rows] if rows else []
+    return chunks(rows)
 
 
 def equal_to(

@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
-from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from sqlalchemy import Connection, Table, delete, select, text, update
 
 from conserve.store.books import catalog, events, leases, places, shards, spans
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Positions
+from conserve.store.books.queue import waiting_row
 from conserve.store.books.results import decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, trash
@@ -128,8 +130,7 @@ def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
     placed |= kept_in_spans(tx, current, taken=placed)
     cursor = max(current.next_position, last(placed) + 1)
     back = [int(position) for position in np.flatnonzero(~placed[:cursor])]
-    if back:
-        tx.execute(insert(request), [shards.new_request(current.id, position, now) for position in back])
+    insert_rows(tx, request, [waiting_row(current.id, position, now) for position in back])
     _, in_journal = checking.read_journal(tx, current.id)
     recounted = recount(tx, current, counts.plus(in_journal), cursor, now)
     return Mended(dropped, len(audited.damaged_rows), len(back), recounted)
