@@ -21,6 +21,7 @@ from xdist.workermanage import WorkerController
 from conserve.config import Settings, load
 from conserve.store.database.store import Store
 from tests import commands, postgres, reach
+from tests.tiers import in_full
 
 ON_BOTH = frozenset(
     {
@@ -37,6 +38,9 @@ ON_BOTH = frozenset(
     }
 )
 """Modules whose tests with a store run on SQLite and on PostgreSQL."""
+
+ON_POSTGRESQL_IN_FULL = frozenset({"test_models", "test_views"})
+"""Those of them that run on PostgreSQL before a release alone: their statements are those of the others."""
 
 SERVERS = frozenset(
     {
@@ -168,7 +172,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests of the store on both databases."""
     both = metafunc.module.__name__.rpartition(".")[2] in ON_BOTH and "store" in metafunc.fixturenames
     if both and not metafunc.definition.get_closest_marker("sqlite"):
-        metafunc.parametrize("database", ["sqlite", "postgresql"], indirect=True)
+        in_minutes = metafunc.module.__name__.rpartition(".")[2] not in ON_POSTGRESQL_IN_FULL
+        shared = ["postgresql"] if in_minutes else in_full("postgresql")
+        metafunc.parametrize("database", ["sqlite", *shared], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -66,6 +66,7 @@ def test_one_of_three_servers_is_killed_and_no_row_notices(
     assert servers[0].continued + servers[2].continued, "its rows continue from their tokens"
 
 
+@pytest.mark.full
 def test_the_list_in_a_file_is_followed_and_a_drained_server_is_left(
     servers: list[ScriptedServer], write_input: WriteInput, tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ PHASES = (
 )
 
 
+@pytest.mark.full
 def test_a_kill_is_recorded_in_the_phase_of_the_work_that_it_hits(tmp_path: Path, forks: Forks) -> None:
     record = killed_in_every_phase(tmp_path, forks)
     assert record.aimed == dict.fromkeys(AIM, 1)

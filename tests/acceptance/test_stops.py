@@ -14,6 +14,7 @@ import pytest
 from tests.acceptance.aimed import Shot
 from tests.acceptance.kill_harness import Harness
 from tests.commands import ended, process
+from tests.tiers import in_full
 
 LONG = "token_ms=1&tokens=150&capacity=16"
 PAUSES = (
@@ -22,7 +23,7 @@ PAUSES = (
 UNDER_WAY = {"at": "conserve.endpoints.fake:FakeEndpoint._pause", "call": PAUSES}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from conserve.store.files import home, marks
 from tests.commands import Done, conserve
+from tests.tiers import in_full
 
 from .damaging import WAYS, hurt
 from .table import report
@@ -122,7 +123,7 @@ def cost(expected: Rows) -> tuple[int, int]:
     return lost, len(rows) - len({row[:2] for row in rows})
 
 
-@pytest.mark.parametrize("kind", ["shard", "requests", "inputs", "mark"])
+@pytest.mark.parametrize("kind", ["shard", "requests", *in_full("inputs", "mark")])
 def test_a_damaged_file_costs_its_own_job_alone_and_nothing_once_it_is_mended(
     jobs: Jobs, fresh: Callable[[], None], kind: str, number: int
 ) -> None:

@@ -15,6 +15,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from conserve.store.files import trash
 from tests.commands import Done, conserve
+from tests.tiers import in_full
 
 from .full_disk import PAGE, Disk, mounted
 from .table import report
@@ -270,7 +271,7 @@ def test_removing_makes_room_on_a_full_disk(disk: Disk, lines: Path) -> None:
     assert whole()
 
 
-@pytest.mark.parametrize("limit", [1 << 12, 1 << 16])
+@pytest.mark.parametrize("limit", [1 << 12, *in_full(1 << 16)])
 def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, lines: Path, limit: int) -> None:
     """The limit is that of a process that any user may start."""
     Store.open(load()).close()

@@ -13,6 +13,7 @@ from conserve.jobs.harvest import harvester as harvest
 from conserve.jobs.harvest import hold, outbox, retry
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
+from tests.tiers import in_full
 
 from .certificates import ELSEWHERE, self_signed, server_context
 from .odd_server import ENDLESS, OddServer
@@ -50,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 COMMANDS = pytest.mark.parametrize(
     ("command", "coserves"),
-    [(("run",), False), (("harvest", "--until-empty"), True)],
+    [(("run",), False), *in_full((("harvest", "--until-empty"), True))],
     ids=["plain", "co-serving"],
 )
 

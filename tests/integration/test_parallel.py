@@ -208,6 +208,7 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
     assert ranks.answers(asked) == wanted
 
 
+@pytest.mark.full
 def test_each_rank_brings_back_its_shard(ranks: Ranks) -> None:
     def loaded(wrapper: Any) -> int:
         from conserve.engine.vllm.checkpoint.spill_worker import copies_here

@@ -18,6 +18,7 @@ from tests.integration.test_preemption import (
     offline_rows,
     storm,
 )
+from tests.tiers import in_full
 from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
@@ -62,8 +63,23 @@ class TestPieces(Rows):
         engine.undisturbed(asked)
         assert engine.preemptions.report()["rows_go_on"]
 
-    def test_rows_lose_their_memory(self, engine: Any) -> None:
-        storm(engine, 300)
+    @pytest.mark.parametrize("preemptions", [100, *in_full(300)])
+    def test_rows_lose_their_memory(self, engine: Any, preemptions: int) -> None:
+        storm(engine, preemptions)
+
+    # Between layers that are not compiled, `make test` tries these; what follows the cut is the same.
+
+    @pytest.mark.full
+    def test_an_iteration_of_offline_rows_alone_is_abandoned_at_any_layer(self, engine: Any) -> None:
+        super().test_an_iteration_of_offline_rows_alone_is_abandoned_at_any_layer(engine)
+
+    @pytest.mark.full
+    def test_more_rows_leave_later_in_the_same_iteration(self, engine: Any) -> None:
+        super().test_more_rows_leave_later_in_the_same_iteration(engine)
+
+    @pytest.mark.full
+    def test_logprobs_of_samples_and_prompts(self, engine: Any) -> None:
+        super().test_logprobs_of_samples_and_prompts(engine)
 
     def test_passes_that_no_row_leaves_run_in_one_go(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch

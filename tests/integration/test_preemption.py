@@ -18,6 +18,7 @@ import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from tests.asked_orders import Asking
+from tests.tiers import in_full
 from tests.tiny_models import LAYERS
 from tests.warned import OF_VLLM
 
@@ -485,6 +486,7 @@ class TestSeeds:
         ]
 
 
+@pytest.mark.full
 class TestLittleMemory:
     """Rows lose their memory to others too, as vLLM evicts them."""
 
@@ -584,7 +586,7 @@ class TestTheSchedulerAlone:
     """vLLM's scheduler with outcomes made up, thousands of iterations a second."""
 
     @pytest.mark.parametrize("blocks", [40, 4096])
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", [0, *in_full(1)])
     def test_counters_are_exact_after_any_outcome(
         self, seed: int, blocks: int, tmp_path: Path, clock: Any
     ) -> None:

@@ -316,6 +316,11 @@ class TestV2ScheduledAhead(TestV2):
         assert new["scheduled_ahead"] >= new["refused"] >= self.refusals[0]
 
     @pytest.mark.full
+    @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")
+    def test_requests_of_all_kinds(self, engine: Any) -> None:
+        super().test_requests_of_all_kinds(engine)
+
+    @pytest.mark.full
     def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         """At random, with evictions and aborts; arrivals refuse one in ten of the iterations that wait."""
         dice = random.Random(7)
@@ -334,6 +339,7 @@ class TestV2ScheduledAheadOfOfflineRowsAlone(TestV2ScheduledAhead):
     refusals = (0, 3)
 
 
+@pytest.mark.full
 class TestV2ScheduledAheadWithCheckpoints(TestV2WithCheckpoints):
     ahead = always = True
 

@@ -16,6 +16,7 @@ import pytest
 from conserve.engine.runtime import accountant
 from conserve.engine.runtime.accountant import OVERDRAWN
 from tests.conftest import examples
+from tests.tiers import in_full
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -184,7 +185,8 @@ def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds:
 
 
 @pytest.mark.parametrize(
-    ("policy", "owed"), [("conserve", OVERDRAWN), ("conserve", inf), ("online-only", inf), ("paced", inf)]
+    ("policy", "owed"),
+    [("conserve", OVERDRAWN), *in_full(("conserve", inf), ("online-only", inf)), ("paced", inf)],
 )
 @pytest.mark.parametrize("blocks", [64, 4096])
 def test_what_is_planned_is_what_is_scheduled(
@@ -208,7 +210,7 @@ def test_what_is_planned_is_what_is_scheduled(
     history.drain()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *in_full(1)])
 def test_requests_that_share_blocks_are_served_though_plans_miscount_them(make: Make, seed: int) -> None:
     """Evicted requests give back fewer blocks than they have; what is admitted together needs fewer tokens."""
     engine = make("conserve", blocks=64, max_num_seqs=24, max_num_batched_tokens=512)
@@ -266,7 +268,7 @@ def test_rows_that_all_share_one_prefix_do_not_wait_for_nothing(left_by_rows: An
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *in_full(1)])
 def test_policies_change_in_mid_flight_and_nobody_is_lost(make: Make, seed: int) -> None:
     from conserve.engine.policy.policies import POLICIES
 
@@ -415,10 +417,8 @@ def names(requests: Any) -> list[str]:
     return [request.request_id for request in requests]
 
 
-@pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
-@pytest.mark.parametrize(
-    ("blocks", "ahead"), [pytest.param(64, 1, marks=pytest.mark.full), (64, 3), (4096, 1)]
-)
+@pytest.mark.parametrize("policy", ["conserve", *in_full("online-only", "paced")])
+@pytest.mark.parametrize(("blocks", "ahead"), [*in_full((64, 1)), (64, 3), (4096, 1)])
 def test_an_engine_that_schedules_ahead_does_the_same(
     make: Make, policy: str, blocks: int, ahead: int
 ) -> None:

@@ -38,6 +38,7 @@ from tests.acceptance.aimed import Shot
 from tests.commands import Done, conserve
 from tests.postgres import Databases
 from tests.store_rows import LEASE_S, claim, finish, leased, select
+from tests.tiers import in_full
 
 ROWS = 40
 BOTH = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
@@ -112,7 +113,7 @@ def restored(
 
 
 @BOTH
-@pytest.mark.parametrize("form", ["folder", "archive", "copies"])
+@pytest.mark.parametrize("form", ["folder", "archive", *in_full("copies")])
 def test_a_backup_is_the_store_at_one_moment(
     jobs: list[str],
     tmp_path: Path,

@@ -31,6 +31,7 @@ from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
 from tests.store_rows import add_job, finish, leased
+from tests.tiers import in_full
 
 
 @pytest.fixture
@@ -335,7 +336,11 @@ def unreadable() -> Exception:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException(""), unreadable()]
+    "error",
+    [
+        unreadable(),
+        *in_full(OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException("")),
+    ],
 )
 def test_an_input_that_cannot_be_read_just_now_is_no_bad_input(
     store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception

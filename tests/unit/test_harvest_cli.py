@@ -15,6 +15,7 @@ from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
+from tests.tiers import in_full
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: Wr
     assert json.loads(again.stdout)["jobs"] == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT)])
 def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
     server: ScriptedServer, write_input: WriteInput, number: signal.Signals
 ) -> None:

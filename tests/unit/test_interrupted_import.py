@@ -19,12 +19,13 @@ pytestmark = needs("vllm")
 
 ENDLESS = """
 import pathlib, time
+from tests.tiers import in_full
 pathlib.Path(__file__).with_name("begun").touch()
 time.sleep(3600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_a_run_ends_at_once_while_vllm_is_imported(
     write_input: WriteInput, tmp_path: Path, number: int
 ) -> None:

@@ -29,6 +29,7 @@ from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.tiers import in_full
 
 CHAT = "/v1/chat/completions"
 SUBJECTS = {name: name * 70 for name in "abcdefgh"}  # a block and more of text
@@ -223,8 +224,9 @@ def test_rows_of_a_job_that_were_leased_elsewhere_are_read_anew(store: Store, qu
     window.close()
 
 
-@pytest.mark.parametrize("stop_after", [1, 9, 30])
-@pytest.mark.parametrize("rows", [8, 8192])
+@pytest.mark.parametrize(
+    ("rows", "stop_after"), [(8, 9), (8192, 30), *in_full((8, 1), (8, 30), (8192, 1), (8192, 9))]
+)
 def test_the_order_survives_a_restart(
     store: Store,
     queue_up: QueueUp,

@@ -25,6 +25,7 @@ from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.files import nights
 from tests import commands, nightly_files
 from tests.commands import Done
+from tests.tiers import in_full
 
 GOOD, NOWHERE = "fake:?tokens=8", "http://127.0.0.1:9"
 ROWS = 6
@@ -276,7 +277,7 @@ def test_answers_of_a_night_that_failed_in_scoring_are_scored_anew(file: Path) -
     assert [job.progress().succeeded for job in conserve.open().jobs()] == [ROWS]
 
 
-@pytest.mark.parametrize("other", ["flag", "model", "prompt", "new", "later"])
+@pytest.mark.parametrize("other", ["prompt", "later", *in_full("flag", "model", "new")])
 def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     file: Path, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

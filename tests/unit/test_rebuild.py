@@ -25,6 +25,7 @@ from conserve.store.upkeep import rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve
 from tests.store_rows import add_job, claim, finish, job, leased, select
+from tests.tiers import in_full
 
 ROWS = 20
 
@@ -88,9 +89,14 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "without the first page": lambda path: overwrite(path, 0, 4096),
     "without a page in the middle": lambda path: overwrite(path, 16_384, 20_480, b"\xff"),
 }
+IN_MINUTES = {"gone", "without the first page", "without a page in the middle"}
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES.values()), ids=list(DAMAGES))
+@pytest.mark.parametrize(
+    "damage",
+    [damage if way in IN_MINUTES else in_full(damage)[0] for way, damage in DAMAGES.items()],
+    ids=list(DAMAGES),
+)
 def test_every_job_comes_back_with_all_its_rows(
     jobs: Jobs, settings: Settings, damage: Callable[[Path], Any]
 ) -> None:

@@ -33,6 +33,7 @@ from conserve.store.database.store import Store
 from tests.commands import Done, conserve
 from tests.postgres import Databases
 from tests.store_rows import add_job, claim, finish, leased, put_back, select
+from tests.tiers import in_full
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -243,7 +244,7 @@ def killing(engines: list[Engine], number: int, *, after: bool) -> Callable[[], 
 @pytest.mark.parametrize(
     "target", ["sqlite", pytest.param("postgresql", marks=pytest.mark.full)], indirect=True
 )
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [True, *in_full(False)])
 def test_a_move_that_is_killed_at_any_commit_goes_on(
     filled: Store, settings: Settings, target: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

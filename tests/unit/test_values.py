@@ -19,6 +19,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.commands import conserve, until
 from tests.conftest import WriteInput
+from tests.tiers import in_full
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 INSTANT = 1_700_000_000_123_456_789  # ns
@@ -215,7 +216,7 @@ def begun(folder: Path) -> bool:
     return any(folder.glob("jobs/.new-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGHUP, signal.SIGINT)])
 def test_a_submit_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: int) -> None:
     folder = tmp_path / "home"
     ignored = signal.signal(number, signal.SIG_DFL)  # as `nohup` leaves one, which the command would heed
