@@ -23,7 +23,7 @@ ABANDONED_WHOLE = {"Phi"}  # vLLM runs it as transformers builds it, whose layer
 NOT_SAVED = {"Gemma2"}  # every other layer keeps a window of KV
 
 
-IN_MINUTES = {"Gemma2", "Phi"}  # of two kinds of KV, and built by transformers; the others before a release
+IN_MINUTES = {"Gemma2"}  # of two kinds of KV; the others before a release
 
 
 @pytest.fixture(

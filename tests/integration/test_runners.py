@@ -251,6 +251,7 @@ class TestV2(Arriving):
         answers, wanted = shared_prefixes(engine)
         assert answers == wanted
 
+    @pytest.mark.full
     def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         """At random, with evictions and aborts."""
         assert storm(engine, 100, kinds=12, losing=0.1)

@@ -20,6 +20,7 @@ pytestmark = needs("vllm")
 ENDLESS = """
 import pathlib, time
 from tests.tiers import in_full
+from tests.tiers import in_full
 pathlib.Path(__file__).with_name("begun").touch()
 time.sleep(3600)
 """
