@@ -14,13 +14,12 @@ from conserve.engine.vllm.launching.launch import Launch
 from tests.commands import conserve, ended, start, until
 from tests.conftest import WriteInput
 from tests.installed import needs
+from tests.tiers import in_full
 
 pytestmark = needs("vllm")
 
 ENDLESS = """
 import pathlib, time
-from tests.tiers import in_full
-from tests.tiers import in_full
 pathlib.Path(__file__).with_name("begun").touch()
 time.sleep(3600)
 """
