@@ -151,20 +151,32 @@ def test_pieces_of_work_keep_each_other_out_by_name(store: Store, works: tuple[s
         assert (mine, again, another) == (True, False, True)
 
 
-def test_work_that_is_to_be_waited_for_begins_when_the_other_is_done(store: Store) -> None:
+def test_work_that_is_to_be_waited_for_begins_when_the_other_is_done(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that waits keeps no deleted row from being cleared either."""
     done: list[str] = []
+    sleeps, freed = threading.Event(), threading.Event()
+
+    def sleep(_: float) -> None:
+        sleeps.set()
+        assert freed.wait(HANGS_S)
 
     def work() -> None:
         with store.alone("sweep", wait=True) as alone:
             done.append(f"second {alone}")
 
+    monkeypatch.setattr("conserve.store.database.store.time.sleep", sleep)
     thread = threading.Thread(target=work)
     with store.alone("sweep") as alone:
         assert alone
         thread.start()
-        until(lambda: select(store, "select 1 from pg_locks where not granted") != [])
+        assert sleeps.wait(HANGS_S)
+        with store.write() as tx:
+            assert not tx.scalar(SNAPSHOTS)
         done.append("first")
-    thread.join()
+    freed.set()
+    thread.join(HANGS_S)
     assert done == ["first", "second True"]
 
 
@@ -578,16 +590,32 @@ def test_waiting_rows_come_in_the_order_of_the_index(store: Store, look: Callabl
     assert not any("Sort" in line for line in plan), plan
 
 
-def test_a_piece_of_work_that_one_process_does_keeps_no_deleted_row_from_being_cleared(store: Store) -> None:
-    holds = text(
-        "select count(*) from pg_stat_activity where backend_xmin is not null and pid <> pg_backend_pid()"
-    )
-    with store.alone("a long piece of work") as alone, store.write() as tx:
-        assert alone
-        assert not tx.scalar(holds)
-    with store.alone("another", wait=True) as alone, store.write() as tx:
-        assert alone
-        assert not tx.scalar(holds)
+SNAPSHOTS = text(
+    "select count(*) from pg_stat_activity where backend_xmin is not null and pid <> pg_backend_pid()"
+)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_piece_of_work_that_one_process_does_keeps_no_deleted_row_from_being_cleared(
+    store: Store, wait: bool
+) -> None:
+    for _ in range(12):  # the driver prepares a statement that it sends for the sixth time
+        with store.alone("a long piece of work", wait=wait) as alone, store.write() as tx:
+            assert alone
+            assert not tx.scalar(SNAPSHOTS)
+
+
+def test_statements_with_arrays_are_planned_for_them(store: Store) -> None:
+    """The plan for all values takes each array for one of ten values."""
+    add_job(store, rows=40)
+    for _ in range(12):
+        lease = leased(store, limit=1)
+        put_back(store, lease, lease.rows[0].position)
+    prepared = text("select statement from pg_prepared_statements")
+    with store.read() as tx:
+        statements = tx.scalars(prepared).all()
+    assert any("request" in statement for statement in statements), "others are prepared"
+    assert not any("unnest" in statement for statement in statements)
 
 
 def test_results_of_all_kinds_are_copied_as_they_are(store: Store) -> None:

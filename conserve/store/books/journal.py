@@ -11,7 +11,7 @@ from conserve.store.books import events, spans
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import equal_to, finish, insert_rows, slices
+from conserve.store.database.bulk import afresh, equal_to, finish, insert_rows, slices
 from conserve.store.database.wakeup import wake
 
 job, request, journal = schema.job, schema.request, schema.journal
@@ -110,7 +110,7 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
     for part in slices(tx, [(position,) for position in positions]):
         at = equal_to(tx, [request.c.position], part)
         held = request.c.job_id == job_id, request.c.epoch == epoch, *at
-        gone += tx.execute(delete(request).where(*held)).rowcount
+        gone += afresh(tx, delete(request).where(*held)).rowcount
     assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
 
 

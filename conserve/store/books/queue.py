@@ -31,7 +31,7 @@ from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import equal_to, finish, slices
+from conserve.store.database.bulk import afresh, equal_to, finish, slices
 from conserve.store.database.connection import by_bytes
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
@@ -41,8 +41,8 @@ LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 WAITING_ORDER = (request.c.epoch, request.c.position)
 """Order of a job's waiting rows, which have no epoch.
 
-PostgreSQL does not know that all of them have the same then, and without the epoch would sort all waiting rows
-for each claim, instead of reading the first ones in the order of the index.
+PostgreSQL does not see that `epoch is null` leaves one value of the index's first column. So an order by position
+alone would read and sort all of a job's waiting rows at each claim, instead of the first ones of the index.
 """
 
 # Condition on a row of `request`: it was never leased, although rows behind it were. (A row that `retry` put back
@@ -65,7 +65,10 @@ RUNNABLE = (
 
 
 def waiting_row(job_id: str, position: int, available_at: float = 0.0) -> dict[str, Any]:
-    """A `request` row that waits for its first lease: one that was passed over, or from `available_at` on."""
+    """A `request` row that waits as if it had never been leased, from `available_at` on; with 0 it was passed over.
+
+    COPY knows no defaults of the schema, so all columns that have one are here.
+    """
     never = {"attempts": 0, "failures": 0, "suspect": False}
     return {"job_id": job_id, "position": position, "available_at": available_at, **never}
 
@@ -281,7 +284,7 @@ def moved_by(candidate: Any, now: float, rows: int, model: str | None) -> Update
 def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow], now: float) -> None:
     """Put waiting rows under the lease."""
     for part in slices(tx, [(row.position,) for row in rows]):
-        tx.execute(
+        leased = (
             update(request)
             .where(request.c.job_id == job_id, *equal_to(tx, [request.c.position], part))
             .values(
@@ -290,6 +293,7 @@ def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow
                 started_at=func.coalesce(request.c.started_at, now),
             )
         )
+        afresh(tx, leased)
 
 
 def put_back(

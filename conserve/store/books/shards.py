@@ -21,7 +21,7 @@ from conserve.store.books.results import Result, decode, encode, from_arrow, to_
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import equal_to, insert_rows, read_rows, slices
+from conserve.store.database.bulk import afresh, equal_to, insert_rows, read_rows, slices
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -223,7 +223,7 @@ def register(
                 tx, job_id
             )  # a sweep looks under this lock too, so before or after this transaction
             read = as_read(tx, job_id, rows)
-            gone = sum(tx.execute(delete(journal).where(*chunk)).rowcount for chunk in read)
+            gone = sum(afresh(tx, delete(journal).where(*chunk)).rowcount for chunk in read)
             if gone != len(rows) or not is_kept(path, written_at):
                 raise _RowsMoved
             tx.execute(
@@ -314,8 +314,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         for chunk in chunks(sorted(set(journal_positions) - stuck.keys())):
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
         tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
-        if positions:
-            insert_rows(tx, request, [waiting_row(current.id, p, now) for p in sorted(positions)])
+        insert_rows(tx, request, [waiting_row(current.id, p, now) for p in sorted(positions)])
         tx.execute(
             update(job)
             .where(job.c.id == current.id)

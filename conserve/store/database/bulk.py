@@ -9,6 +9,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    CursorResult,
     Executable,
     Select,
     Table,
@@ -18,7 +19,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError
 
-from conserve.store.database.connection import ENDS, chunks
+from conserve.store.database.connection import AFRESH, ENDS, chunks
 
 T = TypeVar("T")
 
@@ -62,6 +63,15 @@ def read_rows(tx: Connection, statement: Select[Any]) -> Iterator[Any]:
         yield from cursor
 
 
+def afresh(tx: Connection, statement: Executable) -> CursorResult[Any]:
+    """Run a statement that PostgreSQL plans for its own values each time.
+
+    The driver prepares a statement that comes again and again, and the server may keep one plan of it for all
+    values. That plan takes an array of thousands for one of ten (docs/log.md, 2026-11-26).
+    """
+    return tx.execute(statement, execution_options={AFRESH: True})
+
+
 def finish(tx: Connection, statement: Executable, *, ends: bool = True) -> Sequence[Any]:
     """Run a statement, and commit if it `ends` the transaction; returns its rows. SQLite commits later, as usual.
 
@@ -97,11 +107,12 @@ def slices(tx: Connection, rows: Sequence[T]) -> Iterable[Sequence[T]]:
 def equal_to(
     tx: Connection, columns: "Sequence[Column[Any]]", rows: Sequence[Sequence[Any]]
 ) -> list[ColumnElement[bool]]:
-    """Conditions that these columns of a deleted or updated row have the values of one of `rows`; SQLite: of any.
+    """Conditions that a row has, in these columns, the values of one of `rows`, of which there is at least one.
 
-    PostgreSQL joins one array for each column. So it parses no thousands of parameters, and does not compare each
-    row with each value, as for `= ANY` once its plan serves all values (docs/log.md, 2026-11-26). The range of the
-    first column spares it a look at the rest of the table.
+    PostgreSQL joins one array for each column, so that it can hash them or find each row by an index, and need not
+    parse thousands of parameters. The range of the first column spares it a look at the rest of the table. `afresh`
+    has it plan a statement with these conditions for their number. Equal `rows` would select a row several times.
+    SQLite compares each column by itself. That suffices for one column, and beside a checksum over the others.
     """
     values = list(zip(*rows, strict=True))
     if tx.dialect.name != "postgresql":

@@ -29,7 +29,9 @@ from conserve.store.database.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
 SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
-ENDS = "conserve_ends"  # option of a statement
+# Options of a statement on PostgreSQL, which `sent` follows.
+ENDS = "conserve_ends"  # the transaction is committed with it
+AFRESH = "conserve_afresh"  # it is planned for its own values, and never prepared
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ def engine_of(url: str) -> Engine:
             engine = create_engine(parsed, pool_pre_ping=True, execution_options=SHARED)
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
-                event.listen(engine, "do_execute", commit_along)
+                event.listen(engine, "do_execute", sent)
                 without_warnings()
             return engine
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S}, execution_options=SHARED)
@@ -141,13 +143,17 @@ def prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> N
     connection.commit()
 
 
-def commit_along(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
-    """Send a statement whose execution options say that it ends the transaction together with the commit."""
-    if not context.execution_options.get(ENDS):
+def sent(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+    """Send a statement together with the commit, or unprepared, if its execution options say so."""
+    options = context.execution_options
+    if options.get(ENDS):
+        with cursor.connection.pipeline():
+            cursor.execute(statement, parameters)
+            cursor.connection.commit()
+    elif options.get(AFRESH):
+        cursor.execute(statement, parameters, prepare=False)
+    else:
         return False  # SQLAlchemy sends it
-    with cursor.connection.pipeline():
-        cursor.execute(statement, parameters)
-        cursor.connection.commit()
     return True
 
 

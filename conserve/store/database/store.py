@@ -1,5 +1,6 @@
 """An open store: its folder, the place of its files, and its database."""
 
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,12 +12,19 @@ from sqlalchemy import Connection, Engine
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.store.database import data, lineage
-from conserve.store.database.connection import closed_on_error, connect, connect_to_read, transaction
+from conserve.store.database.connection import (
+    AFRESH,
+    closed_on_error,
+    connect,
+    connect_to_read,
+    transaction,
+)
 from conserve.store.database.migrations import store_id
 from conserve.store.files.home import explained, make_with_parents
 from conserve.store.files.objects import FilePath
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
+LOOK_S = 0.1  # between two tries to take one
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +107,18 @@ class Store:
         """Keep other processes from a piece of work; yields False if one is at it, unless the caller is to `wait`.
 
         SQLite keeps none from it: there two processes that do the same are rare, and harmless. On PostgreSQL the
-        transaction that holds the lock has no snapshot meanwhile, which would keep deleted rows from being cleared.
+        transaction that waits for the lock or holds it has no snapshot meanwhile. One would keep deleted rows of
+        all tables from being cleared.
         """
         if self.engine.dialect.name != "postgresql":
             yield True
             return
-        lock = "pg_advisory_xact_lock" if wait else "pg_try_advisory_xact_lock"
-        number = zlib.crc32(work.encode()) - 2**31
+        # Parameters or a prepared statement would leave a portal, and that a snapshot, until the next statement.
+        lock = f"select pg_try_advisory_xact_lock({WORK}, {zlib.crc32(work.encode()) - 2**31})"
         with self.write() as tx:
-            # Without parameters, since the portal of a statement with some keeps its snapshot until the next one.
-            yield tx.exec_driver_sql(f"select {lock}({WORK}, {number})").scalar() is not False
+            while not (alone := tx.exec_driver_sql(lock, execution_options={AFRESH: True}).scalar()) and wait:
+                time.sleep(LOOK_S)
+            yield bool(alone)
 
     def close(self) -> None:
         """Close the database connections."""
