@@ -2,7 +2,8 @@
 # Three nights: a first one, an equal one, and one with weights that are worse on purpose. The gate tells them apart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export CONSERVE_HOME=${CONSERVE_HOME:-$PWD/.demo/eval-store}
+unset CONSERVE_STORE CONSERVE_DATA  # a store of its own, whatever the user's is
+export CONSERVE_HOME=${DEMO_HOME:-$PWD/.demo/eval-store}
 export CONSERVE_MODELS=${CONSERVE_MODELS:-$PWD/.demo/models}
 export PYTHONPATH=$PWD/.evals HF_HUB_OFFLINE=1
 PATH=$PWD/.venv/bin:$PATH

@@ -2,7 +2,8 @@
 # The main job, end to end: a Parquet file of questions in, answers that SQL can query out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export CONSERVE_HOME=${CONSERVE_HOME:-$PWD/.demo/store}
+unset CONSERVE_STORE CONSERVE_DATA  # a store of its own, whatever the user's is
+export CONSERVE_HOME=${DEMO_HOME:-$PWD/.demo/store}
 export CONSERVE_MODELS=${CONSERVE_MODELS:-$PWD/.demo/models}
 PATH=$PWD/.venv/bin:$PATH
 

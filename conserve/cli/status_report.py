@@ -84,9 +84,11 @@ def foreseen(
     from conserve.jobs.deadlines.queue import forecast_queue
 
     found = forecast_queue(readings, slots, now=now, courses=COURSES)
-    if job is not None:
-        return sentence(found[job.id], job.deadline, now) if job.id in found else None
-    return queue_sentence(found, now) if found else None
+    if not found or (job is not None and job.id not in found):
+        return None
+    words = queue_sentence(found, now) if job is None else sentence(found[job.id], job.deadline, now)
+    runs = any(one.state is JobState.RUNNING for one in readings)
+    return words if runs else f"{words}, if rows run from now on"
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:

@@ -63,7 +63,7 @@ class Screen:
 def demo(home: Path, **variables: str) -> str:
     """Text that a terminal shows after the demo."""
     terminal, end = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "CONSERVE_HOME": str(home), **variables}
+    environment = {**os.environ, "TERM": "xterm-256color", "DEMO_HOME": str(home), **variables}
     environment.pop("NO_COLOR", None)
     with subprocess.Popen(
         ["bash", "examples/demo.sh"],

@@ -1,6 +1,7 @@
 """The forecast where users see it: its command, status, submit, the batch object, /metrics, and from Python."""
 
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import conserve as package
 from conserve.batch_api.foresight import KEPT_S, Foresight
 from conserve.errors import UsageError
-from conserve.store.books import catalog, harvested
+from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
@@ -46,8 +47,11 @@ def test_the_command_shows_when_jobs_are_done(seen: Store, words: list[str]) -> 
     assert (shown["job_id"], shown["rows_left"], shown["in_time"]) == (job_id, 100, 1.0)
     assert time.time() < datetime.fromisoformat(shown["done_50"]).timestamp() < time.time() + 9 * 3600
     assert shown["done_50"] < shown["done_90"] < shown["deadline"]
-    assert "forecast: all done by " in conserve("status").stdout
-    assert "in time with 100 %" in conserve("status", job_id).stdout
+    assert re.search("forecast: all done by .*, if rows run from now on\n", conserve("status").stdout)
+    assert "in time with 100 %, if rows run from now on\n" in conserve("status", job_id).stdout
+    with seen.write() as tx:
+        assert queue.claim(tx, owner="me", now=time.time(), lease_s=60.0, limit=10) is not None
+    assert re.search(r"forecast: all done by .*\(90 %\)\n", conserve("status").stdout)
 
 
 def test_a_store_that_harvested_nothing_says_so(store: Store, words: list[str]) -> None:
