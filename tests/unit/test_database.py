@@ -26,7 +26,7 @@ from conserve.errors import (
     StoreTooNew,
 )
 from conserve.store.database import connection as database
-from conserve.store.database import guard, migrations, reader, schema
+from conserve.store.database import bulk, guard, migrations, reader, schema
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.store import Store
@@ -83,6 +83,13 @@ def test_no_piece_of_work_keeps_another_out_on_sqlite(store: Store) -> None:
     """There two processes that do the same are rare, and harmless."""
     with store.alone("sweep") as one, store.alone("sweep", wait=True) as other:
         assert (one, other) == (True, True)
+
+
+def test_sqlite_gets_many_rows_in_parts_and_none_without_rows(store: Store) -> None:
+    """An IN list has a largest length there."""
+    with store.read() as tx:
+        assert [len(part) for part in bulk.slices(tx, range(1200))] == [500, 500, 200]
+        assert [*bulk.slices(tx, [])] == []
 
 
 def test_a_writer_waits_for_a_minute(store: Store) -> None:

@@ -558,6 +558,7 @@ def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store
         written = tx.execute(query(journal.c.position, journal.c.checksum)).all()
         others = [(row.position, row.checksum + row.position % 2) for row in written]
         (part,) = bulk.slices(tx, [*others, (700, 0)])
+        assert [*bulk.slices(tx, [])] == []
         equal = bulk.equal_to(tx, [journal.c.position, journal.c.checksum], part)
         found = tx.scalars(query(journal.c.position).where(*equal)).all()
     assert sorted(found) == list(range(0, 700, 2)), "a row has both values of one that was read"
