@@ -25,8 +25,8 @@ from conserve.errors import (
     StoreReadOnly,
     StoreTooNew,
 )
-from conserve.store.database import connection as database
 from conserve.store.database import bulk, guard, migrations, reader, schema
+from conserve.store.database import connection as database
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.store import Store
