@@ -619,6 +619,14 @@ def test_statements_with_arrays_are_planned_for_them(store: Store) -> None:
     assert not any("unnest" in statement for statement in statements)
 
 
+def test_rows_that_wait_are_copied_with_what_the_schema_would_add(store: Store) -> None:
+    add_job(store, rows=40)
+    with store.write() as tx:
+        bulk.insert_rows(tx, schema.request, [queue.waiting_row("job-1", p, 5.0) for p in range(20)])
+    waiting = "select attempts, failures, suspect, available_at, epoch from request"
+    assert select(store, waiting) == [(0, 0, False, 5.0, None)] * 20
+
+
 def test_results_of_all_kinds_are_copied_as_they_are(store: Store) -> None:
     add_job(store, rows=40)
     finish(store, leased(store, limit=40), failed=range(20))
