@@ -197,7 +197,7 @@ PHASES = (
     (Phase.SAVING, Shot(at=f"{TOKENS}:save_tokens", after=True)),
     (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
     (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
-    (Phase.REGISTERING, Shot(at=f"{SHARDS}:slices", since=f"{SHARDS}:register")),
+    (Phase.REGISTERING, Shot(at=f"{SHARDS}:as_read", since=f"{SHARDS}:register")),
     (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )
 

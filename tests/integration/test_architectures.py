@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_checkpoints import transfer
+from tests.tiers import named
 from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
@@ -26,9 +27,7 @@ NOT_SAVED = {"Gemma2"}  # every other layer keeps a window of KV
 IN_MINUTES = {"Gemma2"}  # of two kinds of KV; the others before a release
 
 
-@pytest.fixture(
-    params=[pytest.param(kind, marks=[] if kind in IN_MINUTES else pytest.mark.full) for kind in OTHERS]
-)
+@pytest.fixture(params=named({kind: kind for kind in OTHERS}, in_minutes=IN_MINUTES))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

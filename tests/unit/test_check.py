@@ -24,7 +24,7 @@ from conserve.store.upkeep.damage import StorePart, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, job, leased, select
-from tests.tiers import in_full
+from tests.tiers import in_full, named
 
 ROWS = 40
 
@@ -88,11 +88,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped in the footer": lambda path: flip(path, 0.97),
 }
 IN_MINUTES = {"missing", "flipped in a page", "flipped in the footer"}
-damaged_ways = pytest.mark.parametrize(
-    "damage",
-    [damage if way in IN_MINUTES else in_full(damage)[0] for way, damage in DAMAGES.items()],
-    ids=list(DAMAGES),
-)
+damaged_ways = pytest.mark.parametrize("damage", named(DAMAGES, in_minutes=IN_MINUTES))
 
 
 def test_a_whole_store_is_said_to_be_whole(store: Store, submit: Callable[..., str]) -> None:

@@ -88,8 +88,13 @@ def test_no_piece_of_work_keeps_another_out_on_sqlite(store: Store) -> None:
 def test_sqlite_gets_many_rows_in_parts_and_none_without_rows(store: Store) -> None:
     """An IN list has a largest length there."""
     with store.read() as tx:
-        assert [len(part) for part in bulk.slices(tx, range(1200))] == [500, 500, 200]
-        assert [*bulk.slices(tx, [])] == []
+        position = schema.request.c.position
+        parts = [
+            at.compile().params.values()
+            for (at,) in bulk.matching(tx, [position], [(n,) for n in range(1200)])
+        ]
+        assert [len(number) for values in parts for number in values] == [500, 500, 200]
+        assert [*bulk.matching(tx, [position], [])] == []
 
 
 def test_a_writer_waits_for_a_minute(store: Store) -> None:

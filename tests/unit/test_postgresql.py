@@ -557,9 +557,9 @@ def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store
     with store.read() as tx:
         written = tx.execute(query(journal.c.position, journal.c.checksum)).all()
         others = [(row.position, row.checksum + row.position % 2) for row in written]
-        (part,) = bulk.slices(tx, [*others, (700, 0)])
-        assert [*bulk.slices(tx, [])] == []
-        equal = bulk.equal_to(tx, [journal.c.position, journal.c.checksum], part)
+        both = [journal.c.position, journal.c.checksum]
+        (equal,) = bulk.matching(tx, both, [*others, (700, 0)])
+        assert [*bulk.matching(tx, both, [])] == []
         found = tx.scalars(query(journal.c.position).where(*equal)).all()
     assert sorted(found) == list(range(0, 700, 2)), "a row has both values of one that was read"
     said = " ".join(str(one.compile(dialect=store.engine.dialect)) for one in equal)
@@ -583,9 +583,8 @@ def test_waiting_rows_come_in_the_order_of_the_index(store: Store, look: Callabl
     with store.read() as tx:
         look(tx)
         statement, values = said[-1]
-        tx.exec_driver_sql(
-            "set local enable_sort = off"
-        )  # of plans with and without one, choose that without
+        # Of plans with a sort and without one, that without is chosen, however few the rows are.
+        tx.exec_driver_sql("set local enable_sort = off")
         tx.exec_driver_sql("set local enable_seqscan = off")
         plan = tx.exec_driver_sql(f"explain {statement}", values).scalars().all()
     assert any("request_by_epoch" in line for line in plan), plan

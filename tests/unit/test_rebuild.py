@@ -25,7 +25,7 @@ from conserve.store.upkeep import rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve
 from tests.store_rows import add_job, claim, finish, job, leased, select
-from tests.tiers import in_full
+from tests.tiers import named
 
 ROWS = 20
 
@@ -92,11 +92,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 IN_MINUTES = {"gone", "without the first page", "without a page in the middle"}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [damage if way in IN_MINUTES else in_full(damage)[0] for way, damage in DAMAGES.items()],
-    ids=list(DAMAGES),
-)
+@pytest.mark.parametrize("damage", named(DAMAGES, in_minutes=IN_MINUTES))
 def test_every_job_comes_back_with_all_its_rows(
     jobs: Jobs, settings: Settings, damage: Callable[[Path], Any]
 ) -> None:

@@ -22,7 +22,7 @@ from conserve.store.books.queue import (
 )
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, equal_to, insert_rows, slices
+from conserve.store.database.bulk import afresh, insert_rows, matching
 
 job, request, meta = schema.job, schema.request, schema.meta
 
@@ -105,8 +105,7 @@ def begin(
 
 def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iterator[int]:
     """Yield the positions among these that were passed over and still wait for their first lease."""
-    for part in slices(tx, [(position,) for position in positions]):
-        at = equal_to(tx, [request.c.position], part)
+    for at in matching(tx, [request.c.position], [(position,) for position in positions]):
         known = select(request.c.position).where(request.c.job_id == job_id, *at, PASSED_OVER)
         yield from afresh(tx, known).scalars()
 

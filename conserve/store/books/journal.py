@@ -11,7 +11,7 @@ from conserve.store.books import events, spans
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, equal_to, finish, insert_rows, slices
+from conserve.store.database.bulk import afresh, finish, insert_rows, matching
 from conserve.store.database.wakeup import wake
 
 job, request, journal = schema.job, schema.request, schema.journal
@@ -106,11 +106,11 @@ def is_whole(row: Any) -> bool:
 
 def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
     """Delete the live requests of these positions; each must be there, under this lease."""
-    gone = 0
-    for part in slices(tx, [(position,) for position in positions]):
-        at = equal_to(tx, [request.c.position], part)
-        held = request.c.job_id == job_id, request.c.epoch == epoch, *at
-        gone += afresh(tx, delete(request).where(*held)).rowcount
+    held = request.c.job_id == job_id, request.c.epoch == epoch
+    gone = sum(
+        afresh(tx, delete(request).where(*held, *at)).rowcount
+        for at in matching(tx, [request.c.position], [(position,) for position in positions])
+    )
     assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
 
 

@@ -31,7 +31,7 @@ from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, equal_to, finish, slices
+from conserve.store.database.bulk import afresh, finish, matching
 from conserve.store.database.connection import by_bytes
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
@@ -283,10 +283,10 @@ def moved_by(candidate: Any, now: float, rows: int, model: str | None) -> Update
 
 def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow], now: float) -> None:
     """Put waiting rows under the lease."""
-    for part in slices(tx, [(row.position,) for row in rows]):
+    for at in matching(tx, [request.c.position], [(row.position,) for row in rows]):
         leased = (
             update(request)
-            .where(request.c.job_id == job_id, *equal_to(tx, [request.c.position], part))
+            .where(request.c.job_id == job_id, *at)
             .values(
                 epoch=epoch,
                 attempts=request.c.attempts + 1,

@@ -21,7 +21,7 @@ from conserve.store.books.results import Result, decode, encode, from_arrow, to_
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, equal_to, insert_rows, read_rows, slices
+from conserve.store.database.bulk import afresh, insert_rows, matching, read_rows
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -255,16 +255,11 @@ def discard(path: FilePath) -> None:
 
 def as_read(tx: Connection, job_id: str, rows: Sequence[JournalRow]) -> Iterator[list[ColumnElement[bool]]]:
     """Conditions for these journal rows as they were read: `retry` and `check --repair` may have replaced some."""
-    for part in slices(tx, rows):
-        of_job = journal.c.job_id == job_id
-        new = [row for row in part if row.checksum is not None]
-        old = [row for row in part if row.checksum is None]
-        if new:
-            read = [(row.position, row.checksum) for row in new]
-            yield [of_job, *equal_to(tx, [journal.c.position, journal.c.checksum], read)]
-        if old:
-            before = [(row.position, row.payload) for row in old]
-            yield [of_job, *equal_to(tx, [journal.c.position, journal.c.payload], before)]
+    new = [(row.position, row.checksum) for row in rows if row.checksum is not None]
+    old = [(row.position, row.payload) for row in rows if row.checksum is None]
+    for column, read in ((journal.c.checksum, new), (journal.c.payload, old)):
+        for at in matching(tx, [journal.c.position, column], read):
+            yield [journal.c.job_id == job_id, *at]
 
 
 def compact_finished(store: Store, *, now: float) -> None:

@@ -1,8 +1,8 @@
 """Many rows at once, as each database takes them fastest."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     ARRAY,
@@ -20,8 +20,6 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 
 from conserve.store.database.connection import AFRESH, ENDS, chunks
-
-T = TypeVar("T")
 
 FEWEST = 16  # rows for which a COPY takes less time than single inserts
 
@@ -97,33 +95,33 @@ def reported(tx: Connection, statement: str) -> Iterator[None]:
         raise DBAPIError(statement, None, error) from error
 
 
-def slices(tx: Connection, rows: Sequence[T]) -> Iterable[Sequence[T]]:
-    """Cut rows into parts that `equal_to` takes; none without rows."""
-    if tx.dialect.name == "postgresql":
-        return [rows] if rows else []
-    return chunks(rows)
-
-
-def equal_to(
+def matching(
     tx: Connection, columns: "Sequence[Column[Any]]", rows: Sequence[Sequence[Any]]
-) -> list[ColumnElement[bool]]:
-    """Conditions that a row has, in these columns, the values of one of `rows`, of which there is at least one.
+) -> Iterator[list[ColumnElement[bool]]]:
+    """Yield conditions that a row has, in these columns, the values of one of `rows`; several lists on SQLite.
 
     PostgreSQL joins one array for each column, so that it can hash them or find each row by an index, and need not
     parse thousands of parameters. The range of the first column spares it a look at the rest of the table. `afresh`
     has it plan a statement with these conditions for their number. Equal `rows` would select a row several times.
-    SQLite compares each column by itself. That suffices for one column, and beside a checksum over the others.
+    SQLite gets them in parts, since an IN list has a largest length, and compares each column by itself. That
+    suffices for one column, and beside a checksum over the others.
     """
-    values = list(zip(*rows, strict=True))
     if tx.dialect.name != "postgresql":
-        return [column.in_(of) for column, of in zip(columns, values, strict=True)]
+        for part in chunks(rows):
+            values = zip(*part, strict=True)
+            yield [column.in_(of) for column, of in zip(columns, values, strict=True)]
+    elif rows:
+        yield in_arrays(columns, list(zip(*rows, strict=True)))
+
+
+def in_arrays(columns: "Sequence[Column[Any]]", values: Sequence[Sequence[Any]]) -> list[ColumnElement[bool]]:
+    """Conditions of `matching` on PostgreSQL; `values` are those of each column."""
     arrays = [
         bindparam(None, list(of), ARRAY(column.type)) for column, of in zip(columns, values, strict=True)
     ]
     wanted = func.unnest(*arrays).table_valued(*(c.name for c in columns)).render_derived(name="wanted")
-    first = columns[0]
     return [
-        first.between(min(values[0]), max(values[0])),
+        columns[0].between(min(values[0]), max(values[0])),
         *(column == wanted.c[column.name] for column in columns),
     ]
 
