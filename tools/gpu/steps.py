@@ -19,6 +19,7 @@ from tools.gpu.results import FAILED, LEFT_OUT, Results
 from tools.gpu.server import Server, StepFailed
 
 BENCH = "online-only/planned,conserve,priority,non-preemptive/planned"
+STOCK = "online-only,conserve"
 ABLATION = "online-only/planned,conserve,conserve/recompute,conserve/off,conserve/never"
 OFF = "off"
 SETTLE_S = 1.0  # until iterations under the last setting are through
@@ -243,16 +244,41 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
         asked += ["--json", "-o", str(folder)]
         try:
             found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
-        finally:  # one file, as runners bring only some back
+        finally:
             folder.mkdir(exist_ok=True)
-            with tarfile.open(run.out / f"{folder.name}.tar.gz", "w:gz") as tar:
-                tar.add(folder, arcname=folder.name)
+            pack(run, folder)
         run.results.note(step, **{f"at {rate:g}/s": found}, told=one.told(), queue=one.queue())
         played += 1
         if FAILED in found:
             raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
     if not played:
         run.results.note(step, left_out="no rate fits")
+
+
+def stock(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """`conserve bench` with servers of its own at the first rate: stock vLLM's live latencies, and ConServe's."""
+    run.stop_server()
+    rate, chosen = run.size.rates[0], KINDS[kind]
+    folder, log = run.scratch / step, run.out / f"{step}.log"
+    asked = ["bench", "--gamma", f"{rate:g},0.5,{run.size.lengths}", "--policies", STOCK, "--rounds", "1"]
+    asked += ["--block-s", str(run.size.block_s), "--json", "-o", str(folder)]
+    asked += ["--", run.model, *run.size.flags, *chosen.flags, *run.more]
+    environment = {**run.size.environment(kind), "CONSERVE_HOME": str(run.scratch / "home-stock")}
+    environment["CONSERVE_ENGINE_LOG"] = str(run.out / f"{step}-engine.log")
+    found = children.run(children.conserve(*asked), log, limit_s, environment)
+    folder.mkdir(exist_ok=True)
+    pack(run, folder)
+    run.results.note(step, **{f"at {rate:g}/s": found})
+    if FAILED in found:
+        raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
+
+
+def pack(run: Run, folder: Path) -> None:
+    """Put a folder of raw results into one archive, as runners bring only some files back."""
+    with tarfile.open(run.out / f"{folder.name}.tar.gz", "w:gz") as tar:
+        for file in sorted(folder.iterdir()):
+            if file.is_file():
+                tar.add(file, arcname=f"{folder.name}/{file.name}")
 
 
 def bench_s(policies: str, size: Size) -> float:
@@ -284,6 +310,7 @@ def step_table() -> dict[str, Step]:
         "copies": ("saving",),
         "bench": leaving,
         "ablation": ("default", "eager-v1"),
+        "stock": ("default",),
     }
     works: dict[str, tuple[Callable[[Run, str, str, float], None], float, float]] = {
         "serve": (serve, 60, 240),
@@ -292,6 +319,7 @@ def step_table() -> dict[str, Step]:
         "copies": (copies, 130, 330),
         "bench": (bench, 120, 460),
         "ablation": (ablation, 120, 540),
+        "stock": (stock, 150, 400),
     }
     for kind in KINDS:
         for name, (work, least_s, most_s) in works.items():
