@@ -51,11 +51,15 @@ class ScheduledAhead(BareEngine):
         often: float = 0.3,
         separable: bool = True,
         refuses: bool = True,
+        tbt_ms: float | None = None,
     ) -> None:
-        """Rows leave iterations with the probability `often`; if it `refuses`, one in ten is refused."""
+        """Rows leave iterations with the probability `often`; if it `refuses`, one in ten is refused.
+
+        With a `tbt_ms` as short as a few iterations, these are scheduled ahead beside online requests too.
+        """
         config = engine_config(
             folder,
-            section={"policy": "conserve", "ttft_slo_ms": 1500},
+            section={"policy": "conserve", "ttft_slo_ms": 1500, "tbt_slo_ms": tbt_ms},
             block_size=BLOCK,
             max_num_seqs=12,
             max_num_batched_tokens=256,

@@ -3,6 +3,7 @@
 from itertools import chain, islice
 from math import inf, sqrt
 
+from conserve.engine.policy.ahead import ahead_limit_ms
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
@@ -47,7 +48,8 @@ class Conserve:
         share = serve_online(composer, view)
         if share.complete:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
-            time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
+            arrival_ms = ahead_limit_ms(view, limit_ms, composer.predicted_ms) if view.ahead else limit_ms
+            time_ms = time_budget_ms(share, view, arrival_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
             pushes = bool(view.pushed) and not prompts
             pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if pushes else 0.0

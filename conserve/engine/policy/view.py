@@ -165,6 +165,7 @@ class View:
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
     rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
     rows_join: bool = False  # and join a later iteration at the layer where they left
+    ahead: bool = False  # scheduled while the iteration before it runs: an arrival waits for both
     layers: int = 1  # of the model: an arrival waits for one of them where rows join
     online_waited_ms: float = 0.0  # time of the last iteration, if running online requests were not in it
     max_tokens: int  # of one iteration

@@ -55,7 +55,8 @@ class Iteration:
     plan: Plan | None = None  # None where vLLM composes the iteration
     registers_late: bool = False  # KV blocks become reusable once computed, not once allocated
     ahead: bool = False  # scheduled while an earlier iteration ran
-    overlapped: bool = False  # it, or the one after it, was scheduled ahead: its time is not its own alone
+    cold: bool = False  # none was in flight when it was scheduled, as usual: the host's work is in its time too
+    overlapped: bool = False  # rows may leave it or its neighbour in flight: its time is not its own alone
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing
@@ -84,7 +85,7 @@ class Iteration:
     @property
     def whole(self) -> bool:
         """True if all layers ran on all tokens and nothing else, so that the time taken is that of the batch."""
-        if self.overlapped:
+        if self.overlapped or self.cold:
             return False
         return self.outcome is None or not (self.left or self.outcome.joined)
 

@@ -158,19 +158,28 @@ async def grow(
     seconds: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
+    together: int = 1,
 ) -> None:
-    """Serve groups for `seconds`, and longer, after telling the user, until there are enough for a model."""
+    """Serve groups for `seconds`, and longer, after telling the user, until there are enough for a model.
+
+    So many groups are served `together`.
+    """
     begun, said = clock(), False
-    while (now := clock()) - begun < seconds or growth.missing:
-        if now - begun >= seconds and not said:
-            said = True
-            say(
-                f"this engine is slow: {seconds:.0f} s are too little to learn how long iterations take; "
-                f"about {max(1.0, growth.left_s):.0f} s more (conserve profile measures it once for all starts)"
-            )
-        group = growth.next()
-        await serve(group)
-        growth.served(group, clock() - now)
+
+    async def one_by_one() -> None:
+        nonlocal said
+        while (now := clock()) - begun < seconds or growth.missing:
+            if now - begun >= seconds and not said:
+                said = True
+                say(
+                    f"this engine is slow: {seconds:.0f} s are too little to learn how long iterations take; "
+                    f"about {max(1.0, growth.left_s):.0f} s more (conserve profile measures it once for all starts)"
+                )
+            group = growth.next()
+            await serve(group)
+            growth.served(group, clock() - now)
+
+    await asyncio.gather(*(one_by_one() for _ in range(together)))
 
 
 async def warm_up(
@@ -191,6 +200,8 @@ async def warm_up(
         most=config.scheduler_config.max_num_seqs,
         engines=config.parallel_config.data_parallel_size,
     )
+    # Where iterations are scheduled ahead, the first one after a pause takes longer and teaches nothing.
+    together = 2 if config.scheduler_config.async_scheduling else 1
     number = 0
 
     async def serve(group: WarmUpGroup) -> None:
@@ -204,13 +215,17 @@ async def warm_up(
             )
         )
 
-    await grow(growth, serve, seconds=seconds, say=say)
+    await grow(growth, serve, seconds=seconds, say=say, together=together)
     if known is not None:
-        await insist(growth, serve, known)
+        await insist(growth, serve, known, together=together)
 
 
 async def insist(
-    growth: Growth, serve: Callable[[WarmUpGroup], Awaitable[None]], known: Callable[[], Awaitable[bool]]
+    growth: Growth,
+    serve: Callable[[WarmUpGroup], Awaitable[None]],
+    known: Callable[[], Awaitable[bool]],
+    *,
+    together: int = 1,
 ) -> None:
     """Serve more groups while the scheduler still has no model: it counts iterations, not groups.
 
@@ -220,7 +235,7 @@ async def insist(
     for _ in range(MOST_MORE):
         if await known():
             return
-        await serve(growth.next())
+        await asyncio.gather(*(serve(growth.next()) for _ in range(together)))
 
 
 async def _request(llm: AsyncLLM, name: str, length: int, max_tokens: int, dice: random.Random) -> None:

@@ -1,10 +1,13 @@
 """Iterations in flight, and when the next one is scheduled before they are settled.
 
-With asynchronous scheduling vLLM plans an iteration while another runs. That hides the time of planning, and it
-delays an online request that arrives: the iteration that was planned without it comes first. So while offline
-requests are in the engine, iterations are scheduled ahead only as long as no online request is. The first one to
-arrive finds an iteration that runs, which rows leave, and one that waits, which is refused
-(`preemption.arrivals`).
+With asynchronous scheduling vLLM plans an iteration while another runs. That hides the host's work between two
+iterations, and it delays an online request that arrives: the iteration that was planned without it comes first.
+
+While offline requests have the engine to themselves, iterations are long and rows may leave them. The first online
+request to arrive finds an iteration that runs, which rows leave, and one that waits, which is refused
+(`preemption.arrivals`). Beside online requests iterations are scheduled ahead where these want short ones
+(`policy.ahead`). Nothing leaves such an iteration: at a safepoint the host would wait for the device, and read the
+tokens of the iteration before only then. Where they do not, the next iteration waits for the results of the last.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from conserve.engine.policy.ahead import pays
 from conserve.engine.vllm.iteration import Iteration
 
 
 class Ahead:
     """Iterations that were scheduled and are not settled, the oldest first."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, asynchronous: bool) -> None:
+        self.beside = False  # the newest iteration, or the one that is being planned, is for online requests too
         self._scheduler = scheduler
+        self._asynchronous = asynchronous
         self._in_flight: list[Iteration] = []
         self._left = False  # requests left the last settled iteration: one in flight may be refused
 
@@ -34,10 +40,16 @@ class Ahead:
             if iteration.registers_late:
                 yield from (name for name, tokens in iteration.tokens.items() if tokens > 1)
 
+    def begin(self) -> None:
+        """Decide for the iteration that is to be planned whether rows leave it, or the next one may overlap it."""
+        self.beside = self._beside_online
+
     def scheduled(self, iteration: Iteration) -> None:
         """Note an iteration."""
-        if self._in_flight and self._leaves:
-            iteration.overlapped = self._in_flight[-1].overlapped = True
+        last = self._in_flight[-1] if self._in_flight else None
+        iteration.cold = last is None and self._asynchronous and not iteration.registers_late
+        if last is not None and (last.registers_late or iteration.registers_late):
+            iteration.overlapped = last.overlapped = True
         self._in_flight.append(iteration)
 
     def settled(self, iteration: Iteration) -> None:
@@ -51,7 +63,17 @@ class Ahead:
             return False
         if not self.refusable and not (self._leaves and self._scheduler._offline):
             return False  # as vLLM does
+        if not self.refusable and self._beside_online:
+            return False
         return self._left or not self._leaves or not self._scheduler.offline_alone
+
+    @property
+    def _beside_online(self) -> bool:
+        """True if online requests are in the engine, or on their way, and want iterations scheduled ahead."""
+        scheduler = self._scheduler
+        if not (self._asynchronous and self._leaves and scheduler.arrival_monitor.reaches):
+            return False
+        return not scheduler.offline_alone and pays(scheduler._slo, scheduler._iterations.model)
 
     @property
     def _leaves(self) -> bool:

@@ -58,6 +58,7 @@ class Iterations:
         self._ended = ended
         if iteration.tokens:
             self._busy_s += iteration.took_s
+            self.counted += 1
             if iteration.whole and iteration.batch is not None:
                 self._learn(iteration, iteration.batch, iteration.took_s * 1e3)
         if self._correction_file is not None and ended >= self._save_at:
@@ -103,7 +104,6 @@ class Iterations:
         }
 
     def _learn(self, iteration: Iteration, batch: Batch, ms: float) -> None:
-        self.counted += 1
         if iteration.limit_ms is not None:
             self.planned += 1
             self.overruns += ms > iteration.limit_ms

@@ -44,7 +44,8 @@ class Picture:
         online, offline = self._running()
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
-        rows_leave = scheduler.arrival_monitor.acts and not scheduler.online_grammars_compile
+        ahead = scheduler.ahead.beside
+        rows_leave = scheduler.arrival_monitor.acts and not (ahead or scheduler.online_grammars_compile)
         rows_join = rows_leave and scheduler.arrival_monitor.separable
         return View(
             online=online,
@@ -59,6 +60,7 @@ class Picture:
             served=self._traffic.served if self._traffic.classified else {},
             rows_leave=rows_leave,
             rows_join=rows_join,
+            ahead=ahead,
             layers=scheduler.arrival_monitor.layers,
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
             max_tokens=scheduler.max_num_scheduled_tokens,

@@ -88,7 +88,7 @@ class CoServing:
         )
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
-        self.ahead = Ahead(self)
+        self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
         number = vllm_config.parallel_config.data_parallel_index
         self._recordings = Recordings(installed, number)
         self.row_terms = RowTerms()
@@ -175,11 +175,12 @@ class CoServing:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan the next iteration, have vLLM schedule it, and send its record along."""
+        self.ahead.begin()
         iteration = Iteration(started=time.monotonic(), ahead=self.ahead.refusable)
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(super().schedule, *args, **kwargs)  # type: ignore[misc]
-        leaves = self.arrival_monitor.on and self._iterations.model is not None
+        leaves = self.arrival_monitor.on and self._iterations.model is not None and not self.ahead.beside
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         if plan is None:
