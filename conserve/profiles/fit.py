@@ -99,7 +99,9 @@ def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
     predicted, free = np.zeros(len(samples)), fit(kind, samples).free
     for fold in range(FOLDS):
         inside = np.arange(len(samples)) % FOLDS == fold
-        predicted[inside] = samples.of_rows(inside).predictions(fit_with(kind, samples.of_rows(~inside), free))
+        predicted[inside] = samples.of_rows(inside).predictions(
+            fit_with(kind, samples.of_rows(~inside), free)
+        )
     return predicted
 
 

@@ -358,6 +358,29 @@ class TestOutputs:
         found = [(result.sampled_token_ids, outcome_of(result)) for result in results]
         assert found == [([[n]], IterationOutcome(layers_run=n)) for n in (2, 1, 0)]
 
+    def test_a_promise_brings_its_own_iteration_s_time(self) -> None:
+        from conserve.engine.runtime.stopwatch import Lap
+        from conserve.engine.vllm.iteration import IterationOutcome, device_ms_of, outcome_of
+        from conserve.engine.vllm.preemption.outputs import with_outcome
+
+        read = []
+
+        def lap(ms: float) -> Any:
+            mark = SimpleNamespace(synchronize=lambda: read.append(ms), elapsed_time=lambda _: ms)
+            return Lap(mark, mark)
+
+        alone, both = (
+            with_outcome(promise(0), None, lap(5.0)),
+            with_outcome(promise(1), IterationOutcome(joined=1), lap(40.0)),
+        )
+        assert not read, "the device has not got there"
+        later, first = both.get_output(), alone.get_output()
+        assert [device_ms_of(first), device_ms_of(later)] == [5.0, 40.0]
+        assert [outcome_of(first), outcome_of(later)] == [None, IterationOutcome(joined=1)]
+        results = promise(0).get_output()
+        assert with_outcome(results, None, lap(5.0)) is results, "the host's clock times what is read at once"
+        assert device_ms_of(results) is None
+
     def test_iterations_share_no_outcome_through_the_output_that_they_share(self) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 

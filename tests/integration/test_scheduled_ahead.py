@@ -200,12 +200,124 @@ class TestOnlineRequests:
             context = row.num_computed_tokens - second.tokens[row.request_id] - tokens
             assert slice_of(row, tokens, [second]).context == context
 
-    def test_no_latency_model_learns_from_iterations_that_overlap(self, engine: Any) -> None:
+    def test_a_latency_model_learns_by_the_devices_clock_from_iterations_that_overlap(
+        self, engine: Any
+    ) -> None:
         while engine.queued:
             engine.take_in()
         (_, first), (_, second) = self.planned(engine), self.planned(engine)
-        assert not first.whole
-        assert not second.whole
+        first.device_ms = second.device_ms = 7.0
+        assert first.batch_ms is None, "the host's work before it is in that time"
+        assert second.batch_ms == 7.0
+        second.device_ms = None
+        assert second.batch_ms is None
+
+
+class TestBesideOnlineRequests:
+    """Iterations of online requests that want short ones are scheduled ahead, and no row leaves these."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, clock: Any) -> Any:
+        """Offline rows and an online request that decodes, in an engine whose worker has told what it can do."""
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(
+            tmp_path, clock, blocks=4096, seed=0, often=0.0, refuses=False, tbt_ms=self.SHORT_MS
+        )
+        for _ in range(4):
+            engine.add(900, 40, offline=True)
+        for _ in range(3):
+            engine.step()
+        while engine.queued:
+            engine.take_in()
+        return engine
+
+    SHORT_MS, LONG_MS = 100.0, 1000.0  # the smallest iteration takes 15 ms
+
+    @staticmethod
+    def planned(engine: Any) -> Any:
+        from conserve.engine.vllm.iteration import iteration_of
+
+        output = engine.scheduler.schedule()
+        return output, iteration_of(output)
+
+    def test_one_waits_while_another_runs_and_neither_can_be_left(self, engine: Any) -> None:
+        live = engine.add(50, 6)
+        assert engine.scheduler.has_requests()
+        for _ in range(4):
+            output, iteration = self.planned(engine)
+            assert live.request_id in output.num_scheduled_tokens
+            assert len(output.num_scheduled_tokens) > 1, "rows are in it"
+            assert (iteration.stamp, iteration.registers_late, iteration.overlapped) == (None, False, False)
+            assert engine.scheduler.has_requests(), "the next one does not wait"
+            engine.run(output)
+            if engine.queued == 2:
+                engine.take_in()
+        assert iteration.follows
+        assert not iteration.cold
+
+    def test_the_first_one_waits_for_iterations_that_rows_may_leave(self, engine: Any) -> None:
+        output, offline = self.planned(engine)
+        assert offline.stamp is not None
+        engine.run(output)
+        engine.add(50, 6)
+        assert not engine.scheduler.has_requests()
+        engine.take_in()
+        assert engine.scheduler.has_requests()
+        _, beside = self.planned(engine)
+        assert beside.stamp is None
+        assert beside.cold
+
+    def test_where_they_bear_long_ones_rows_may_leave_and_the_next_one_waits(self, engine: Any) -> None:
+        engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
+        engine.add(50, 6)
+        output, iteration = self.planned(engine)
+        assert iteration.stamp is not None
+        assert not engine.scheduler.has_requests()
+        engine.run(output)
+        engine.take_in()
+        assert engine.scheduler.has_requests()
+
+    def test_harm_wants_short_ones(self, engine: Any) -> None:
+        engine.scheduler.conserve({"slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}})
+        engine.add(50, 6)
+        assert self.planned(engine)[1].stamp is None
+        assert engine.scheduler.has_requests()
+
+    def test_where_nothing_is_scheduled_ahead_rows_may_leave_at_once(self, engine: Any) -> None:
+        engine.scheduler.ahead._asynchronous = False
+        engine.add(50, 6)
+        _, iteration = self.planned(engine)
+        assert iteration.stamp is not None
+        assert not iteration.cold
+
+    @pytest.mark.parametrize(("blocks", "losing"), [(4096, 0.0), (40, 0.1)])
+    @pytest.mark.parametrize("separable", [True, False])
+    def test_each_token_is_computed_once(
+        self, separable: bool, blocks: int, losing: float, tmp_path: Path, clock: Any
+    ) -> None:
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(
+            tmp_path, clock, blocks=blocks, seed=1, separable=separable, tbt_ms=self.SHORT_MS
+        )
+        overlapping, scheduled = 0, engine.scheduler.ahead.scheduled
+
+        def counting(iteration: Any) -> None:
+            nonlocal overlapping
+            scheduled(iteration)
+            online = any(name.startswith("on") for name in iteration.tokens)
+            overlapping += iteration.follows and online and len(iteration.tokens) > 1
+
+        engine.scheduler.ahead.scheduled = counting
+        asked = storm(engine, 1, 300, losing=losing)
+        assert_settled(engine, asked)
+        report = engine.scheduler.arrival_monitor.report()
+        assert overlapping > 20
+        assert min(report["scheduled_ahead"], report["iterations_left"]) > 10
+        assert report["live_tokens_recomputed"] == engine.live_again == 0
+        if not losing:
+            assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
 
 
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:

@@ -11,9 +11,11 @@ from conserve.engine.vllm.iteration import (
     Iteration,
     IterationOutcome,
     Stamp,
+    device_ms_of,
     iteration_of,
     outcome_of,
     put,
+    put_device_ms,
     stamp_of,
 )
 from conserve.profiles.batch import Batch
@@ -47,21 +49,52 @@ def test_an_output_of_another_scheduler_has_no_stamp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stamp", "outcome", "left", "whole"),
+    ("stamp", "outcome", "left", "batch_ms"),
     [
-        (None, None, set(), True),
-        (STAMP, None, set(), True),
-        (STAMP, IterationOutcome(), set(), True),
-        (STAMP, IterationOutcome(left=frozenset(["row1"])), {"row1"}, False),
-        (STAMP, IterationOutcome(joined=1), set(), False),
-        (None, IterationOutcome(joined=1), set(), False),  # rows join iterations that no row may leave
+        (None, None, set(), 20.0),
+        (STAMP, None, set(), 20.0),
+        (STAMP, IterationOutcome(), set(), 20.0),
+        (STAMP, IterationOutcome(left=frozenset(["row1"])), {"row1"}, None),
+        (STAMP, IterationOutcome(joined=1), set(), None),
+        (None, IterationOutcome(joined=1), set(), None),  # rows join iterations that no row may leave
     ],
 )
-def test_an_iteration_is_whole_if_no_row_left_or_joined(
-    stamp: Stamp | None, outcome: IterationOutcome | None, left: set[str], whole: bool
+def test_an_iteration_takes_the_time_of_its_batch_if_no_row_left_or_joined(
+    stamp: Stamp | None, outcome: IterationOutcome | None, left: set[str], batch_ms: float | None
 ) -> None:
-    iteration = Iteration(stamp=stamp, outcome=outcome)
-    assert (iteration.left, iteration.whole) == (left, whole)
+    iteration = Iteration(stamp=stamp, outcome=outcome, took_s=0.02)
+    assert (iteration.left, iteration.batch_ms) == (left, batch_ms)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "batch_ms"),
+    [
+        ({}, 20.0),
+        ({"device_ms": 5.0}, 20.0),  # the host's work before it is in an iteration's time where none overlap
+        ({"follows": True}, 20.0),
+        ({"follows": True, "device_ms": 5.0}, 5.0),
+        ({"follows": True, "overlapped": True}, None),
+        ({"follows": True, "overlapped": True, "device_ms": 5.0}, 5.0),
+        ({"overlapped": True, "device_ms": 5.0}, None),
+        ({"cold": True}, None),
+        ({"cold": True, "device_ms": 5.0}, None),
+    ],
+)
+def test_the_device_tells_the_time_of_an_iteration_behind_another(
+    clocks: dict[str, Any], batch_ms: float | None
+) -> None:
+    assert Iteration(took_s=0.02, **clocks).batch_ms == batch_ms
+    left = IterationOutcome(left=frozenset(["row1"]))
+    assert Iteration(took_s=0.02, stamp=STAMP, outcome=left, **clocks).batch_ms is None
+
+
+def test_a_worker_tells_a_time_beside_its_outcome_or_without_one() -> None:
+    output = Output()
+    assert device_ms_of(output) is None
+    put_device_ms(output, 5.0)
+    assert (device_ms_of(output), outcome_of(output)) == (5.0, None)
+    put(output, IterationOutcome(joined=1))
+    assert (device_ms_of(output), outcome_of(output)) == (5.0, IterationOutcome(joined=1))
 
 
 def test_only_a_plan_has_a_limit() -> None:

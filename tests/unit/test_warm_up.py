@@ -142,3 +142,22 @@ def test_decode_steps_alone_make_no_model_and_the_next_prompts_do() -> None:
     assert model.predict(Batch.of([Slice(200, 0)])) == pytest.approx(
         TRUTH.predict(Batch.of([Slice(200, 0)])), rel=0.05
     )
+
+
+def test_groups_are_served_together_and_told_of_once() -> None:
+    """So that an engine that schedules ahead is hardly ever idle, which its iterations' times would show."""
+    served, most, now, said = 0, 0, 0.0, list[str]()
+
+    async def serve(group: WarmUpGroup) -> None:
+        nonlocal served, most, now
+        served += 1
+        most = max(most, served)
+        await asyncio.sleep(0)
+        now += 5.0  # slow
+        served -= 1
+
+    growth = Growth(seconds=2.0, longest=LONGEST_PROMPT, most=128)
+    asyncio.run(grow(growth, serve, seconds=2.0, say=said.append, clock=lambda: now, together=2))
+    assert most == 2
+    assert len(said) == 1
+    assert not growth.missing

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from conserve.engine.policy.plan import Plan
     from conserve.profiles.batch import Batch
 
+DEVICE_MS = "conserve_device_ms"  # of the attribute on vLLM's ModelRunnerOutput
 NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerOutput; both are pickled whole
 
 
@@ -55,8 +56,11 @@ class Iteration:
     plan: Plan | None = None  # None where vLLM composes the iteration
     registers_late: bool = False  # KV blocks become reusable once computed, not once allocated
     ahead: bool = False  # scheduled while an earlier iteration ran
-    cold: bool = False  # none was in flight when it was scheduled, as usual: the host's work is in its time too
-    overlapped: bool = False  # rows may leave it or its neighbour in flight: its time is not its own alone
+    follows: bool = (
+        False  # scheduled while another was in flight, so that the device goes from that one to this
+    )
+    cold: bool = False  # none was in flight, as one usually is: the time has the host's work in it
+    overlapped: bool = False  # rows may leave it or its neighbour in flight: the host's clock mixes them up
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing
@@ -70,7 +74,8 @@ class Iteration:
     raised_at: float = 0.0  # monotonic seconds; of the first row's order to leave
     # Settled.
     outcome: IterationOutcome | None = None
-    took_s: float = 0.0
+    took_s: float = 0.0  # by the host's clock
+    device_ms: float | None = None  # by the device's, where the worker tells it
 
     @property
     def limit_ms(self) -> float | None:
@@ -83,11 +88,17 @@ class Iteration:
         return self.outcome.left if self.stamp is not None and self.outcome is not None else frozenset()
 
     @property
-    def whole(self) -> bool:
-        """True if all layers ran on all tokens and nothing else, so that the time taken is that of the batch."""
-        if self.overlapped or self.cold:
-            return False
-        return self.outcome is None or not (self.left or self.outcome.joined)
+    def batch_ms(self) -> float | None:
+        """Time from the end of the iteration before to the end of this one, for the latency model.
+
+        None if that is not the time of the batch: not all layers ran on all of its tokens and on nothing else, or
+        no clock tells it.
+        """
+        if self.outcome is not None and (self.left or self.outcome.joined):
+            return None
+        if self.follows and self.device_ms is not None:
+            return self.device_ms
+        return None if self.overlapped or self.cold else self.took_s * 1e3
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _for_worker, (self.stamp,)
@@ -112,6 +123,16 @@ def stamp_of(output: Any) -> Stamp | None:
 def outcome_of(output: Any) -> IterationOutcome | None:
     """The outcome on vLLM's `ModelRunnerOutput`, if there is one."""
     return getattr(output, NAME, None)
+
+
+def put_device_ms(output: Any, ms: float) -> None:
+    """Attach an iteration's time on the device to vLLM's `ModelRunnerOutput`."""
+    setattr(output, DEVICE_MS, ms)
+
+
+def device_ms_of(output: Any) -> float | None:
+    """The iteration's time on the device, if the worker has told it."""
+    return getattr(output, DEVICE_MS, None)
 
 
 def put(output: Any, note: Iteration | IterationOutcome) -> None:

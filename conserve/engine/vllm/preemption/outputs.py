@@ -2,7 +2,7 @@
 
 The V1 runner returns results. The V2 runner returns a promise of results that are still on the device, and so does
 the V1 runner if iterations are scheduled ahead. vLLM reads such a promise later, maybe in another thread, when the
-next iteration may have run. So the promise takes the outcome of its own iteration along.
+next iteration may have run. So the promise takes the outcome and the time of its own iteration along.
 """
 
 from __future__ import annotations
@@ -12,30 +12,41 @@ from typing import Any
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from conserve.engine.vllm.iteration import IterationOutcome, put
+from conserve.engine.runtime.stopwatch import Lap
+from conserve.engine.vllm.iteration import IterationOutcome, put, put_device_ms
 
 
 class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """A promise of vLLM's whose results bring the outcome of their iteration."""
+    """A promise of vLLM's whose results bring the outcome and the time of their iteration."""
 
-    def __init__(self, promise: AsyncModelRunnerOutput, outcome: IterationOutcome) -> None:
-        self._promise, self._outcome = promise, outcome
+    def __init__(
+        self, promise: AsyncModelRunnerOutput, outcome: IterationOutcome | None, lap: Lap | None
+    ) -> None:
+        self._promise, self._outcome, self._lap = promise, outcome, lap
 
     def get_output(self) -> Any:
-        """Wait for the results as vLLM does, and attach the outcome."""
-        return with_outcome(self._promise.get_output(), self._outcome)
+        """Wait for the results as vLLM does, and attach the outcome and the time."""
+        output = with_outcome(self._promise.get_output(), self._outcome)
+        if output is not None and self._lap is not None:
+            put_device_ms(output, self._lap.ms())
+        return output
 
     def get_kv_connector_output(self) -> Any:
         """The KV connector's output, which vLLM 0.33 and later read before the results."""
         return self._promise.get_kv_connector_output()
 
 
-def with_outcome(output: Any, outcome: IterationOutcome | None) -> Any:
-    """vLLM's output with the outcome of its iteration; None, which is no output, stays None."""
-    if output is None or outcome is None:
+def with_outcome(output: Any, outcome: IterationOutcome | None, lap: Lap | None = None) -> Any:
+    """vLLM's output with the outcome of its iteration; None, which is no output, stays None.
+
+    A promise takes the iteration's `lap` along too.
+    """
+    if output is None or (outcome is None and lap is None):
         return output
     if isinstance(output, AsyncModelRunnerOutput):
-        return Promised(output, outcome)
+        return Promised(output, outcome, lap)
+    if outcome is None:
+        return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all iterations, which would keep the outcome
         output = copy(output)
     put(output, outcome)

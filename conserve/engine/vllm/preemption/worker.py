@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag, Word
+from conserve.engine.runtime.stopwatch import Stopwatch
 from conserve.engine.vllm.compat.vllms_worker import VllmWorker
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.cpu_pieces import leave_gpu_pass_out
@@ -106,6 +108,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     _rows: RunnerRows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: IterationOutcome | None = None
+    _stopwatch: Stopwatch | None = None  # where the host's clock mixes iterations up
     _unsettled: Mapping[str, int] = MappingProxyType({})  # row that left -> the last iteration that it left
 
     def load_model(self, **kwargs: Any) -> None:
@@ -129,6 +132,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         Returns None where the iteration was abandoned; `sample_tokens` then returns an output without tokens.
         """
         self._outcome = None
+        if self._stopwatch is not None:
+            self._stopwatch.begin()
         output = self._run(scheduler_output)
         return output if output is None else self._answered(output)  # None: `sample_tokens` has it
 
@@ -142,9 +147,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         return self._answered(output)
 
     def _answered(self, output: Any) -> Any:
-        """Attach the outcome of the iteration that ran last, once."""
+        """Attach the outcome of the iteration that ran last, once, and its time on the device."""
         answer, self._outcome = self._outcome, None
-        return with_outcome(output, answer)
+        return with_outcome(output, answer, self._stopwatch.end() if self._stopwatch is not None else None)
 
     def _run(self, scheduler_output: Any) -> Any:
         stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
@@ -207,7 +212,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
         eager = config.model_config.enforce_eager
         count = config.model_config.get_num_layers(config.parallel_config)
         layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
-        launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
+        on_device = self.device.type == "cuda"
+        launches = Launches(torch.cuda.Event) if on_device else None
+        if on_device and config.scheduler_config.async_scheduling:
+            self._stopwatch = Stopwatch(functools.partial(torch.cuda.Event, enable_timing=True))
         safepoints = Safepoints(TensorParallelOrders(), count, launches)
         if layers is not None:
             self._install_between(layers, runner, safepoints)

@@ -23,7 +23,9 @@ class Ahead:
     """Iterations that were scheduled and are not settled, the oldest first."""
 
     def __init__(self, scheduler: Any, *, asynchronous: bool) -> None:
-        self.beside = False  # the newest iteration, or the one that is being planned, is for online requests too
+        self.beside = (
+            False  # the newest iteration, or the one that is being planned, is for online requests too
+        )
         self._scheduler = scheduler
         self._asynchronous = asynchronous
         self._in_flight: list[Iteration] = []
@@ -47,6 +49,7 @@ class Ahead:
     def scheduled(self, iteration: Iteration) -> None:
         """Note an iteration."""
         last = self._in_flight[-1] if self._in_flight else None
+        iteration.follows = last is not None
         iteration.cold = last is None and self._asynchronous and not iteration.registers_late
         if last is not None and (last.registers_late or iteration.registers_late):
             iteration.overlapped = last.overlapped = True

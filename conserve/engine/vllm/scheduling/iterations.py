@@ -59,8 +59,8 @@ class Iterations:
         if iteration.tokens:
             self._busy_s += iteration.took_s
             self.counted += 1
-            if iteration.whole and iteration.batch is not None:
-                self._learn(iteration, iteration.batch, iteration.took_s * 1e3)
+            if iteration.batch is not None and (ms := iteration.batch_ms) is not None:
+                self._learn(iteration, iteration.batch, ms)
         if self._correction_file is not None and ended >= self._save_at:
             self.save()
 
