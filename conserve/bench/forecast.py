@@ -33,6 +33,11 @@ class EngineModel:
         """Predicted time of an iteration, in s."""
         return self.scale * self.model.predict(batch)
 
+    @property
+    def roomy(self) -> bool:
+        """True if some tokens of an iteration are free."""
+        return self.model.free > 0
+
     def description(self) -> str:
         """Words for the model in a report."""
         terms = ", ".join(f"{name} {value:.4g}" for name, value in self.model.coefficients.items())
@@ -74,6 +79,7 @@ class BlockForecast:
     requests: Sequence[Request]
     busy_s: float  # within the block
     ended_s: float  # end of the last answer, or of a simulation that was cut short
+    roomy: bool = False  # the engine's iterations have free tokens
 
     @property
     def busy(self) -> float:
@@ -110,7 +116,9 @@ def play(trace: Trace | None, engine: EngineModel, block_s: float, *, until_s: f
         for one, tokens in scheduled:
             if one.advance(tokens, now_s):
                 running.remove(one)
-    return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
+    return BlockForecast(
+        block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s, roomy=engine.roomy
+    )
 
 
 def _schedule(

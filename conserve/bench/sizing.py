@@ -68,11 +68,16 @@ class BlockLoad(NamedTuple):
     busy: float  # share of the block
     last_first_token_s: float  # since the block's start
     block_s: float
+    roomy: bool = False  # an engine that is busy with a few requests computes more tokens in the same time
 
     @property
     def too_much(self) -> bool:
-        """True if queues grow as long as requests arrive, or outlast the block by a quarter of it."""
-        return self.busy > BUSIEST or self.last_first_token_s > (1 + QUEUED) * self.block_s
+        """True if queues grow as long as requests arrive, or outlast the block by a quarter of it.
+
+        An engine with room in its iterations may be busy all the time, and has no queue yet.
+        """
+        late = self.last_first_token_s > (1 + QUEUED) * self.block_s
+        return late or (self.busy > BUSIEST and not self.roomy)
 
     def __str__(self) -> str:
         late_s = self.last_first_token_s - self.block_s
@@ -164,7 +169,7 @@ def size(
 
 def judge(block: Block, *, sized: Sized, offered: Offered, engine: EngineModel | None) -> None:
     """Raise `Overloaded` if online-only alone could not keep up in this block."""
-    load = measured(block, sized.design.block_s)
+    load = measured(block, sized.design.block_s, roomy=engine is not None and engine.roomy)
     if load.too_much and load.busy < IDLE:
         raise Overloaded(
             f"online-only alone kept the engine {load}: it was not the engine that held them up but the server "
@@ -177,10 +182,10 @@ def judge(block: Block, *, sized: Sized, offered: Offered, engine: EngineModel |
         raise Overloaded(advice(load, sized, offered, slower, "kept", work_s=work_s))
 
 
-def measured(block: Block, block_s: float) -> BlockLoad:
+def measured(block: Block, block_s: float, *, roomy: bool = False) -> BlockLoad:
     """Load of a played block. A request without a token counts as owed until it was given up."""
     firsts = [one.token_at_s[0] if one.token_at_s else one.ended_s for one in block.answers]
-    return BlockLoad(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s)
+    return BlockLoad(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s, roomy)
 
 
 def advice(
@@ -267,7 +272,7 @@ def _forecasts(
 def _load(forecasts: Sequence[BlockForecast], block_s: float) -> BlockLoad:
     """Load with the mean of the rounds' busy shares and the longest of their queues."""
     last_s = max(one.last_first_token_s for one in forecasts)
-    return BlockLoad(_mean([one.busy for one in forecasts]), last_s, block_s)
+    return BlockLoad(_mean([one.busy for one in forecasts]), last_s, block_s, forecasts[0].roomy)
 
 
 def _rate(preset: Preset, offered: Offered, design: Design, engine: EngineModel, busy: float) -> float:

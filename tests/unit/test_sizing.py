@@ -393,6 +393,20 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
     assert len(blocks) == 8
 
 
+def test_an_engine_with_free_tokens_is_asked_too_much_only_where_it_leaves_a_queue() -> None:
+    assert BlockLoad(0.97, 20.0, 25.0).too_much
+    assert not BlockLoad(0.97, 20.0, 25.0, roomy=True).too_much
+    assert BlockLoad(0.5, 49.9, 25.0, roomy=True).too_much
+
+
+@pytest.mark.parametrize("free", [0.0, 150.0])
+def test_a_forecast_knows_whether_the_engine_has_free_tokens(free: float) -> None:
+    engine = EngineModel(
+        model=ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10, free=free), max_tokens=512, max_requests=32
+    )
+    assert play(None, engine, 25.0).roomy == (free > 0)
+
+
 def test_load_reads_as_a_phrase() -> None:
     assert str(BlockLoad(0.5, 20.0, 25.0)) == "50% busy"
     assert str(BlockLoad(0.97, 49.9, 25.0)) == "97% busy, with first tokens 25 s after the block's end"
