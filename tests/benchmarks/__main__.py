@@ -21,6 +21,7 @@ ALL = (
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
     "polling",
     "first_row",
+    "accelerator",
     "buckets",
 )
 

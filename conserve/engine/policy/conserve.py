@@ -48,8 +48,10 @@ class Conserve:
         share = serve_online(composer, view)
         if share.complete:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
-            arrival_ms = ahead_limit_ms(view, limit_ms, composer.predicted_ms) if view.ahead else limit_ms
-            time_ms = time_budget_ms(share, view, arrival_ms, mixed=mixed)
+            if view.ahead:
+                enough_ms = smallest_ms(view.model) / LARGEST_LOSS
+                limit_ms = ahead_limit_ms(view, composer.predicted_ms, enough_ms)
+            time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
             pushes = bool(view.pushed) and not prompts
             pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if pushes else 0.0

@@ -10,7 +10,7 @@ policy knows the true model.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -152,6 +152,14 @@ class SimulatedEngine(SchedulerAlone):
             self._iterate(moment)
 
     def _iterate(self, until: float | None = None) -> None:
+        self._bring_requests()
+        output: SchedulerOutput = self.scheduler.schedule()
+        if not output.num_scheduled_tokens:
+            self._rest(until)
+        self._take_in(output, self.result(output))
+
+    def _bring_requests(self) -> None:
+        """Fill the window of rows, and give the scheduler the requests that have arrived."""
         while self._rows < self._window and (lengths := next(self._offline, None)) is not None:
             self.scheduler.add_request(self.request(*lengths, offline=True))
             self._rows += 1
@@ -159,12 +167,16 @@ class SimulatedEngine(SchedulerAlone):
         for request in self._came:
             self.scheduler.add_request(request)
         self._came.clear()
-        output: SchedulerOutput = self.scheduler.schedule()
-        if not output.num_scheduled_tokens:
-            idle = not any(name in self._answers for name in self.scheduler.requests)
-            coming = min(self._due[0].arrival_time if self._due else inf, until or inf) if idle else 0.0
-            self.clock.now = max(self.clock.now + IDLE_S, coming if coming < inf else 0.0)
-        for outputs in self.scheduler.update_from_output(output, self.result(output)).values():
+
+    def _rest(self, until: float | None) -> None:
+        """Let time pass in which the engine has nothing to compute."""
+        idle = not any(name in self._answers for name in self.scheduler.requests)
+        coming = min(self._due[0].arrival_time if self._due else inf, until or inf) if idle else 0.0
+        self.clock.now = max(self.clock.now + IDLE_S, coming if coming < inf else 0.0)
+
+    def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Give the scheduler an iteration's results, which end now."""
+        for outputs in self.scheduler.update_from_output(output, result).values():
             for answer in outputs.outputs:
                 if (timed := self._answers.get(answer.request_id)) is not None:
                     timed.token_at_s += [self.clock.now] * len(answer.new_token_ids)
@@ -185,22 +197,19 @@ class SimulatedEngine(SchedulerAlone):
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute, as far as time is concerned; each request that is due a token gets a 7."""
-        requests, names = self.scheduler.requests, list(output.num_scheduled_tokens)
-        due = {name: not requests[name].is_prefill_chunk for name in names}
+        due = self._due_tokens(output)
         self._forget(output)
         stamp = stamp_of(output)
         outcome = self._compute(output, stamp)
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[7] if due[name] and name not in outcome.left else [] for name in names],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        result = results_of(output, due - outcome.left)
         if stamp is not None or outcome.joined:
             put(result, outcome)
         return result
+
+    def _due_tokens(self, output: SchedulerOutput) -> set[str]:
+        """Requests that get a token of the iteration."""
+        requests = self.scheduler.requests
+        return {name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk}
 
     def _forget(self, output: SchedulerOutput) -> None:
         """Begin an iteration like `Rows.begin`: a row that finished or was evicted does not go on."""
@@ -265,3 +274,16 @@ class SimulatedEngine(SchedulerAlone):
         for name in self._suspended.keys() & computed.keys():
             if rest := behind(self._suspended.pop(name), computed[name]):
                 self._suspended[name] = rest
+
+
+def results_of(output: SchedulerOutput, due: Set[str]) -> ModelRunnerOutput:
+    """Results of an iteration of which these requests get a token: a 7."""
+    names = list(output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=[[7] if name in due else [] for name in names],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )

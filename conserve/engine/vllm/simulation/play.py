@@ -90,7 +90,7 @@ def _engine(
         section = {
             "policy": name,
             "preemption": preemption or (PREEMPTION if name == CONSERVE else OFF),
-            **_known(machine.model, Path(folder)),
+            **known(machine.model, Path(folder)),
             **promises,
         }
         config = bare_config(Path(folder), section=section, **machine.flags)
@@ -113,7 +113,7 @@ def _engine(
             engine.scheduler.shutdown()
 
 
-def _known(model: LinearModel, folder: Path) -> dict[str, Any]:
+def known(model: LinearModel, folder: Path) -> dict[str, Any]:
     """The section's part that says how long iterations take: the model is right, but for scatter."""
     scatter = np.random.default_rng(SEED).normal(1, SCATTER, len(RESIDUALS_MS)).tolist()
     return {

@@ -1,0 +1,118 @@
+"""A simulated engine on an accelerator, whose host works beside the device: iterations may be scheduled ahead.
+
+The device computes iterations one after the other, in the order of their launches. The host takes `host_s` to plan
+and launch one, and as long again to take its results in. While rows may leave an iteration, the host waits at
+safepoints, and does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from conserve.engine.vllm.iteration import IterationOutcome, Stamp, outcome_of, put, put_device_ms, stamp_of
+from conserve.engine.vllm.simulation.engine import SimulatedEngine, results_of
+from conserve.profiles.batch import Batch
+
+IN_FLIGHT = 2  # iterations, as in vLLM's queue of batches
+
+
+class Launched(NamedTuple):
+    """An iteration on the device."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput
+    ends_s: float
+
+
+class SimulatedAccelerator(SimulatedEngine):
+    """Steps as vLLM's engine core does with asynchronous scheduling, or without it as the scheduler was made."""
+
+    def __init__(self, *args: Any, host_s: float, **rest: Any) -> None:
+        """`host_s`: time of the host before an iteration, and behind it, in s."""
+        super().__init__(*args, **rest)
+        self._host_s = host_s
+        self._launched: deque[Launched] = deque()
+        self._free_at = 0.0  # when the device has computed everything
+        self._lost: set[str] = set()  # requests that left the last iteration: no token of theirs is known
+
+    def _iterate(self, until: float | None = None) -> None:
+        self._bring_requests()
+        launched = False
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            if output.num_scheduled_tokens:
+                self.clock.now += self._host_s
+                self._launch(output)
+                launched = True
+                if len(self._launched) < IN_FLIGHT and not self.scheduler.ahead.waits() and self._overlaps:
+                    return
+        if self._launched:
+            self._settle()
+        elif not launched:
+            self._rest(until)
+
+    @property
+    def _overlaps(self) -> bool:
+        return bool(self.config.scheduler_config.async_scheduling)
+
+    def _settle(self) -> None:
+        """Wait for the oldest iteration, and take its results in."""
+        output, result, ends_s = self._launched.popleft()
+        self.clock.now = max(self.clock.now, ends_s)
+        self._arrive()
+        self._take_in(output, result)
+        self.clock.now += self._host_s
+
+    def _launch(self, output: SchedulerOutput) -> None:
+        """Launch the iteration; one that rows may leave is over by then, as far as the host is concerned."""
+        stamp, began_s = stamp_of(output), max(self._free_at, self.clock.now - self._host_s)
+        if stamp is None:
+            due = self._due_tokens(output)
+            self._forget(output)
+            self._free_at = max(self._free_at, self.clock.now) + self._takes_s(output)
+            result = results_of(output, due)
+        else:
+            self.clock.now = max(self.clock.now, self._free_at)
+            result = self._refused(output) if self._refuses(stamp, output) else self._left(stamp, output)
+            self._free_at = self.clock.now
+        if self._overlaps:
+            put_device_ms(result, (self._free_at - began_s) * 1e3)
+        self._launched.append(Launched(output, result, self._free_at))
+
+    def _takes_s(self, output: SchedulerOutput) -> float:
+        """Time of the device. Rows that left begin their chunks anew, in a pass that is one graph."""
+        for name in output.num_scheduled_tokens:
+            self._suspended.pop(name, None)
+        batch = Batch.of(self.scheduler._slice(*one) for one in output.num_scheduled_tokens.items())
+        scatter = max(0.5, 1 + self._scatter * self._dice.standard_normal())
+        return float(self._model.predict(batch) * scatter) / 1e3
+
+    def _left(self, stamp: Stamp, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run an iteration that rows may leave."""
+        flag = self.scheduler.arrival_monitor._flag
+        if flag is not None:
+            flag.note_start(stamp.iteration, self.clock.monotonic())
+        result = self.result(output)
+        outcome = outcome_of(result)
+        self._lost = set(outcome.left) if outcome is not None else set()
+        return result
+
+    def _refuses(self, stamp: Stamp, output: SchedulerOutput) -> bool:
+        flag = self.scheduler.arrival_monitor._flag
+        wanted = flag is None or not flag.is_refused(stamp.iteration)
+        return stamp.ahead and not (wanted and self._lost.isdisjoint(output.num_scheduled_tokens))
+
+    def _refused(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Begin nothing of an iteration: it was planned with tokens that are not there, or unwanted by then."""
+        names = frozenset(output.num_scheduled_tokens)
+        self._lost |= names
+        result = results_of(output, frozenset())
+        told = IterationOutcome(
+            left=names, refused=True, layers=self._layers, safepoints=self._layers, separable=self._separable
+        )
+        put(result, told)
+        return result
