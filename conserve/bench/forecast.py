@@ -116,9 +116,7 @@ def play(trace: Trace | None, engine: EngineModel, block_s: float, *, until_s: f
         for one, tokens in scheduled:
             if one.advance(tokens, now_s):
                 running.remove(one)
-    return BlockForecast(
-        block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s, roomy=engine.roomy
-    )
+    return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s, roomy=engine.roomy)
 
 
 def _schedule(

@@ -1,8 +1,8 @@
 """Iterations scheduled ahead beside live requests or not, on simulated time, by an accelerator's measured speed.
 
 The real scheduler with our policy, on a simulated host and device (`engine/vllm/simulation/accelerator`). The model
-is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.9 ms a decode step, 97 ms a prompt of
-4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead.
+is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.9 ms a decode step, 97 ms a prompt
+of 4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead.
 """
 
 import os

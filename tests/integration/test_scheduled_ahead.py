@@ -383,7 +383,7 @@ class TestTheServersDefault:
 
         def made(args: Any) -> Any:
             wanted = args.async_scheduling is not False
-            return SimpleNamespace(create_engine_config=lambda: self.config(v2, wanted, pipeline))
+            return SimpleNamespace(create_engine_config=lambda _: self.config(v2, wanted, pipeline))
 
         monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.from_cli_args", made)
         args: Any = SimpleNamespace(async_scheduling=None)

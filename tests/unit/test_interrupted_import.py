@@ -54,7 +54,7 @@ def test_a_run_ends_at_once_while_vllm_is_imported(
 def test_a_launch_without_processes_is_left_at_once() -> None:
     begun, hangs = threading.Event(), threading.Event()
 
-    def create_engine_config() -> Any:
+    def create_engine_config(_: Any) -> Any:
         begun.set()
         hangs.wait(10.0)
         return None

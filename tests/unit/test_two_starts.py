@@ -82,7 +82,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
 
 
 def new_launch() -> Launch:
-    arguments: Any = SimpleNamespace(create_engine_config=lambda: CONFIG)
+    arguments: Any = SimpleNamespace(create_engine_config=lambda _: CONFIG)
     return Launch(arguments, log_descriptor=2)
 
 

@@ -89,7 +89,7 @@ def profile(run: Run, step: str, _: str, limit_s: float) -> None:
         "CONSERVE_HOME": str(run.scratch / "home-profile"),
         "CONSERVE_ENGINE_LOG": str(run.out / "profile-engine.log"),
     }
-    asked = ["profile", run.model, "--budget", str(run.size.profile_s), "--json"]
+    asked = ["profile", "--served", run.model, "--budget", str(run.size.profile_s), "--json"]
     asked += ["--", *run.size.flags, *run.more]
     found = children.run(children.conserve(*asked), run.out / "profile.log", limit_s, environment)
     if FAILED in found:

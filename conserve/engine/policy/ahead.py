@@ -10,7 +10,9 @@ from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Slo, View
 from conserve.profiles.model import LatencyModel, smallest_ms
 
-LONG = 30.0  # smallest iterations: where gaps may be as long, rows gain more by iterations that they can leave
+LONG = (
+    30.0  # smallest iterations: where gaps may be as long, rows gain more by iterations that they can leave
+)
 WAITS = 2  # iterations that an arrival waits for
 
 

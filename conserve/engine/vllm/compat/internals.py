@@ -55,6 +55,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "AsyncEngineArgs.{add_cli_args,from_cli_args,create_engine_config,disable_log_stats,enable_lora,max_loras}": (
             "from the user's flags to the configuration"
         ),
+        "vllm.usage.usage_lib.UsageContext.{LLM_CLASS,OPENAI_API_SERVER}": "and the default sizes of its iterations",
         "vllm.utils.argparse_utils.FlexibleArgumentParser.{error,parse_args}": "a wrong flag ends in our sentence",
         "vllm.utils.cpu_resource_utils.MemoryNodeInfo.available_memory": "that memory",
         "AsyncLLM.model_config": "the served model",

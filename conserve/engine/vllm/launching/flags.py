@@ -50,6 +50,20 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
         _refuse(str(error))
 
 
+def configured(arguments: Any, *, served: bool) -> VllmConfig:
+    """The engine's configuration, with the sizes of an iteration that vLLM gives a server or offline work.
+
+    Without either vLLM takes an accelerator for a small one. Offline work on a CPU keeps those sizes, by which it
+    was measured.
+    """
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    offline = None if current_platform.is_cpu() else UsageContext.LLM_CLASS
+    config: VllmConfig = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER if served else offline)
+    return config
+
+
 def names_scheduling(flags: Sequence[str]) -> bool:
     """True if the user says whether iterations are scheduled ahead."""
     named = {flag.split("=")[0].replace("_", "-") for flag in flags}

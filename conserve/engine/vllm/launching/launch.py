@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from conserve.engine.vllm.compat.versions import name_here
 from conserve.engine.vllm.launching import fork_server
-from conserve.engine.vllm.launching.flags import require_exchange
+from conserve.engine.vllm.launching.flags import configured, require_exchange
 from conserve.engine.vllm.launching.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Launch:
         self._dismiss_watchdogs()
 
     async def _start(self) -> AsyncLLM:
-        config = await on_thread(self._arguments.create_engine_config)
+        config = await on_thread(partial(configured, self._arguments, served=False))
         require_exchange(config)
         async with one_at_a_time():
             return await self._start_processes(config)

@@ -28,7 +28,7 @@ from conserve.engine.vllm.launching.environment import (
     quiet_warnings,
     why_not_started,
 )
-from conserve.engine.vllm.launching.flags import ahead_under_v1, names_scheduling, parse_flags
+from conserve.engine.vllm.launching.flags import ahead_under_v1, configured, names_scheduling, parse_flags
 from conserve.engine.vllm.launching.launch import on_thread, output_to
 from conserve.engine.vllm.model.demo_model import resolve_model
 from conserve.engine.vllm.model.profile_key import key_of, limits_of
@@ -74,10 +74,10 @@ class EngineRig:
         log.capture_loggers()
         log.mark()
         try:
-            config = arguments.create_engine_config()
+            config = configured(arguments, served=served)
             if served and ahead_under_v1(config) and not names_scheduling(engine_flags):
                 arguments.async_scheduling = False
-                config = arguments.create_engine_config()
+                config = configured(arguments, served=served)
             key = key_of(config)  # before the engine starts, as when profiles are looked up
             keep_one_engine(config)
             core = asyncio.run(build_core(config, log.fileno()))

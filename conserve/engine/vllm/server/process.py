@@ -29,6 +29,7 @@ from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.launching.flags import (
     ahead_under_v1,
+    configured,
     cpu_defaults,
     names_scheduling,
     require_exchange,
@@ -98,7 +99,7 @@ def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]
 
     from conserve.engine.vllm.preemption.reasons import AHEAD_UNDER_V1, why_not
 
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    config = configured(AsyncEngineArgs.from_cli_args(args), served=True)
     if section.get("preemption") == OFF or names_scheduling(flags):
         return config
     if config.parallel_config.worker_cls in VLLMS_WORKERS:
@@ -106,7 +107,7 @@ def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]
     if why_not(config) != AHEAD_UNDER_V1:
         return config
     args.async_scheduling = False
-    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    return configured(AsyncEngineArgs.from_cli_args(args), served=True)
 
 
 def settle_profile(
