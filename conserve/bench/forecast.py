@@ -17,6 +17,7 @@ from conserve.bench.traces import Trace
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LinearModel
 
+STEP, MANY = Slice(1, 256, True), 64  # decode steps beside each other, which tell whether an engine has room
 FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fill
 
 
@@ -35,8 +36,9 @@ class EngineModel:
 
     @property
     def roomy(self) -> bool:
-        """True if some tokens of an iteration are free."""
-        return self.model.free > 0
+        """True if a decode step takes hardly longer beside many others: busy with a few, the engine has room."""
+        one, many = (self.model.predict(Batch.of([STEP] * count)) for count in (1, MANY))
+        return many < 2 * one
 
     def description(self) -> str:
         """Words for the model in a report."""
@@ -79,7 +81,7 @@ class BlockForecast:
     requests: Sequence[Request]
     busy_s: float  # within the block
     ended_s: float  # end of the last answer, or of a simulation that was cut short
-    roomy: bool = False  # the engine's iterations have free tokens
+    roomy: bool = False  # as of the engine
 
     @property
     def busy(self) -> float:

@@ -132,7 +132,7 @@ def coefficient_table(profile: "Profile") -> list[str]:
     from conserve.profiles.profile import MODELS
 
     rows = [
-        [name, term, f"{value:.4g}", MODELS[name].meaning(term)]
+        [name, term, f"{value:.4g}", MODELS[name].terms[term]]
         for name, fitted in profile.models.items()
         for term, value in fitted.coefficients.items()
     ]

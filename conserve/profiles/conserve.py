@@ -16,7 +16,7 @@ k1 (computation) and k3 (communication) multiply the same P, so one profile show
 from typing import Any, ClassVar
 
 from conserve.profiles.batch import Batch
-from conserve.profiles.model import LinearModel, Parabola, beyond
+from conserve.profiles.model import LinearModel, Parabola
 
 
 class PaperModel(LinearModel):
@@ -31,25 +31,26 @@ class PaperModel(LinearModel):
     }
 
     @staticmethod
-    def columns(sums: Any, free: float = 0.0) -> tuple[Any, ...]:
+    def columns(sums: Any) -> tuple[Any, ...]:
         return (sums.tokens, sums.square + sums.product, sums.tokens + sums.context, 1)
 
-    def _with(self, batch: Batch, context: int) -> tuple[Parabola, ...]:
-        compute, attention, memory, _ = self.weights
-        slope = compute + attention * context + memory
-        return (Parabola(attention, slope, self.predict(batch) + memory * context),)
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        compute, attention, memory, _ = self._weights
+        return Parabola(
+            attention,
+            compute + attention * context + memory,
+            self.predict(batch) + memory * context,
+        )
 
 
 class ConServeModel(LinearModel):
-    """The paper's form with four terms and a threshold that its residuals call for; each coefficient may be zero.
+    """The paper's form with four terms that its residuals call for; each coefficient may be zero.
 
     - `causal` and `attention` in place of k2: a chunk attends to all of its context but, with a causal mask,
       only to half of itself, and kernels round the diagonal up to their tiles.
     - `request`: block tables, input preparation and sampling cost the same for one token as for a thousand.
     - `prefill`: the further cost of starting one more chunk.
     - `reread`: a chunk reads its context once for every tile of its queries, a decode step only once.
-    - `free`: an accelerator reads the weights once an iteration, and computes so many tokens meanwhile. Without the
-      threshold, decode steps say that a token costs nothing, and prompts say that it does.
     """
 
     name = "conserve"
@@ -63,12 +64,11 @@ class ConServeModel(LinearModel):
         "reread": "per context token of a prefill chunk, beyond k4",
         "constant": "k5, per iteration",
     }
-    free_tokens = (0, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
     @staticmethod
-    def columns(sums: Any, free: float = 0.0) -> tuple[Any, ...]:
+    def columns(sums: Any) -> tuple[Any, ...]:
         return (
-            beyond(sums.tokens, free),
+            sums.tokens,
             sums.square,
             sums.product,
             sums.tokens + sums.context,
@@ -78,10 +78,10 @@ class ConServeModel(LinearModel):
             1,
         )
 
-    def _with(self, batch: Batch, context: int) -> tuple[Parabola, ...]:
-        compute, causal, attention, memory, request, prefill, reread, _ = self.weights
-        slope, offset = attention * context + memory, (memory + reread) * context + request + prefill
-        offset += self.predict(batch)
-        left = max(0.0, self.free - batch.tokens)  # of the free tokens
-        computing = Parabola(causal, compute + slope, offset - compute * left)
-        return (computing, Parabola(causal, slope, offset)) if left else (computing,)
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        compute, causal, attention, memory, request, prefill, reread, _ = self._weights
+        return Parabola(
+            causal,
+            compute + attention * context + memory,
+            self.predict(batch) + (memory + reread) * context + request + prefill,
+        )

@@ -14,7 +14,6 @@ M = TypeVar("M", bound=LinearModel)
 Floats = NDArray[np.float64]
 ROBUST_ROUNDS = 2
 HUBER = 2.0  # times the median error; batches further off count less
-FREE_GAIN = 0.05  # share of the mean error that free tokens have to save: noise alone saves some
 FOLDS = 8  # parts of the samples, each predicted from the others
 SUMS = tuple(field.name for field in fields(Batch))
 
@@ -50,7 +49,7 @@ class Samples:
     def predictions(self, model: LinearModel) -> Floats:
         """The model's predictions, shape (n,)."""
         ms = np.zeros(len(self))
-        for weight, column in zip(model.weights, model.columns(self, model.free), strict=True):
+        for weight, column in zip(model.coefficients.values(), model.columns(self), strict=True):
             ms += weight * column
         return ms
 
@@ -60,19 +59,9 @@ def fit(model: type[M], samples: Samples) -> M:
 
     Each row is divided by its measured time, so that a decode step of 20 ms weighs as much as a chunk of 2 s:
     the percentage is minimised. Then batches further off than the typical error get less weight (Huber's weights,
-    twice), since a neighbour on the machine makes single batches late by any amount. Of the model's `free_tokens`,
-    those with the smallest mean error are taken, if it is smaller than with none by `FREE_GAIN`.
+    twice), since a neighbour on the machine makes single batches late by any amount.
     """
-    plain = fit_with(model, samples, model.free_tokens[0])
-    others = [fit_with(model, samples, free) for free in model.free_tokens[1:]]
-    best = min(others, key=lambda found: mean_error(found, samples), default=plain)
-    return best if mean_error(best, samples) <= (1 - FREE_GAIN) * mean_error(plain, samples) else plain
-
-
-def fit_with(model: type[M], samples: Samples, free: float) -> M:
-    """Fit the model with so many free tokens."""
-    columns = model.columns(samples, free)
-    rows = np.column_stack([np.broadcast_to(column, len(samples)) for column in columns])
+    rows = np.column_stack([np.broadcast_to(column, len(samples)) for column in model.columns(samples)])
     rows = rows / samples.ms[:, None]  # (n, terms): predicted / measured = rows @ coefficients
     coefficients = non_negative(rows, np.ones(len(samples)))
     for _ in range(ROBUST_ROUNDS):
@@ -81,27 +70,15 @@ def fit_with(model: type[M], samples: Samples, free: float) -> M:
         if typical <= 0:
             break
         coefficients = non_negative(rows, np.sqrt(np.minimum(1, typical / np.maximum(off, typical))))
-    return model.of(*coefficients, free=free)
-
-
-def mean_error(model: LinearModel, samples: Samples) -> float:
-    """Mean of |predicted / measured - 1|, of batches with and without a prompt alike: most batches have none."""
-    off = np.abs(samples.predictions(model) / samples.ms - 1)
-    kinds = [off[samples.prefills > 0], off[samples.prefills == 0]]
-    return float(np.mean([kind.mean() for kind in kinds if len(kind)]))
+    return model.of(*coefficients)
 
 
 def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
-    """Predictions in ms, shape (n,): each sample by a model of this kind fitted without the sample's fold.
-
-    All folds have the free tokens that fit all samples best.
-    """
-    predicted, free = np.zeros(len(samples)), fit(kind, samples).free
+    """Predictions in ms, shape (n,): each sample by a model of this kind fitted without the sample's fold."""
+    predicted = np.zeros(len(samples))
     for fold in range(FOLDS):
         inside = np.arange(len(samples)) % FOLDS == fold
-        predicted[inside] = samples.of_rows(inside).predictions(
-            fit_with(kind, samples.of_rows(~inside), free)
-        )
+        predicted[inside] = samples.of_rows(inside).predictions(fit(kind, samples.of_rows(~inside)))
     return predicted
 
 

@@ -27,7 +27,7 @@ class HyGenModel(LinearModel):
     }
 
     @staticmethod
-    def columns(sums: Any, free: float = 0.0) -> tuple[Any, ...]:
+    def columns(sums: Any) -> tuple[Any, ...]:
         decodes = sums.requests - sums.prefills
         decode_tokens = sums.tokens - sums.prefill_tokens + sums.context - sums.prefill_context
         return (
@@ -40,7 +40,6 @@ class HyGenModel(LinearModel):
             1,
         )
 
-    def _with(self, batch: Batch, context: int) -> tuple[Parabola, ...]:
-        tokens, _, square, _, prefill, _, _ = self.weights
-        slope = tokens + 2 * square * batch.prefill_tokens
-        return (Parabola(square, slope, self.predict(batch) + prefill),)
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        tokens, _, square, _, prefill, _, _ = self._weights
+        return Parabola(square, tokens + 2 * square * batch.prefill_tokens, self.predict(batch) + prefill)

@@ -1,7 +1,7 @@
 """The interface of a latency model, and the base of models that are linear in their coefficients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -51,15 +51,6 @@ def smallest_ms(model: LatencyModel) -> float:
     return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
 
 
-FREE = "free"  # the coefficient that is a number of tokens
-FREE_MEANS = "tokens of an iteration that compute in the time in which the weights are read; not ms"
-
-
-def beyond(tokens: Any, free: float) -> Any:
-    """Tokens of an iteration, a number or an array, beyond the `free` ones."""
-    return (tokens - free) * (tokens > free) if free else tokens
-
-
 class Parabola(NamedTuple):
     """``curve * p^2 + slope * p + offset`` milliseconds, where p is the number of one request's tokens."""
 
@@ -84,53 +75,37 @@ class LinearModel(ABC):
 
     name: ClassVar[str]
     terms: ClassVar[Mapping[str, str]]  # name of each coefficient -> its meaning
-    free_tokens: ClassVar[Sequence[int]] = (0,)  # values of `free` that a fit tries
 
     def __init__(self, coefficients: Mapping[str, float]) -> None:
-        """`coefficients` in ms per unit of their terms: one for each of `terms`, none negative.
-
-        Where the model has `free_tokens`, `free` may be among them, in tokens (0 without it).
-        """
-        given = dict(coefficients)
-        self.free = float(given.pop(FREE, 0.0)) if len(self.free_tokens) > 1 else 0.0
-        if set(given) != set(self.terms):
+        """`coefficients` in ms per unit of their terms: one for each of `terms`, none negative."""
+        if set(coefficients) != set(self.terms):
             raise ValueError(f"{self.name} has the coefficients {', '.join(self.terms)}")
-        if not all(isfinite(value) and value >= 0 for value in (*given.values(), self.free)):
+        if not all(isfinite(value) and value >= 0 for value in coefficients.values()):
             raise ValueError(f"a coefficient of {self.name} is negative or not a number")
-        self.weights = tuple(float(given[name]) for name in self.terms)
-        self.coefficients = dict(zip(self.terms, self.weights, strict=True))
-        if self.free:
-            self.coefficients[FREE] = self.free
+        self.coefficients = {name: float(coefficients[name]) for name in self.terms}
+        self._weights = tuple(self.coefficients.values())
 
     @classmethod
-    def of(cls, *weights: float, free: float = 0.0) -> Self:
+    def of(cls, *weights: float) -> Self:
         """The model with these coefficients, in the order of `terms`."""
-        return cls({**dict(zip(cls.terms, weights, strict=True)), **({FREE: free} if free else {})})
-
-    @classmethod
-    def meaning(cls, coefficient: str) -> str:
-        """Meaning of a coefficient."""
-        return cls.terms.get(coefficient, FREE_MEANS)
+        return cls(dict(zip(cls.terms, weights, strict=True)))
 
     @staticmethod
     @abstractmethod
-    def columns(sums: Any, free: float = 0.0) -> tuple[Any, ...]:
+    def columns(sums: Any) -> tuple[Any, ...]:
         """The terms' values, in the order of `terms`.
 
         `sums` has the attributes of a `Batch`: numbers, or arrays with one entry per batch.
         """
 
     @abstractmethod
-    def _with(self, batch: Batch, context: int) -> tuple[Parabola, ...]:
-        """Time of the batch with one more prefill chunk after `context` tokens, by the chunk's size.
-
-        It is the largest of the parabolas.
-        """
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        """Time of the batch with one more prefill chunk after `context` tokens, by the chunk's size."""
 
     def predict(self, batch: Batch) -> float:
         """Predicted time of the batch, in ms."""
         ms = 0.0
-        for weight, value in zip(self.weights, self.columns(batch, self.free), strict=True):
+        for weight, value in zip(self._weights, self.columns(batch), strict=True):
             ms += weight * value
         return ms
 
@@ -156,7 +131,7 @@ class LinearModel(ABC):
             return 0
         if fits(wanted):
             return wanted
-        tokens = int(min(wanted - 1, *(one.reaches(tbt_ms) for one in self._with(batch, context))))
+        tokens = int(min(self._with(batch, context).reaches(tbt_ms), wanted - 1))
         while tokens > 0 and not fits(tokens):
             tokens -= 1
         while tokens < wanted - 1 and fits(tokens + 1):

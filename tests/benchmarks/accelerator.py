@@ -1,7 +1,7 @@
 """Iterations scheduled ahead beside live requests or not, on simulated time, by an accelerator's measured speed.
 
 The real scheduler with our policy, on a simulated host and device (`engine/vllm/simulation/accelerator`). The model
-is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.9 ms a decode step, 97 ms a prompt
+is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.8 ms a decode step, 99 ms a prompt
 of 4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead.
 """
 
@@ -20,7 +20,7 @@ from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks accelerator"
-H200_LLAMA_8B = ConServeModel.of(0.0225, 5.7e-7, 5.4e-7, 3.2e-5, 0.0055, 0.2, 0.0, 4.65, free=150.0)
+H200_LLAMA_8B = ConServeModel.of(0.0137, 2.3e-6, 5.4e-7, 3.2e-5, 0.0103, 0.33, 0.0, 4.65)
 HOST_S = 1.2e-3  # before an iteration, and behind it
 LAYERS, KV_BLOCKS, BLOCK = 32, 57_600, 16
 FLAGS = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": BLOCK, "max_model_len": 8192}

@@ -359,15 +359,15 @@ class TestOutputs:
         assert found == [([[n]], IterationOutcome(layers_run=n)) for n in (2, 1, 0)]
 
     def test_a_promise_brings_its_own_iteration_s_time(self) -> None:
-        from conserve.engine.runtime.stopwatch import Lap
-        from conserve.engine.vllm.iteration import IterationOutcome, device_ms_of, outcome_of
+        from conserve.engine.runtime.stopwatch import DeviceTime, Lap
+        from conserve.engine.vllm.iteration import IterationOutcome, device_time_of, outcome_of
         from conserve.engine.vllm.preemption.outputs import with_outcome
 
         read = []
 
         def lap(ms: float) -> Any:
             mark = SimpleNamespace(synchronize=lambda: read.append(ms), elapsed_time=lambda _: ms)
-            return Lap(mark, mark)
+            return Lap(None, mark, mark)
 
         alone, both = (
             with_outcome(promise(0), None, lap(5.0)),
@@ -375,11 +375,12 @@ class TestOutputs:
         )
         assert not read, "the device has not got there"
         later, first = both.get_output(), alone.get_output()
-        assert [device_ms_of(first), device_ms_of(later)] == [5.0, 40.0]
+        times = [device_time_of(first), device_time_of(later)]
+        assert times == [DeviceTime(5.0, None), DeviceTime(40.0, None)]
         assert [outcome_of(first), outcome_of(later)] == [None, IterationOutcome(joined=1)]
         results = promise(0).get_output()
         assert with_outcome(results, None, lap(5.0)) is results, "the host's clock times what is read at once"
-        assert device_ms_of(results) is None
+        assert device_time_of(results) is None
 
     def test_iterations_share_no_outcome_through_the_output_that_they_share(self) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT

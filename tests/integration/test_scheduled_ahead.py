@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
+from conserve.engine.runtime.stopwatch import DeviceTime
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -206,10 +207,10 @@ class TestOnlineRequests:
         while engine.queued:
             engine.take_in()
         (_, first), (_, second) = self.planned(engine), self.planned(engine)
-        first.device_ms = second.device_ms = 7.0
+        first.device = second.device = DeviceTime(own_ms=7.0, since_last_ms=8.0)
         assert first.batch_ms is None, "the host's work before it is in that time"
-        assert second.batch_ms == 7.0
-        second.device_ms = None
+        assert second.batch_ms == 8.0
+        second.device = None
         assert second.batch_ms is None
 
 
@@ -268,6 +269,35 @@ class TestBesideOnlineRequests:
         assert beside.stamp is None
         assert beside.cold
 
+    def test_a_prompt_is_as_old_as_it_will_be_when_the_iteration_before_it_is_over(self, engine: Any) -> None:
+        from conserve.engine.vllm.scheduling.observation import Picture
+
+        def age_ms() -> float:
+            picture = Picture(engine.scheduler, engine.scheduler._traffic, surcharge_ms=0.0)
+            view = picture.view(engine.scheduler._slo, engine.scheduler._iterations.model)
+            return next(iter(view.waiting_online)).age_ms
+
+        engine.add(50, 6)
+        _, running = self.planned(engine)
+        engine.add(50, 6)
+        assert age_ms() == pytest.approx(running.plan.predicted_ms)
+        engine.clock.now += running.plan.predicted_ms / 2e3
+        assert age_ms() == pytest.approx(running.plan.predicted_ms)
+        engine.clock.now += running.plan.predicted_ms / 1e3
+        assert age_ms() == pytest.approx(1.5 * running.plan.predicted_ms)
+
+    def test_a_request_that_waits_for_its_grammar_keeps_rows_from_nothing(
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        live = engine.add(50, 6)
+        status = live.status
+        monkeypatch.setattr(
+            engine.scheduler, "_is_blocked_waiting_status", lambda one: one is status, raising=True
+        )
+        assert not engine.scheduler.ahead._beside_online
+        monkeypatch.undo()
+        assert engine.scheduler.ahead._beside_online
+
     def test_where_they_bear_long_ones_rows_may_leave_and_the_next_one_waits(self, engine: Any) -> None:
         engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
         engine.add(50, 6)
@@ -283,6 +313,18 @@ class TestBesideOnlineRequests:
         engine.add(50, 6)
         assert self.planned(engine)[1].stamp is None
         assert engine.scheduler.has_requests()
+
+    def test_without_preemption_an_arrival_is_known_to_wait_for_two_iterations(self, engine: Any) -> None:
+        from conserve.engine.vllm.scheduling.observation import Picture
+
+        engine.scheduler.conserve({"preemption": "off"})
+        engine.add(50, 6)
+        _, iteration = self.planned(engine)
+        assert iteration.stamp is None
+        picture = Picture(engine.scheduler, engine.scheduler._traffic, surcharge_ms=0.0)
+        view = picture.view(engine.scheduler._slo, engine.scheduler._iterations.model)
+        assert view.ahead
+        assert not view.rows_leave
 
     def test_where_nothing_is_scheduled_ahead_rows_may_leave_at_once(self, engine: Any) -> None:
         engine.scheduler.ahead._asynchronous = False

@@ -5,7 +5,9 @@ from math import inf
 import pytest
 
 from conserve.engine.policy.ahead import LONG, ahead_limit_ms, pays
+from conserve.engine.policy.recorded import VERSION, VERSION_OF_AHEAD, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Slo
+from conserve.profiles.correction import CorrectedModel, Residual
 from tests.policy_views import MS_PER_TOKEN, decodes, plan_of, view_of
 
 SMALLEST_MS = 11.0
@@ -56,3 +58,38 @@ def test_a_tight_tbt_promise_holds_whether_or_not_iterations_are_ahead() -> None
     for ahead in (False, True):
         plan = plan_of(slo=slo, online=decodes(1), waiting_offline=ROWS, prompt_tokens=20, ahead=ahead)
         assert plan.predicted_ms == 25
+
+
+def test_the_margin_is_kept_from_what_rows_add_alone() -> None:
+    """A model that is off by as much as it was on a first GPU would leave rows nothing otherwise."""
+    model = CorrectedModel(MS_PER_TOKEN, [Residual(2000.0, 1.4)] * 200)
+    view = view_of(model=model, slo=Slo(ttft_ms=1000), prompt_tokens=900)
+    limit_ms = ahead_limit_ms(view, 12.0, 110.0)
+    assert limit_ms == pytest.approx((12.0 + 10.0 / 1.4) * 1.4)
+    plan = plan_of(
+        model=model,
+        slo=Slo(ttft_ms=1000),
+        prompt_tokens=900,
+        online=decodes(2),
+        waiting_offline=ROWS,
+        ahead=True,
+    )
+    assert plan.total > 2
+
+
+def test_in_batching_mode_an_arrival_waits_for_two_as_well() -> None:
+    quiet = {"slo": Slo(ttft_ms=4000), "waiting_offline": ROWS}
+    assert plan_of(**quiet).predicted_ms == 2000
+    assert plan_of(**quiet, ahead=True).predicted_ms == 1000
+
+
+def test_harm_of_two_iterations_of_rows_alone_is_what_an_arrival_waits() -> None:
+    harm = {"slo": Slo(harm=0.1), "waiting_offline": ROWS, "prompt_tokens": 890, "arrivals_per_s": 1.0}
+    assert plan_of(**harm).predicted_ms == 90
+    assert plan_of(**harm, ahead=True).predicted_ms == 45
+
+
+def test_an_earlier_conserve_refuses_a_recorded_view_that_it_would_plan_otherwise() -> None:
+    view = view_of(ahead=True)
+    assert (version_of(view_of()), version_of(view)) == (VERSION, VERSION_OF_AHEAD)
+    assert recorded(line_of(view, None, policy="conserve", at=0.0)).view.ahead

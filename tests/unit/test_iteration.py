@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.plan import Plan
+from conserve.engine.runtime.stopwatch import DeviceTime
 from conserve.engine.vllm.iteration import (
+    LONG_MS,
     Iteration,
     IterationOutcome,
     Stamp,
-    device_ms_of,
+    device_time_of,
     iteration_of,
     outcome_of,
     put,
-    put_device_ms,
+    put_device_time,
     stamp_of,
 )
 from conserve.profiles.batch import Batch
@@ -66,18 +68,27 @@ def test_an_iteration_takes_the_time_of_its_batch_if_no_row_left_or_joined(
     assert (iteration.left, iteration.batch_ms) == (left, batch_ms)
 
 
+FIVE = DeviceTime(own_ms=4.0, since_last_ms=5.0)
+
+
 @pytest.mark.parametrize(
     ("clocks", "batch_ms"),
     [
         ({}, 20.0),
-        ({"device_ms": 5.0}, 20.0),  # the host's work before it is in an iteration's time where none overlap
+        ({"device": FIVE}, 20.0),  # the host's work before it is in an iteration's time where none overlap
         ({"follows": True}, 20.0),
-        ({"follows": True, "device_ms": 5.0}, 5.0),
+        ({"follows": True, "device": FIVE}, 5.0),
+        ({"follows": True, "device": DeviceTime(5.0, None)}, None),
         ({"follows": True, "overlapped": True}, None),
-        ({"follows": True, "overlapped": True, "device_ms": 5.0}, 5.0),
-        ({"overlapped": True, "device_ms": 5.0}, None),
+        ({"follows": True, "overlapped": True, "device": FIVE}, 5.0),
+        ({"overlapped": True, "device": FIVE}, None),
         ({"cold": True}, None),
-        ({"cold": True, "device_ms": 5.0}, None),
+        ({"cold": True, "device": FIVE}, None),
+        ({"cold": True, "device": DeviceTime(LONG_MS - 1, 900.0)}, None),
+        (
+            {"cold": True, "device": DeviceTime(LONG_MS, 900.0)},
+            LONG_MS,
+        ),  # the idle time before it is not its own
     ],
 )
 def test_the_device_tells_the_time_of_an_iteration_behind_another(
@@ -90,11 +101,12 @@ def test_the_device_tells_the_time_of_an_iteration_behind_another(
 
 def test_a_worker_tells_a_time_beside_its_outcome_or_without_one() -> None:
     output = Output()
-    assert device_ms_of(output) is None
-    put_device_ms(output, 5.0)
-    assert (device_ms_of(output), outcome_of(output)) == (5.0, None)
+    assert device_time_of(output) is None
+    put_device_time(output, FIVE)
+    assert (device_time_of(output), outcome_of(output)) == (FIVE, None)
     put(output, IterationOutcome(joined=1))
-    assert (device_ms_of(output), outcome_of(output)) == (5.0, IterationOutcome(joined=1))
+    assert (device_time_of(output), outcome_of(output)) == (FIVE, IterationOutcome(joined=1))
+    assert pickle.loads(pickle.dumps(FIVE)) == FIVE, "it may come from another process"
 
 
 def test_only_a_plan_has_a_limit() -> None:

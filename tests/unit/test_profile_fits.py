@@ -1,18 +1,16 @@
 """Fits of latency models: what is fitted and what judges it, with few batches and with many."""
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.conserve import ConServeModel, PaperModel
+from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import Residual
 from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
-from conserve.profiles.fit import Samples, cross_predictions, fit, fit_with, mean_error
-from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.fit import Samples, cross_predictions, fit
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS
 from tests.fake_rig import TRUTH
@@ -48,50 +46,6 @@ def test_the_most_tokens_within_a_budget_are_found_with_a_few_predictions(kind: 
         model.predictions = 0
         model.can_schedule(batch, Slice(1_000_000, context), 1.5 * empty_ms + more_ms)
         assert model.predictions <= 6
-
-
-def accelerator(batch: Batch) -> float:
-    """Milliseconds of an H200 with 8B parameters: 150 tokens compute while the weights are read."""
-    computing = 0.021 * max(0, batch.tokens - 150) + 0.2 * batch.prefills
-    return 4.65 + 0.0055 * batch.requests + 3.2e-5 * batch.context + computing
-
-
-def warm_up_of(ms_of: Callable[[Batch], float], dice: random.Random) -> Samples:
-    """Iterations as of a warm-up: some prompts together, and then their decode steps, with little noise."""
-    batches = []
-    for _ in range(150):
-        prompts = [int(10 ** dice.uniform(0.9, 2.5)) for _ in range(dice.randint(1, 30))]
-        prompts = [3000] if dice.random() < 0.05 else prompts
-        batches.append(Batch.of([Slice(tokens, 0) for tokens in prompts]))
-        batches += [
-            Batch.of([Slice(1, n + tokens, True) for tokens in prompts]) for n in range(dice.randint(4, 12))
-        ]
-    ms = [ms_of(batch) * dice.lognormvariate(0, 0.05 if batch.prefills else 0.003) for batch in batches]
-    return Samples.of(batches, ms)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_that_compute_while_weights_are_read_are_free(seed: int) -> None:
-    samples = warm_up_of(accelerator, random.Random(seed))
-    found = fit(ConServeModel, samples)
-    assert 112 <= found.free <= 192
-    for tokens in (16, 100, 250, 1000, 3000):
-        chunk = Batch.of([Slice(tokens, 0)])
-        assert found.predict(chunk) == pytest.approx(accelerator(chunk), rel=0.1)
-    without = fit_with(ConServeModel, samples, 0)
-    assert mean_error(without, samples) > 2 * mean_error(found, samples)
-    assert ConServeModel(found.coefficients).free == found.free, "a profile keeps it"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_where_each_token_takes_its_time_none_is_free(seed: int) -> None:
-    assert fit(ConServeModel, warm_up_of(TRUTH.predict, random.Random(seed))).free == 0
-
-
-def test_the_paper_s_model_and_hygen_s_have_no_free_tokens() -> None:
-    for kind in (PaperModel, HyGenModel):
-        with pytest.raises(ValueError, match=f"{kind.name} has the coefficients"):
-            kind({**dict.fromkeys(kind.terms, 1.0), "free": 100.0})
 
 
 def test_models_are_judged_by_batches_that_they_were_not_fitted_to() -> None:

@@ -393,18 +393,21 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
     assert len(blocks) == 8
 
 
-def test_an_engine_with_free_tokens_is_asked_too_much_only_where_it_leaves_a_queue() -> None:
+def test_an_engine_with_room_is_asked_too_much_only_where_it_leaves_a_queue() -> None:
     assert BlockLoad(0.97, 20.0, 25.0).too_much
     assert not BlockLoad(0.97, 20.0, 25.0, roomy=True).too_much
     assert BlockLoad(0.5, 49.9, 25.0, roomy=True).too_much
 
 
-@pytest.mark.parametrize("free", [0.0, 150.0])
-def test_a_forecast_knows_whether_the_engine_has_free_tokens(free: float) -> None:
+@pytest.mark.parametrize(("step_ms", "roomy"), [(0.01, True), (0.15, True), (0.17, False), (1.6, False)])
+def test_an_engine_has_room_if_64_decode_steps_take_less_than_twice_as_long_as_one(
+    step_ms: float, roomy: bool
+) -> None:
     engine = EngineModel(
-        model=ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10, free=free), max_tokens=512, max_requests=32
+        model=ConServeModel.of(step_ms, 0, 0, 0, 0, 0, 0, 10), max_tokens=512, max_requests=32
     )
-    assert play(None, engine, 25.0).roomy == (free > 0)
+    assert engine.roomy is roomy
+    assert play(None, engine, 25.0).roomy is roomy
 
 
 def test_load_reads_as_a_phrase() -> None:

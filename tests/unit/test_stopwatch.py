@@ -1,6 +1,8 @@
 """Times of iterations by the device's clock: what lies between two marks in its stream."""
 
-from conserve.engine.runtime.stopwatch import Stopwatch
+import pytest
+
+from conserve.engine.runtime.stopwatch import DeviceTime, Stopwatch
 
 
 class Stream:
@@ -38,29 +40,42 @@ class Event:
         return later.at - self.at
 
 
-def test_a_lap_is_what_was_launched_between_its_marks() -> None:
+def test_a_lap_is_what_was_launched_between_its_marks_and_since_the_last_one() -> None:
     stream = Stream()
     watch = Stopwatch(stream.event)
     watch.begin()
     stream.launch(5.0)
     first = watch.end()
+    stream.launch(2.0)  # the device waits for the host
     watch.begin()  # the next one is launched before the first one's results are read
     stream.launch(40.0)
     second = watch.end()
     assert first is not None
     assert second is not None
-    assert (first.ms(), second.ms()) == (5.0, 40.0)
+    assert first.time() == DeviceTime(own_ms=5.0, since_last_ms=None)
+    assert second.time() == DeviceTime(own_ms=40.0, since_last_ms=42.0)
 
 
-def test_an_iteration_without_results_leaves_no_lap() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_behind_an_iteration_without_results_a_time_is_its_own_alone(told: bool) -> None:
     stream = Stream()
     watch = Stopwatch(stream.event)
     assert watch.end() is None
     watch.begin()
-    stream.launch(1.0)
-    watch.begin()  # the one before was abandoned
+    stream.launch(5.0)
+    watch.end()
+    watch.begin()
+    stream.launch(1.0)  # and is abandoned
+    if told:
+        watch.forget()
+        assert watch.end() is None
+    watch.begin()
     stream.launch(2.0)
     lap = watch.end()
     assert lap is not None
-    assert lap.ms() == 2.0
-    assert watch.end() is None
+    assert lap.time() == DeviceTime(own_ms=2.0, since_last_ms=None)
+    watch.begin()
+    stream.launch(3.0)
+    lap = watch.end()
+    assert lap is not None
+    assert lap.time() == DeviceTime(own_ms=3.0, since_last_ms=3.0)

@@ -3,7 +3,7 @@
 from itertools import chain, islice
 from math import inf, sqrt
 
-from conserve.engine.policy.ahead import ahead_limit_ms
+from conserve.engine.policy.ahead import WAITS, ahead_limit_ms
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
@@ -48,7 +48,7 @@ class Conserve:
         share = serve_online(composer, view)
         if share.complete:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
-            if view.ahead:
+            if view.ahead and not view.quiet:
                 enough_ms = smallest_ms(view.model) / LARGEST_LOSS
                 limit_ms = ahead_limit_ms(view, composer.predicted_ms, enough_ms)
             time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
@@ -129,7 +129,12 @@ def quiet_limit_ms(view: View) -> float:
     constant_ms = smallest_ms(view.model)
     if view.rows_leave:  # an arrival makes all of them begin anew
         return cheapest_ms(view, constant_ms)
-    return max(constant_ms / LARGEST_LOSS, view.slo.ttft_ms / 2)
+    return max(constant_ms / LARGEST_LOSS, view.slo.ttft_ms / 2 / waits_for(view))
+
+
+def waits_for(view: View) -> int:
+    """Iterations that an arrival waits for where rows do not leave them."""
+    return WAITS if view.ahead else 1
 
 
 def cheapest_ms(view: View, constant_ms: float) -> float:
@@ -171,7 +176,7 @@ def harmless_wait_ms(view: View) -> float:
     longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
     if view.quiet:
         return constant_ms / QUIET_LOSS if view.rows_leave or view.rare_starts else enough_ms
-    wait_ms = harm * view.typical_prompt_ms
+    wait_ms = harm * view.typical_prompt_ms / waits_for(view)
     if view.rows_join:
         return min(longest_ms, max(enough_ms, view.layers * wait_ms / 2))
     if view.rows_leave:

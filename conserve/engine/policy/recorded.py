@@ -26,6 +26,7 @@ VERSION_OF_CLASSES = (
     2  # of views with classes of live traffic, which an earlier ConServe would plan otherwise
 )
 VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
+VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
@@ -88,6 +89,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View) -> int:
     """The oldest version that plans the view as this one."""
+    if view.ahead:
+        return VERSION_OF_AHEAD
     if view.pushed:
         return VERSION_OF_PUSHING
     return VERSION_OF_CLASSES if view.slos else VERSION
@@ -97,9 +100,9 @@ def recorded(line: bytes) -> RecordedIteration:
     """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
-        if said["version"] not in range(VERSION, VERSION_OF_PUSHING + 1):
+        if said["version"] not in range(VERSION, VERSION_OF_AHEAD + 1):
             raise ValueError(
-                f"this ConServe reads recorded views of versions {VERSION} to {VERSION_OF_PUSHING}, "
+                f"this ConServe reads recorded views of versions {VERSION} to {VERSION_OF_AHEAD}, "
                 f"not {said['version']}"
             )
         view, plan = _view_of(said["view"]), _plan_of(said["plan"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 
 class TimedEvent(Protocol):
@@ -25,28 +25,40 @@ class TimedEvent(Protocol):
         """Time between two marks that the device has reached, in ms."""
 
 
+class DeviceTime(NamedTuple):
+    """Time of an iteration in ms: from the host's call to its end, and from the end of the one before."""
+
+    own_ms: float
+    since_last_ms: float | None  # None behind an iteration without results
+
+
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """The marks before and behind one iteration."""
+    """The marks before and behind one iteration, and behind the one before."""
 
+    last: TimedEvent | None
     began: TimedEvent
     ended: TimedEvent
 
-    def ms(self) -> float:
-        """Time between the marks; waits for the second one, behind which the iteration has no results."""
+    def time(self) -> DeviceTime:
+        """Time between the marks; waits for the last one, behind which the iteration has no results."""
         self.ended.synchronize()
-        return self.began.elapsed_time(self.ended)
+        since = self.last.elapsed_time(self.ended) if self.last is not None else None
+        return DeviceTime(self.began.elapsed_time(self.ended), since)
 
 
 class Stopwatch:
-    """Marks where iterations begin and end. The first mark is reached when the iteration before is over."""
+    """Marks where iterations begin and end. A mark at the begin is reached when the iteration before is over."""
 
     def __init__(self, event: Callable[[], TimedEvent]) -> None:
         self._event = event
         self._began: TimedEvent | None = None
+        self._last: TimedEvent | None = None  # end of the last iteration, if it had results
 
     def begin(self) -> None:
-        """Mark the begin of an iteration."""
+        """Mark the begin of an iteration. One that has begun and not ended had no results."""
+        if self._began is not None:
+            self._last = None
         self._began = self._event()
         self._began.record()
 
@@ -55,6 +67,10 @@ class Stopwatch:
         began, self._began = self._began, None
         if began is None:
             return None
-        ended = self._event()
-        ended.record()
-        return Lap(began, ended)
+        last, self._last = self._last, self._event()
+        self._last.record()
+        return Lap(last, began, self._last)
+
+    def forget(self) -> None:
+        """The iteration ended without results: the next one's time is its own alone."""
+        self._began = self._last = None

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from conserve.engine.policy.plan import Plan
+    from conserve.engine.runtime.stopwatch import DeviceTime
     from conserve.profiles.batch import Batch
 
-DEVICE_MS = "conserve_device_ms"  # of the attribute on vLLM's ModelRunnerOutput
+DEVICE_TIME = "conserve_device_time"  # of the attribute on vLLM's ModelRunnerOutput
+LONG_MS = 40.0  # of an iteration in which the host's work, 2 to 3 ms, counts little
 NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerOutput; both are pickled whole
 
 
@@ -75,7 +77,7 @@ class Iteration:
     # Settled.
     outcome: IterationOutcome | None = None
     took_s: float = 0.0  # by the host's clock
-    device_ms: float | None = None  # by the device's, where the worker tells it
+    device: DeviceTime | None = None  # by the device's clock, where the worker tells it
 
     @property
     def limit_ms(self) -> float | None:
@@ -92,13 +94,15 @@ class Iteration:
         """Time from the end of the iteration before to the end of this one, for the latency model.
 
         None if that is not the time of the batch: not all layers ran on all of its tokens and on nothing else, or
-        no clock tells it.
+        no clock tells it. In an idle engine the host's work comes first, which counts little in a long iteration.
         """
         if self.outcome is not None and (self.left or self.outcome.joined):
             return None
-        if self.follows and self.device_ms is not None:
-            return self.device_ms
-        return None if self.overlapped or self.cold else self.took_s * 1e3
+        if self.follows and self.device is not None:
+            return self.device.since_last_ms
+        if self.cold:
+            return self.device.own_ms if self.device is not None and self.device.own_ms >= LONG_MS else None
+        return None if self.overlapped else self.took_s * 1e3
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _for_worker, (self.stamp,)
@@ -125,14 +129,14 @@ def outcome_of(output: Any) -> IterationOutcome | None:
     return getattr(output, NAME, None)
 
 
-def put_device_ms(output: Any, ms: float) -> None:
+def put_device_time(output: Any, time: DeviceTime) -> None:
     """Attach an iteration's time on the device to vLLM's `ModelRunnerOutput`."""
-    setattr(output, DEVICE_MS, ms)
+    setattr(output, DEVICE_TIME, time)
 
 
-def device_ms_of(output: Any) -> float | None:
+def device_time_of(output: Any) -> DeviceTime | None:
     """The iteration's time on the device, if the worker has told it."""
-    return getattr(output, DEVICE_MS, None)
+    return getattr(output, DEVICE_TIME, None)
 
 
 def put(output: Any, note: Iteration | IterationOutcome) -> None:

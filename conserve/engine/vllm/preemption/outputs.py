@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from conserve.engine.runtime.stopwatch import Lap
-from conserve.engine.vllm.iteration import IterationOutcome, put, put_device_ms
+from conserve.engine.vllm.iteration import IterationOutcome, put, put_device_time
 
 
 class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
@@ -28,7 +28,7 @@ class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
         """Wait for the results as vLLM does, and attach the outcome and the time."""
         output = with_outcome(self._promise.get_output(), self._outcome)
         if output is not None and self._lap is not None:
-            put_device_ms(output, self._lap.ms())
+            put_device_time(output, self._lap.time())
         return output
 
     def get_kv_connector_output(self) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag, Word
-from conserve.engine.runtime.stopwatch import Stopwatch
+from conserve.engine.runtime.stopwatch import Lap, Stopwatch
 from conserve.engine.vllm.compat.vllms_worker import VllmWorker
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.cpu_pieces import leave_gpu_pass_out
@@ -149,7 +149,16 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def _answered(self, output: Any) -> Any:
         """Attach the outcome of the iteration that ran last, once, and its time on the device."""
         answer, self._outcome = self._outcome, None
-        return with_outcome(output, answer, self._stopwatch.end() if self._stopwatch is not None else None)
+        return with_outcome(output, answer, self._lap(output))
+
+    def _lap(self, output: Any) -> Lap | None:
+        """The marks around the iteration; None for one whose results are not on the device, as of one abandoned."""
+        if self._stopwatch is None:
+            return None
+        if isinstance(output, AsyncModelRunnerOutput):
+            return self._stopwatch.end()
+        self._stopwatch.forget()
+        return None
 
     def _run(self, scheduler_output: Any) -> Any:
         stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
@@ -214,8 +223,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
         layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
         on_device = self.device.type == "cuda"
         launches = Launches(torch.cuda.Event) if on_device else None
-        if on_device and config.scheduler_config.async_scheduling:
-            self._stopwatch = Stopwatch(functools.partial(torch.cuda.Event, enable_timing=True))
+        # Results of a speculating engine may be read before its drafts are made, behind which the mark would be.
+        if on_device and config.scheduler_config.async_scheduling and config.speculative_config is None:
+            event = functools.partial(torch.cuda.Event, enable_timing=True, blocking=True)
+            self._stopwatch = Stopwatch(event)
         safepoints = Safepoints(TensorParallelOrders(), count, launches)
         if layers is not None:
             self._install_between(layers, runner, safepoints)

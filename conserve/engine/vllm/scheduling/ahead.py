@@ -17,15 +17,16 @@ from typing import Any
 
 from conserve.engine.policy.ahead import pays
 from conserve.engine.vllm.iteration import Iteration
+from conserve.engine.vllm.lane import is_online
+from conserve.profiles.model import LatencyModel
 
 
 class Ahead:
     """Iterations that were scheduled and are not settled, the oldest first."""
 
     def __init__(self, scheduler: Any, *, asynchronous: bool) -> None:
-        self.beside = (
-            False  # the newest iteration, or the one that is being planned, is for online requests too
-        )
+        # No row leaves the newest iteration, or the one that is being planned, and the next one may overlap it.
+        self.beside = False
         self._scheduler = scheduler
         self._asynchronous = asynchronous
         self._in_flight: list[Iteration] = []
@@ -43,21 +44,25 @@ class Ahead:
                 yield from (name for name, tokens in iteration.tokens.items() if tokens > 1)
 
     def begin(self) -> None:
-        """Decide for the iteration that is to be planned whether rows leave it, or the next one may overlap it."""
-        self.beside = self._beside_online
+        """Decide for the iteration that is to be planned whether rows may leave it, or the next one overlaps it."""
+        self.beside = self._asynchronous and (not self._leaves or self._beside_online)
 
     def scheduled(self, iteration: Iteration) -> None:
         """Note an iteration."""
         last = self._in_flight[-1] if self._in_flight else None
-        iteration.follows = last is not None
-        iteration.cold = last is None and self._asynchronous and not iteration.registers_late
+        iteration.follows = last is not None and bool(last.tokens)
+        iteration.cold = not iteration.follows and self._asynchronous and not iteration.registers_late
+        if iteration.follows and not iteration.registers_late and iteration.tokens:
+            self._scheduler.arrival_monitor.ahead += 1  # it counts the others
         if last is not None and (last.registers_late or iteration.registers_late):
             iteration.overlapped = last.overlapped = True
         self._in_flight.append(iteration)
 
-    def settled(self, iteration: Iteration) -> None:
-        """Note that the outcome of an iteration, the oldest, is known."""
+    def settled(self, iteration: Iteration, now: float) -> None:
+        """Note that the outcome of an iteration, the oldest, is known: the next one runs from now on."""
         self._in_flight.remove(iteration)
+        if self._in_flight:
+            self._in_flight[0].started = max(self._in_flight[0].started, now)
         self._left = bool(iteration.left)
 
     def waits(self) -> bool:
@@ -76,7 +81,26 @@ class Ahead:
         scheduler = self._scheduler
         if not (self._asynchronous and self._leaves and scheduler.arrival_monitor.reaches):
             return False
-        return not scheduler.offline_alone and pays(scheduler._slo, scheduler._iterations.model)
+        if scheduler.offline_alone or not pays(scheduler._slo, scheduler._iterations.model):
+            return False
+        # A request that waits for its grammar, its KV or its input keeps rows from nothing.
+        blocked = scheduler._is_blocked_waiting_status
+        waits = any(not blocked(request.status) for request in scheduler.waiting.online)
+        return waits or any(map(is_online, scheduler.running)) or scheduler.arrival_monitor.expects
+
+    def rest_ms(self, now: float) -> float:
+        """Time until the iterations in flight are over, by what was predicted; in ms."""
+        model = self._scheduler._iterations.model
+        if model is None or not self._in_flight:
+            return 0.0
+        took_ms = (now - self._in_flight[0].started) * 1e3
+        return max(0.0, sum(self._predicted_ms(one, model) for one in self._in_flight) - took_ms)
+
+    @staticmethod
+    def _predicted_ms(iteration: Iteration, model: LatencyModel) -> float:
+        if iteration.plan is not None:
+            return iteration.plan.predicted_ms
+        return model.predict(iteration.batch) if iteration.batch is not None else 0.0
 
     @property
     def _leaves(self) -> bool:

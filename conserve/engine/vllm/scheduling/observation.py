@@ -36,7 +36,8 @@ class Picture:
         self._blocks_of = self._manager.coordinator.single_type_managers[0].req_to_blocks
         self._block_tokens = self._manager.coordinator.single_type_managers[0].block_size
         self._surcharge_ms = surcharge_ms
-        self._now = time.time()
+        # By the time at which the next iteration begins.
+        self._now = time.time() + scheduler.ahead.rest_ms(time.monotonic()) / 1e3
 
     def view(self, slo: Slo, model: LatencyModel) -> View:
         """Make the view for a policy. A waiting request is looked at when it is read."""

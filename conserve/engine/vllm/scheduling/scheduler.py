@@ -26,7 +26,7 @@ from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.compat.vllms_scheduler import AsyncScheduler, Scheduler
-from conserve.engine.vllm.iteration import Iteration, device_ms_of, iteration_of, outcome_of, put
+from conserve.engine.vllm.iteration import Iteration, device_time_of, iteration_of, outcome_of, put
 from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
@@ -197,8 +197,8 @@ class CoServing:
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Settle the iteration, have vLLM take its results in, and learn from the time it took."""
         iteration = iteration_of(scheduler_output)
-        iteration.outcome, iteration.device_ms = outcome_of(output), device_ms_of(output)
-        self.ahead.settled(iteration)
+        iteration.outcome, iteration.device = outcome_of(output), device_time_of(output)
+        self.ahead.settled(iteration, time.monotonic())
         self._settle(iteration)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()

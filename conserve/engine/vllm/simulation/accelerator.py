@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from conserve.engine.vllm.iteration import IterationOutcome, Stamp, outcome_of, put, put_device_ms, stamp_of
+from conserve.engine.runtime.stopwatch import DeviceTime
+from conserve.engine.vllm.iteration import IterationOutcome, Stamp, outcome_of, put, put_device_time, stamp_of
 from conserve.engine.vllm.simulation.engine import SimulatedEngine, results_of
 from conserve.profiles.batch import Batch
 
@@ -69,7 +70,8 @@ class SimulatedAccelerator(SimulatedEngine):
 
     def _launch(self, output: SchedulerOutput) -> None:
         """Launch the iteration; one that rows may leave is over by then, as far as the host is concerned."""
-        stamp, began_s = stamp_of(output), max(self._free_at, self.clock.now - self._host_s)
+        stamp, last_s = stamp_of(output), self._free_at
+        began_s = max(last_s, self.clock.now - self._host_s)
         if stamp is None:
             due = self._due_tokens(output)
             self._forget(output)
@@ -80,7 +82,8 @@ class SimulatedAccelerator(SimulatedEngine):
             result = self._refused(output) if self._refuses(stamp, output) else self._left(stamp, output)
             self._free_at = self.clock.now
         if self._overlaps:
-            put_device_ms(result, (self._free_at - began_s) * 1e3)
+            own_ms, since_ms = ((self._free_at - before) * 1e3 for before in (began_s, last_s))
+            put_device_time(result, DeviceTime(own_ms, since_ms))
         self._launched.append(Launched(output, result, self._free_at))
 
     def _takes_s(self, output: SchedulerOutput) -> float:
