@@ -36,13 +36,15 @@ class Call(NamedTuple):
 
 
 MEASURED = (
-    "--limit 500 smoke,bare-copies,profile",
-    "--limit 560 serve-default,reaction-default,offline-default,bench-default --rates 1",
-    "--limit 560 ablation-default --rates 1",
-    "--limit 560 serve-eager-v1,reaction-eager-v1,offline-eager-v1,bench-eager-v1 --rates 1",
-    "--limit 560 serve-eager-v2,reaction-eager-v2,offline-eager-v2,bench-eager-v2 --rates 1",
+    "--limit 520 serve-default,reaction-default,pair-default,bare-copies --rates 0.7,2",
+    "--limit 560 profile,offline-default,smoke",
+    "--limit 560 stock-default --rates 0.7",
+    "--limit 560 ablation-default --rates 0.7",
+    "--limit 560 bench-default --rates 0.7",
+    "--limit 560 serve-eager-v1,reaction-eager-v1,offline-eager-v1,pair-eager-v1 --rates 0.7",
+    "--limit 560 serve-eager-v2,reaction-eager-v2,offline-eager-v2,pair-eager-v2 --rates 0.7",
     "--limit 560 serve-sync,offline-sync,serve-plain,offline-plain,copies-saving",
-)
+)  # the most wanted first: a lease may end
 
 
 def calls(num_parts: int) -> list[Call]:

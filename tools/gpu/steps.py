@@ -19,6 +19,7 @@ from tools.gpu.results import FAILED, LEFT_OUT, Results
 from tools.gpu.server import Server, StepFailed
 
 BENCH = "online-only/planned,conserve,priority,non-preemptive/planned"
+PAIR = "online-only/planned,conserve,conserve/harm"  # whose blocks end in time
 STOCK = "online-only,conserve"
 ABLATION = "online-only/planned,conserve,conserve/recompute,conserve/off,conserve/never"
 OFF = "off"
@@ -222,6 +223,11 @@ def bench(run: Run, step: str, kind: str, limit_s: float) -> None:
     compare(run, step, kind, limit_s, BENCH)
 
 
+def pair(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """`conserve bench` at each rate: ConServe under an SLO and under a bound on harm, beside online-only."""
+    compare(run, step, kind, limit_s, PAIR)
+
+
 def ablation(run: Run, step: str, kind: str, limit_s: float) -> None:
     """`conserve bench` at each rate: ConServe without checkpoints, without preemption, and without leaving."""
     compare(run, step, kind, limit_s, ABLATION)
@@ -308,6 +314,7 @@ def step_table() -> dict[str, Step]:
         "reaction": leaving,
         "offline": (*leaving, "sync", "plain"),
         "copies": ("saving",),
+        "pair": leaving,
         "bench": leaving,
         "ablation": ("default", "eager-v1"),
         "stock": ("default",),
@@ -317,6 +324,7 @@ def step_table() -> dict[str, Step]:
         "reaction": (reaction, 40, 120),
         "offline": (offline, 45, 110),
         "copies": (copies, 130, 330),
+        "pair": (pair, 120, 460),
         "bench": (bench, 120, 460),
         "ablation": (ablation, 120, 540),
         "stock": (stock, 150, 400),
