@@ -286,6 +286,40 @@ class TestBesideOnlineRequests:
         engine.clock.now += running.plan.predicted_ms / 1e3
         assert age_ms() == pytest.approx(1.5 * running.plan.predicted_ms)
 
+    def test_iterations_that_no_row_leaves_are_counted_as_ahead_too(self, engine: Any) -> None:
+        engine.add(50, 6)
+        before = engine.scheduler.arrival_monitor.report()["scheduled_ahead"]
+        for _ in range(2):
+            self.planned(engine)
+        assert engine.scheduler.arrival_monitor.report()["scheduled_ahead"] == before + 1
+
+    def test_an_iteration_runs_from_the_end_of_the_one_before_it(self, engine: Any) -> None:
+        engine.add(50, 6)
+        output, first = self.planned(engine)
+        engine.run(output)
+        output, second = self.planned(engine)
+        engine.run(output)
+        assert second.started == first.started
+        engine.clock.now += 0.03
+        engine.take_in()
+        assert second.started == pytest.approx(first.started + 0.03)
+
+    def test_behind_an_iteration_of_nothing_the_device_was_idle(self, engine: Any) -> None:
+        from conserve.engine.vllm.iteration import Iteration
+
+        ahead = engine.scheduler.ahead
+        nothing, next_one = Iteration(), Iteration(tokens={"on": 1})
+        ahead.scheduled(nothing)
+        ahead.scheduled(next_one)
+        assert (next_one.follows, next_one.cold) == (False, True)
+        ahead.settled(nothing, 0.0)
+        ahead.settled(next_one, 0.0)
+
+    def test_a_request_on_its_way_ends_the_rows_time_alone(self, engine: Any) -> None:
+        assert not engine.scheduler.ahead._beside_online
+        engine.scheduler.arriving(engine.request(50, 4))
+        assert engine.scheduler.ahead._beside_online
+
     def test_a_request_that_waits_for_its_grammar_keeps_rows_from_nothing(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -42,7 +42,9 @@ def test_rows_add_a_fiftieth_of_the_ttft_promise_to_the_two_whatever_they_take_a
 
 
 def test_without_a_ttft_promise_there_is_no_limit() -> None:
-    assert ahead_limit_ms(view_of(), 12.0, 110.0) == inf
+    corrected = CorrectedModel(MS_PER_TOKEN, [Residual(20.0, 1.1)] * 200)
+    for model in (MS_PER_TOKEN, corrected):
+        assert ahead_limit_ms(view_of(model=model), 12.0, 110.0) == inf
 
 
 def test_rows_fill_an_iteration_up_to_a_quarter_of_an_arrival_s_slack() -> None:
