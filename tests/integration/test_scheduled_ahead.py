@@ -302,7 +302,7 @@ class TestBesideOnlineRequests:
         assert second.started == first.started
         engine.clock.now += 0.03
         engine.take_in()
-        assert second.started == pytest.approx(first.started + 0.03)
+        assert second.started - first.started == pytest.approx(0.03)
 
     def test_behind_an_iteration_of_nothing_the_device_was_idle(self, engine: Any) -> None:
         from conserve.engine.vllm.iteration import Iteration
