@@ -71,7 +71,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "CacheConfig.{block_size,cache_dtype,enable_prefix_caching,num_gpu_blocks}": (
             "the KV cache; part of a profile's key"
         ),
-        "CompilationConfig.{cudagraph_mode,mode}": "part of a profile's key",
+        "CompilationConfig.{cudagraph_mode,max_cudagraph_capture_size,mode}": "part of a profile's key",
         "ModelConfig.{dtype,enforce_eager,hf_overrides,is_multimodal_model,max_model_len,model,"
         "override_generation_config,quantization,revision,tokenizer}": "which model it is, for profiles, saved tokens and limits",
         "vllm.distributed.device_communicators.{cpu_communicator.CpuCommunicator,"

@@ -40,6 +40,8 @@ def key_of(config: VllmConfig) -> ProfileKey:
         "speculative": config.speculative_config.method if config.speculative_config else None,
         "lora": config.lora_config is not None,
     }
+    if graphs := config.compilation_config.max_cudagraph_capture_size:
+        flags["cudagraph_tokens"] = graphs  # larger iterations wait for their launches
     return ProfileKey(
         model=model_identity(name, folder, (model.quantization, model.hf_overrides)).strip("@"),
         dtype=str(model.dtype).removeprefix("torch."),
