@@ -56,6 +56,14 @@ def assert_settled(engine: Any, asked: list[Any]) -> None:
     assert not scheduler.arrival_monitor._in_flight
 
 
+def planned(engine: Any) -> Any:
+    """The next iteration, on its way to the worker."""
+    from conserve.engine.vllm.iteration import iteration_of
+
+    output = engine.scheduler.schedule()
+    return output, iteration_of(output)
+
+
 class TestStorms:
     """The worker asserts that each iteration is planned with the tokens that it has (`scheduled_ahead`)."""
 
@@ -117,19 +125,11 @@ class TestOnlineRequests:
             engine.step()
         return engine
 
-    @staticmethod
-    def planned(engine: Any) -> Any:
-        """The next iteration, on its way to the worker."""
-        from conserve.engine.vllm.iteration import iteration_of
-
-        output = engine.scheduler.schedule()
-        return output, iteration_of(output)
-
     def test_with_offline_requests_alone_one_iteration_waits_while_another_runs(self, engine: Any) -> None:
         while engine.queued:
             engine.take_in()
         assert engine.scheduler.has_requests()
-        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        (_, first), (_, second) = planned(engine), planned(engine)
         assert [first.ahead, second.ahead] == [False, True]
         assert second.stamp.ahead
         assert second.stamp.settled == first.stamp.iteration - 1
@@ -137,7 +137,7 @@ class TestOnlineRequests:
     def test_an_arrival_refuses_the_iteration_that_waits(self, engine: Any) -> None:
         while engine.queued:
             engine.take_in()
-        (output, first), (waiting, second) = self.planned(engine), self.planned(engine)
+        (output, first), (waiting, second) = planned(engine), planned(engine)
         flag = engine.scheduler.arrival_monitor._flag
         request = engine.request(50, 4)
         engine.scheduler.arriving(request)
@@ -151,7 +151,7 @@ class TestOnlineRequests:
         engine.take_in()
         engine.scheduler.add_request(request)
         assert engine.scheduler.has_requests()
-        output, third = self.planned(engine)
+        output, third = planned(engine)
         assert request.request_id in output.num_scheduled_tokens
         assert not third.ahead
         report = engine.scheduler.arrival_monitor.report()
@@ -166,7 +166,7 @@ class TestOnlineRequests:
         """An iteration's start is the worker's word: the scheduler reads the results of the one before it later."""
         while engine.queued:
             engine.take_in()
-        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        (_, first), (_, second) = planned(engine), planned(engine)
         flag = engine.scheduler.arrival_monitor._flag
         flag.note_start(second.stamp.iteration, engine.clock.monotonic())
         engine.scheduler.arriving(engine.request(50, 4))
@@ -179,13 +179,13 @@ class TestOnlineRequests:
     ) -> None:
         while engine.queued:
             engine.take_in()
-        self.planned(engine)
+        planned(engine)
         plan = engine.scheduler._plan
         request = engine.request(50, 4)
         monkeypatch.setattr(
             engine.scheduler, "_plan", lambda: (plan(), engine.scheduler.arriving(request))[0]
         )
-        _, second = self.planned(engine)
+        _, second = planned(engine)
         assert engine.scheduler.arrival_monitor._flag.is_refused(second.stamp.iteration)
 
     def test_rows_leave_by_what_they_have_left_of_the_iteration_alone(self, engine: Any) -> None:
@@ -194,7 +194,7 @@ class TestOnlineRequests:
 
         while engine.queued:
             engine.take_in()
-        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        (_, first), (_, second) = planned(engine), planned(engine)
         both = [(row, tokens) for row, tokens in first.rows if row.request_id in second.tokens]
         assert both
         for row, tokens in both:
@@ -206,7 +206,7 @@ class TestOnlineRequests:
     ) -> None:
         while engine.queued:
             engine.take_in()
-        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        (_, first), (_, second) = planned(engine), planned(engine)
         first.device = second.device = DeviceTime(own_ms=7.0, since_last_ms=8.0)
         assert first.batch_ms is None, "the host's work before it is in that time"
         assert second.batch_ms == 8.0
@@ -216,6 +216,8 @@ class TestOnlineRequests:
 
 class TestBesideOnlineRequests:
     """Iterations of online requests that want short ones are scheduled ahead, and no row leaves these."""
+
+    SHORT_MS, LONG_MS = 100.0, 1000.0  # the smallest iteration takes 15 ms
 
     @pytest.fixture
     def engine(self, tmp_path: Path, clock: Any) -> Any:
@@ -233,20 +235,11 @@ class TestBesideOnlineRequests:
             engine.take_in()
         return engine
 
-    SHORT_MS, LONG_MS = 100.0, 1000.0  # the smallest iteration takes 15 ms
-
-    @staticmethod
-    def planned(engine: Any) -> Any:
-        from conserve.engine.vllm.iteration import iteration_of
-
-        output = engine.scheduler.schedule()
-        return output, iteration_of(output)
-
     def test_one_waits_while_another_runs_and_neither_can_be_left(self, engine: Any) -> None:
         live = engine.add(50, 6)
         assert engine.scheduler.has_requests()
         for _ in range(4):
-            output, iteration = self.planned(engine)
+            output, iteration = planned(engine)
             assert live.request_id in output.num_scheduled_tokens
             assert len(output.num_scheduled_tokens) > 1, "rows are in it"
             assert (iteration.stamp, iteration.registers_late, iteration.overlapped) == (None, False, False)
@@ -258,14 +251,14 @@ class TestBesideOnlineRequests:
         assert not iteration.cold
 
     def test_the_first_one_waits_for_iterations_that_rows_may_leave(self, engine: Any) -> None:
-        output, offline = self.planned(engine)
+        output, offline = planned(engine)
         assert offline.stamp is not None
         engine.run(output)
         engine.add(50, 6)
         assert not engine.scheduler.has_requests()
         engine.take_in()
         assert engine.scheduler.has_requests()
-        _, beside = self.planned(engine)
+        _, beside = planned(engine)
         assert beside.stamp is None
         assert beside.cold
 
@@ -278,7 +271,7 @@ class TestBesideOnlineRequests:
             return next(iter(view.waiting_online)).age_ms
 
         engine.add(50, 6)
-        _, running = self.planned(engine)
+        _, running = planned(engine)
         engine.add(50, 6)
         assert age_ms() == pytest.approx(running.plan.predicted_ms)
         engine.clock.now += running.plan.predicted_ms / 2e3
@@ -290,14 +283,14 @@ class TestBesideOnlineRequests:
         engine.add(50, 6)
         before = engine.scheduler.arrival_monitor.report()["scheduled_ahead"]
         for _ in range(2):
-            self.planned(engine)
+            planned(engine)
         assert engine.scheduler.arrival_monitor.report()["scheduled_ahead"] == before + 1
 
     def test_an_iteration_runs_from_the_end_of_the_one_before_it(self, engine: Any) -> None:
         engine.add(50, 6)
-        output, first = self.planned(engine)
+        output, first = planned(engine)
         engine.run(output)
-        output, second = self.planned(engine)
+        output, second = planned(engine)
         engine.run(output)
         assert second.started == first.started
         engine.clock.now += 0.03
@@ -335,7 +328,7 @@ class TestBesideOnlineRequests:
     def test_where_they_bear_long_ones_rows_may_leave_and_the_next_one_waits(self, engine: Any) -> None:
         engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
         engine.add(50, 6)
-        output, iteration = self.planned(engine)
+        output, iteration = planned(engine)
         assert iteration.stamp is not None
         assert not engine.scheduler.has_requests()
         engine.run(output)
@@ -345,7 +338,7 @@ class TestBesideOnlineRequests:
     def test_harm_wants_short_ones(self, engine: Any) -> None:
         engine.scheduler.conserve({"slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}})
         engine.add(50, 6)
-        assert self.planned(engine)[1].stamp is None
+        assert planned(engine)[1].stamp is None
         assert engine.scheduler.has_requests()
 
     def test_without_preemption_an_arrival_is_known_to_wait_for_two_iterations(self, engine: Any) -> None:
@@ -353,7 +346,7 @@ class TestBesideOnlineRequests:
 
         engine.scheduler.conserve({"preemption": "off"})
         engine.add(50, 6)
-        _, iteration = self.planned(engine)
+        _, iteration = planned(engine)
         assert iteration.stamp is None
         picture = Picture(engine.scheduler, engine.scheduler._traffic, surcharge_ms=0.0)
         view = picture.view(engine.scheduler._slo, engine.scheduler._iterations.model)
@@ -363,7 +356,7 @@ class TestBesideOnlineRequests:
     def test_where_nothing_is_scheduled_ahead_rows_may_leave_at_once(self, engine: Any) -> None:
         engine.scheduler.ahead._asynchronous = False
         engine.add(50, 6)
-        _, iteration = self.planned(engine)
+        _, iteration = planned(engine)
         assert iteration.stamp is not None
         assert not iteration.cold
 

@@ -245,13 +245,10 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
             run.results.note(step, **{f"at {rate:g}/s": {LEFT_OUT: why}})
             continue
         folder, log = run.scratch / f"{step}-{rate:g}", run.out / f"{step}.log"
-        asked = ["bench", "--endpoint", one.url, "--gamma", f"{rate:g},0.5,{run.size.lengths}"]
-        asked += ["--policies", policies, "--block-s", str(run.size.block_s), "--rounds", "1"]
-        asked += ["--json", "-o", str(folder)]
+        asked = [*bench_words(run.size, rate, policies, folder), "--endpoint", one.url]
         try:
             found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
         finally:
-            folder.mkdir(exist_ok=True)
             pack(run, folder)
         run.results.note(step, **{f"at {rate:g}/s": found}, told=one.told(), queue=one.queue())
         played += 1
@@ -266,21 +263,26 @@ def stock(run: Run, step: str, kind: str, limit_s: float) -> None:
     run.stop_server()
     rate, chosen = run.size.rates[0], KINDS[kind]
     folder, log = run.scratch / step, run.out / f"{step}.log"
-    asked = ["bench", "--gamma", f"{rate:g},0.5,{run.size.lengths}", "--policies", STOCK, "--rounds", "1"]
-    asked += ["--block-s", str(run.size.block_s), "--json", "-o", str(folder)]
+    asked = bench_words(run.size, rate, STOCK, folder)
     asked += ["--", run.model, *run.size.flags, *chosen.flags, *run.more]
     environment = {**run.size.environment(kind), "CONSERVE_HOME": str(run.scratch / "home-stock")}
     environment["CONSERVE_ENGINE_LOG"] = str(run.out / f"{step}-engine.log")
     found = children.run(children.conserve(*asked), log, limit_s, environment)
-    folder.mkdir(exist_ok=True)
     pack(run, folder)
     run.results.note(step, **{f"at {rate:g}/s": found})
     if FAILED in found:
         raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
 
 
+def bench_words(size: Size, rate: float, policies: str, folder: Path) -> list[str]:
+    """Command line of `conserve bench`, without the server."""
+    words = ["bench", "--gamma", f"{rate:g},0.5,{size.lengths}", "--policies", policies, "--rounds", "1"]
+    return [*words, "--block-s", str(size.block_s), "--json", "-o", str(folder)]
+
+
 def pack(run: Run, folder: Path) -> None:
-    """Put a folder of raw results into one archive, as runners bring only some files back."""
+    """Put a folder of raw results, if there are any, into one archive: runners bring only some files back."""
+    folder.mkdir(exist_ok=True)
     with tarfile.open(run.out / f"{folder.name}.tar.gz", "w:gz") as tar:
         for file in sorted(folder.iterdir()):
             if file.is_file():

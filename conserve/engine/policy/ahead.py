@@ -6,7 +6,7 @@ leaves them. They have to be short. In return no gap between two tokens has the 
 
 from math import inf
 
-from conserve.engine.policy.harm import limit_of
+from conserve.engine.policy.harm import lengthened_ms
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Slo, View
 from conserve.profiles.model import LatencyModel, smallest_ms
@@ -35,7 +35,5 @@ def ahead_limit_ms(view: View, online_ms: float, enough_ms: float) -> float:
     if ttft_ms == inf:
         return inf
     slack_ms = max(0.0, ttft_ms - view.typical_prompt_ms)
-    added_ms = PATIENCE * ttft_ms / WAITS
-    # The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
-    longest_ms = online_ms + added_ms / view.model.margin(online_ms + added_ms)
-    return max(min(slack_ms / 2, enough_ms) / WAITS, limit_of(view.model, longest_ms))
+    least_ms = lengthened_ms(view.model, online_ms, PATIENCE * ttft_ms / WAITS)
+    return max(min(slack_ms / 2, enough_ms) / WAITS, least_ms)

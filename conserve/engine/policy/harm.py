@@ -27,9 +27,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
         return inf
     share = (1 + (min(harm, PATIENCE) if composer.batch.prefills else harm)) * scale - 1
     alone_ms = view.model.predict(composer.batch)
-    # The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
-    longest_ms = alone_ms + share * alone_ms / view.model.margin((1 + share) * alone_ms)
-    return limit_of(view.model, longest_ms) + composer.surcharge_ms
+    return lengthened_ms(view.model, alone_ms, share * alone_ms) + composer.surcharge_ms
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
@@ -37,6 +35,14 @@ def harm_promised(composer: Composer, view: View) -> float | None:
     if not view.slos:
         return view.slo.tbt_harm
     return tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens).tbt_harm
+
+
+def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> float:
+    """Limit in ms under which offline tokens add so much to an iteration that takes `alone_ms` without them.
+
+    The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
+    """
+    return limit_of(model, alone_ms + added_ms / model.margin(alone_ms + added_ms))
 
 
 def limit_of(model: LatencyModel, predicted_ms: float) -> float:

@@ -57,10 +57,8 @@ class Iteration:
     started: float = 0.0  # monotonic seconds
     plan: Plan | None = None  # None where vLLM composes the iteration
     registers_late: bool = False  # KV blocks become reusable once computed, not once allocated
-    ahead: bool = False  # scheduled while an earlier iteration ran
-    follows: bool = (
-        False  # scheduled while another was in flight, so that the device goes from that one to this
-    )
+    ahead: bool = False  # scheduled while one was in flight that rows may leave, so it may be refused
+    follows: bool = False  # scheduled while another was in flight: the device goes from that one to this
     cold: bool = False  # none was in flight, as one usually is: the time has the host's work in it
     overlapped: bool = False  # rows may leave it or its neighbour in flight: the host's clock mixes them up
     # Scheduled.

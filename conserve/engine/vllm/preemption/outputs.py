@@ -41,11 +41,9 @@ def with_outcome(output: Any, outcome: IterationOutcome | None, lap: Lap | None 
 
     A promise takes the iteration's `lap` along too.
     """
-    if output is None or (outcome is None and lap is None):
-        return output
     if isinstance(output, AsyncModelRunnerOutput):
-        return Promised(output, outcome, lap)
-    if outcome is None:
+        return output if outcome is None and lap is None else Promised(output, outcome, lap)
+    if output is None or outcome is None:
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all iterations, which would keep the outcome
         output = copy(output)

@@ -96,20 +96,19 @@ class Growth:
 
     def __init__(self, *, seconds: float, longest: int, most: int, engines: int = 1) -> None:
         """`longest`: tokens of a prompt; `most`: requests at once; `engines`: how many share the requests."""
-        self.engines = engines
         self._dice = random.Random(0)
-        self._seconds, self._longest, self._most = seconds, longest, most
+        self._seconds, self._longest, self._most, self._engines = seconds, longest, most, engines
         self._served: list[tuple[WarmUpGroup, float]] = []
 
     @property
     def missing(self) -> int:
         """Groups still needed until every engine has seen enough for a model, if they are like the last ones."""
         if not self._served:
-            return LEAST_PREFILLS * self.engines
+            return LEAST_PREFILLS * self._engines
         iterations = sum(group.iterations for group, _ in self._served)
         each = iterations / len(self._served)
-        by_iterations = (LEAST_SAMPLES * self.engines - iterations) / each
-        return max(0, LEAST_PREFILLS * self.engines - len(self._served), math.ceil(by_iterations))
+        by_iterations = (LEAST_SAMPLES * self._engines - iterations) / each
+        return max(0, LEAST_PREFILLS * self._engines - len(self._served), math.ceil(by_iterations))
 
     @property
     def left_s(self) -> float:
@@ -195,14 +194,15 @@ async def warm_up(
     `known` tells if the scheduler has a model; without one the warm-up goes on, for `MOST_MORE` groups at most.
     """
     dice, config = random.Random(0), llm.vllm_config
+    engines = config.parallel_config.data_parallel_size
     growth = Growth(
         seconds=seconds,
         longest=min(LONGEST_PROMPT, llm.model_config.max_model_len - 64),
         most=config.scheduler_config.max_num_seqs,
-        engines=config.parallel_config.data_parallel_size,
+        engines=engines,
     )
     # Where iterations are scheduled ahead, the first one after a pause takes longer and teaches nothing.
-    together = 2 * growth.engines if config.scheduler_config.async_scheduling else 1
+    together = 2 * engines if config.scheduler_config.async_scheduling else 1
     number = 0
 
     async def serve(group: WarmUpGroup) -> None:

@@ -69,10 +69,8 @@ class Ahead:
         """True if the iterations in flight are to be settled before the next one is scheduled."""
         if not self._in_flight:
             return False
-        if not self.refusable and not (self._leaves and self._scheduler._offline):
+        if not self.refusable and (not (self._leaves and self._scheduler._offline) or self._beside_online):
             return False  # as vLLM does
-        if not self.refusable and self._beside_online:
-            return False
         return self._left or not self._leaves or not self._scheduler.offline_alone
 
     @property

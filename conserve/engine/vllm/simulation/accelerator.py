@@ -87,12 +87,11 @@ class SimulatedAccelerator(SimulatedEngine):
         self._launched.append(Launched(output, result, self._free_at))
 
     def _takes_s(self, output: SchedulerOutput) -> float:
-        """Time of the device. Rows that left begin their chunks anew, in a pass that is one graph."""
+        """Time of the device in s. Rows that left begin their chunks anew, as in a pass that is one graph."""
         for name in output.num_scheduled_tokens:
             self._suspended.pop(name, None)
         batch = Batch.of(self.scheduler._slice(*one) for one in output.num_scheduled_tokens.items())
-        scatter = max(0.5, 1 + self._scatter * self._dice.standard_normal())
-        return float(self._model.predict(batch) * scatter) / 1e3
+        return self._model.predict(batch) * self._noise() / 1e3
 
     def _left(self, stamp: Stamp, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run an iteration that rows may leave."""

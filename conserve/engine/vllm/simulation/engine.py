@@ -231,7 +231,7 @@ class SimulatedEngine(SchedulerAlone):
             else:
                 del self._suspended[name]
         joined, left, asked, left_before = len(joining), set[str](), 0, 0
-        speed = max(0.5, 1 + self._scatter * self._dice.standard_normal()) / self._layers / 1e3
+        speed = self._noise() / self._layers / 1e3
         layer_s: float | None = None  # of the rows that are in the pass
         for layer in range(self._layers if slices else 0):
             if layer in joining.values():
@@ -264,6 +264,10 @@ class SimulatedEngine(SchedulerAlone):
             separable=self._separable,
             safepoints=self._layers,
         )
+
+    def _noise(self) -> float:
+        """Factor on an iteration's time."""
+        return max(0.5, 1 + self._scatter * float(self._dice.standard_normal()))
 
     def _orders(self, stamp: Stamp) -> int:
         flag = self.scheduler.arrival_monitor._flag
