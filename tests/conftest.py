@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shutil
+import ssl
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,11 @@ NEEDED = 4 << 30  # bytes; the files of all tests together take a quarter, of wh
 # Databases sync at every commit, and the tests make tens of thousands: a slow disk would take most of the time.
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= NEEDED:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# Each HTTP client reads the machine's certificates, for 20 ms. Tests that trust others have files of their own.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+COUNT_FROZEN = gc.get_freeze_count  # which takes 40 ms where as much is imported as in the tests
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -189,6 +195,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported out of collections: with vLLM in the process each would take half a second."""
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: 1  # each harvester asks
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -43,7 +43,7 @@ def results_query(
     return found, SnapshotQuery(
         taken=taken,
         ask=ask,
-        uses=lambda: uses,
+        uses=lambda empty: uses,
         bounds=export_bounds(settings),
         sealed=False,
         wording=Tasks(taken.catalog),
@@ -76,7 +76,7 @@ def sql_query(
     return SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, text, limit=limit),
-        uses=lambda: views_of(text),
+        uses=lambda empty: views_of(empty, text),
         bounds=bounds,
         wording=Tasks(taken.catalog),
         named=files,

@@ -46,7 +46,7 @@ def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, sql),
-        uses=lambda: None,
+        uses=lambda empty: None,
         bounds=Bounds(**({"threads": 2, "memory_bytes": 512 * MIB} | bounds)),
     )
     with answer.answered(question, warn=lambda found: None) as rows:
@@ -122,7 +122,7 @@ def test_a_question_has_all_that_it_needs(
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: duck.sql(sql),
-        uses=lambda: {"requests", "results", "inputs"},
+        uses=lambda empty: {"requests", "results", "inputs"},
         bounds=Bounds(threads=3),
         sealed=False,
         wording=Loud(),
@@ -159,7 +159,7 @@ def test_only_what_the_query_would_have_read_is_warned_of(
     question = SnapshotQuery(
         taken=snapshot(store, now=0.0),
         ask=lambda duck: ask(duck, "select 1"),
-        uses=lambda: uses,
+        uses=lambda empty: uses,
         bounds=Bounds(threads=1),
     )
     heard: list[LeftOut] = []
@@ -193,7 +193,7 @@ def test_a_parent_that_reads_no_further_is_told_nothing(taken: Snapshot, tmp_pat
 
 def question_of(taken: Snapshot, sql: str) -> SnapshotQuery:
     return SnapshotQuery(
-        taken=taken, ask=lambda duck: ask(duck, sql), uses=lambda: None, bounds=Bounds(threads=1)
+        taken=taken, ask=lambda duck: ask(duck, sql), uses=lambda empty: None, bounds=Bounds(threads=1)
     )
 
 
@@ -285,7 +285,7 @@ def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
         question = SnapshotQuery(
             taken=taken,
             ask=lambda duck: ask(duck, "select job_id, q from inputs"),
-            uses=lambda uses=uses: uses,  # type: ignore[misc]
+            uses=lambda empty, uses=uses: uses,  # type: ignore[misc]
             bounds=Bounds(threads=1),
         )
         with answer.answered(question, warn=heard.append) as rows:
@@ -299,7 +299,7 @@ def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch:
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, "from range(5000)"),
-        uses=lambda: None,
+        uses=lambda empty: None,
         bounds=Bounds(threads=1, timeout_s=100.0),
     )
     with answer.answered(question, warn=lambda found: None) as rows:
@@ -314,7 +314,7 @@ def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[arg-type,return-value]
-        uses=lambda: None,
+        uses=lambda empty: None,
         bounds=Bounds(threads=1, memory_bytes=512 * MIB),
     )
     with (
@@ -328,7 +328,7 @@ def test_our_own_mistakes_are_not_hidden(taken: Snapshot, computed: str) -> None
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
-        uses=lambda: None,
+        uses=lambda empty: None,
         bounds=Bounds(threads=1),
     )
     with pytest.raises(RuntimeError, match="KeyError: 'nowhere'"), answer.answered(question, warn=print):
@@ -394,7 +394,7 @@ def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> 
     question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, "select range % 2000000, count(*) from range(4000000) group by 1"),
-        uses=lambda: None,
+        uses=lambda empty: None,
         bounds=Bounds(threads=2, memory_bytes=160 * MIB),
     )
     with answer.answered(question, warn=lambda found: None, spill_in=tmp_path) as rows:
@@ -458,7 +458,7 @@ def test_a_query_that_wants_too_much_is_told_of_what(error: Exception, bounds: B
 
 def about(bounds: Bounds) -> SnapshotQuery:
     """A question of which only the bounds matter."""
-    return SnapshotQuery(taken=None, ask=None, uses=lambda: None, bounds=bounds)  # type: ignore[arg-type]
+    return SnapshotQuery(taken=None, ask=None, uses=lambda empty: None, bounds=bounds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

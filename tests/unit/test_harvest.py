@@ -45,7 +45,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests import virtual_time
-from tests.conftest import WriteInput
+from tests.conftest import COUNT_FROZEN, WriteInput
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 Row = tuple[int, str | None, str | None, int, int]
@@ -133,7 +133,7 @@ def test_busy_and_unreachable_endpoints_cost_a_row_nothing(
 
 @pytest.mark.parametrize("before", [False, True])
 def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
-    store: Store, queue_up: Callable[..., str], before: bool
+    store: Store, queue_up: Callable[..., str], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that had left them out before the run leaves them out after it."""
 
@@ -143,6 +143,7 @@ def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
             return await super().complete(call, on_tokens)
 
     frozen: list[bool] = []
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
     queue_up("a")
     gc.unfreeze()
     if before:
@@ -152,7 +153,7 @@ def test_garbage_is_collected_apart_from_older_objects_while_rows_run(
         assert frozen == [True]
         assert (gc.get_freeze_count() > 0) is before
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as the other tests run
 
 
 @pytest.mark.parametrize(("usual", "meanwhile"), [(700, 50_000), (90_000, 90_000), (0, 0)])

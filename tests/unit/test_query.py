@@ -132,7 +132,8 @@ def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:
 )
 def test_the_views_that_a_query_reads_are_known_from_its_text(sql: str, used: set[str] | None) -> None:
     """The view `requests` reads results."""
-    assert views_of(sql) == used
+    with duckdb.connect() as empty:
+        assert views_of(empty, sql) == used
 
 
 def test_a_connection_loads_and_remembers_nothing(opened: Views) -> None:
@@ -444,7 +445,8 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     ],
 )
 def test_a_statement_only_reads_if_no_part_of_it_writes(sql: str, reads: bool) -> None:
-    assert only_reads(sql) is reads
+    with duckdb.connect() as empty:
+        assert only_reads(empty, sql) is reads
 
 
 @pytest.mark.parametrize(
@@ -472,7 +474,8 @@ def test_no_query_leaves_a_file_where_the_command_runs(
     monkeypatch.chdir(here)
     with views(store, now=0.0) as opened:
         assert ask(opened.duck, "select count(*) from inputs").fetchall() == [(1,)]
-    assert views_of("from inputs") == {"inputs"}
+    with duckdb.connect() as empty:
+        assert views_of(empty, "from inputs") == {"inputs"}
     assert by_row("select row_index, 1 as one from inputs")
     assert first_duplicate(path, "q") is None
     assert read_fault(path, ["q"]) is None

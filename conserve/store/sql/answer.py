@@ -1,7 +1,7 @@
 """Answers to queries, computed by a child process within bounds of memory, disk and time."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -45,13 +45,13 @@ LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 class SnapshotQuery:
     """A query over a snapshot.
 
-    `ask` binds the query on a connection that has the views. `uses` returns the views that it reads, None if that
-    is unknown. Both are called in the child process, so that this process starts no threads.
+    `ask` binds the query on a connection that has the views. `uses` is called on it before. Both are called in the
+    child process, so that this process starts no threads.
     """
 
     taken: Snapshot
     ask: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyRelation]
-    uses: Callable[[], Set[str] | None]
+    uses: query.Uses
     bounds: Bounds
     sealed: bool = True
     wording: Wording | None = None
@@ -148,7 +148,6 @@ class QueryAttempts:
     def answered(self) -> bool:
         """Send the answer; False if it failed at damaged files that the next attempt can leave out."""
         question = self._question
-        used = question.uses()
         with query.opened(
             question.taken,
             spill=self._spill,
@@ -157,8 +156,9 @@ class QueryAttempts:
             bounds=question.bounds,
             named=question.named,
             damaged=self._damaged,
-            used=used,
+            uses=question.uses,
         ) as views:
+            used = views.used
             self._warn(one for one in views.left_out if used is None or one.view in used)
             try:
                 self._send_rows(rows_of(question.ask(views.duck)))

@@ -22,7 +22,7 @@ def by_row(sql: str) -> str:
             statements = empty.extract_statements(sql)
             if len(statements) != 1:
                 raise QueryError("a score is one SELECT, as in: select avg(r.text = i.answer) from ...")
-            select = select_of(statements[0])
+            select = select_of(empty, statements[0])
         except duckdb.Error as error:
             raise explained(error) from error
         tree = tree_of(empty, select)

@@ -3,7 +3,7 @@
 import contextlib
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +87,11 @@ class Views:
     duck: duckdb.DuckDBPyConnection
     left_out: list[LeftOut]
     files: dict[str, list[FilePath]]  # that each view reads
+    used: Set[str] | None  # views that the query reads; None if that is unknown
+
+
+Uses = Callable[[duckdb.DuckDBPyConnection], Set[str] | None]
+"""Views that a query reads, None if that is unknown; called on a connection that has no views yet."""
 
 
 @contextmanager
@@ -114,13 +119,14 @@ def opened(
     bounds: Bounds | None = None,
     named: Sequence[NamedFile] = (),
     damaged: Mapping[FilePath, str] = NONE,
-    used: Set[str] | None = None,
+    uses: Uses = lambda empty: None,
 ) -> Iterator[Views]:
     """Open the views over a snapshot; data beyond memory is written to the folder `spill`.
 
-    Files that cannot be opened or are known to be `damaged` are left out. Of a bucket, views that are not `used`
-    get no rows: to make them, each of their files would be opened. Evaluations and requests have no views at all
-    where a caller of ours uses none; a user's query meets all, since DuckDB's errors name those that it may mean.
+    Files that cannot be opened or are known to be `damaged` are left out. Of a bucket, views that the query does
+    not use get no rows: to make them, each of their files would be opened. Evaluations and requests have no views
+    at all where a caller of ours uses none; a user's query meets all, since DuckDB's errors name those that it may
+    mean.
     """
 
     def fault(path: FilePath) -> str | None:
@@ -129,6 +135,7 @@ def opened(
     config = {**SETTINGS, "temp_directory": str(spill), "extension_directory": str(spill / "extensions")}
     with duckdb.connect(":memory:", config=config) as duck:
         duck.execute("set timezone = 'UTC'")
+        used = uses(duck)
         for name, value in (bounds.settings() if bounds else {}).items():
             duck.execute(f"set {name} = '{value}'")  # in `config` the bound on the disk has no effect
         if isinstance(taken.data, ObjectPath):
@@ -156,7 +163,7 @@ def opened(
             "requests": requests,
             "eval_items": [*items],
         }
-        yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
+        yield Views(duck, [*no_results, *no_inputs, *no_requests], read, used)
 
 
 def for_view(taken: Snapshot, view: str, used: Set[str] | None) -> Snapshot:
@@ -184,13 +191,13 @@ def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) 
             raise QueryError('there is no SQL; try: conserve sql "select * from jobs"')
         if len(statements) > 1:
             raise QueryError("one statement at a time, please")
-        found = duck.sql(select_of(statements[0]))
+        found = duck.sql(select_of(duck, statements[0]))
         return found if limit is None else found.limit(limit)
     except duckdb.Error as error:
         raise explained(error) from error
 
 
-def select_of(statement: duckdb.Statement) -> str:
+def select_of(duck: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> str:
     """SQL of a statement that only reads; raises `QueryError` for any other.
 
     DuckDB splits a PIVOT into several statements, and also a COPY that contains one. So a statement that it splits
@@ -198,7 +205,7 @@ def select_of(statement: duckdb.Statement) -> str:
     """
     text = str(statement.query).strip().rstrip(";")
     kind = kind_of(statement)
-    if kind == "SELECT" and only_reads(text):
+    if kind == "SELECT" and only_reads(duck, text):
         return text
     if kind == "MULTI" and not names_writing(text):
         with contextlib.suppress(duckdb.ParserException):
@@ -216,20 +223,19 @@ def kind_of(statement: duckdb.Statement) -> str:
         return ""
 
 
-def views_of(sql: str) -> set[str] | None:
+def views_of(empty: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
     """Views that a query names; None if that is unknown.
 
-    A database without views parses the query: with them DuckDB would name the tables that a view reads instead.
+    The connection has no views yet: with them DuckDB would name the tables that a view reads instead.
     """
     if not is_utf8(sql):
         return None
-    with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
-        try:
-            named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
-        except duckdb.BinderException:  # of a join by USING, whose columns it looks for
-            named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)
-        except duckdb.Error:
-            return None
+    try:
+        named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+    except duckdb.BinderException:  # of a join by USING, whose columns it looks for
+        named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)
+    except duckdb.Error:
+        return None
     return named | ({"results"} if "requests" in named else set())
 
 

@@ -35,7 +35,7 @@ def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelati
     """Bind the one SELECT in the text; raises `InputError` for anything else."""
     sql.encode()  # DuckDB takes nothing but UTF-8, and says so at length
     statements = duck.extract_statements(sql)
-    if len(statements) != 1 or not only_reads(statements[0].query):
+    if len(statements) != 1 or not only_reads(duck, statements[0].query):
         raise InputError("--sql takes one SELECT, as in --sql \"select text from 'data.parquet'\"")
     found = duck.sql(statements[0].query)
     unkept = [name for name, kind in zip(found.columns, found.types, strict=True) if "INTERVAL" in str(kind)]
