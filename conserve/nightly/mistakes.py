@@ -1,7 +1,6 @@
-"""Mistakes in scorers as sentences: a SELECT by DuckDB's first line, a function by its line in the user's file."""
+"""Mistakes in scorers as sentences: a SELECT by the cause, a function by its line in the user's file."""
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from traceback import walk_tb
@@ -12,25 +11,14 @@ from conserve.errors import QueryError, one_line
 from conserve.nightly.options import Options
 
 CHECK = "correct it, and check with: conserve eval run FILE --check"
-DUCKDB = re.compile(r"(?:conserve sql reads .*?: )?((?:[A-Z][a-z]+ )+Error: .*)")
-"""DuckDB's message, behind what `conserve sql` says before it."""
-DETAILS = re.compile(
-    r"[\s!.]*(?:You might need to add|Did you mean \"|Candidate \w+:|LINE \d+:|; the columns are shown)"
-)
-"""Begin of what follows the cause in DuckDB's message."""
-NEAREST = re.compile(r'(?:Did you mean|Candidate (?:bindings|tables):(?: :)?) "([^"]+)"')
-"""Name that DuckDB takes for the one that was meant."""
 
 
 def in_select(where: str, error: QueryError) -> str:
     """Sentence on the mistake in a suite's SELECT."""
-    found = DUCKDB.match(str(error))
-    if found is None:
-        return f"{where}.score: {error}"
-    said = DETAILS.split(found[1], maxsplit=1)[0]
-    near = NEAREST.search(found[1])
-    meant = "" if near is None else f"did you mean {near[1]}? If not, "
-    return f"{where}.score: {one_line(said)}; {meant}{CHECK}"
+    from conserve.store.sql.mistakes import NEXT
+
+    cause, *rest = NEXT.split(str(error), maxsplit=1)
+    return f"{where}.score: {cause}{CHECK}" if rest else f"{where}.score: {error}"
 
 
 def in_function(

@@ -467,10 +467,10 @@ def about(bounds: Bounds) -> SnapshotQuery:
         (QueryError("mine"), "mine"),
         (
             duckdb.BinderException("Binder Error: no\nLINE 1: x\n   ^"),
-            "Binder Error: no LINE 1: x; the columns",
+            "no; the columns are shown by",
         ),
-        (OSError("Conversion Error: no\nway"), "Conversion Error: no way"),
-        (pa.ArrowInvalid("Invalid Input Error: no"), "Invalid Input Error: no"),
+        (OSError("Conversion Error: no\nway"), "no way; correct the query and ask again"),
+        (pa.ArrowInvalid("Invalid Input Error: no"), "no; correct the query and ask again"),
     ],
 )
 def test_an_error_of_the_query_crosses_to_the_parent_as_it_is(error: Exception, said: str) -> None:

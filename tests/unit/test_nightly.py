@@ -234,11 +234,15 @@ def test_rows_that_cannot_be_asked_score_nothing(tmp_path: Path, file: Path) -> 
         ("{{ question }}", "{{ qestion }}", "qestion"),
         ('expected = "answer"', 'expected = "anser"', "'anser'"),
         ('expected = "answer"', 'expcted = "answer"', "did you mean expected?"),
-        ("i.answer", "i.anser", "suites.sql.score: Binder Error"),
+        (
+            "i.answer",
+            "i.anser",
+            "suites.sql.score: there is no column anser; correct it, and check with",
+        ),
         (
             "select avg(",
             "select avg(sanity(1)) as sane, avg(",
-            "Scalar Function with name sanity does not exist",
+            "there is no function sanity; correct it",
         ),
         ("select avg(", "select max(", "a score is either one of each row"),
         ('kind = "sql"', 'kind = "sqll"', "suites.sql: there is no kind 'sqll'"),

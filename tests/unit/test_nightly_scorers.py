@@ -88,15 +88,21 @@ def error_of_night(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("score", "says"),
     [
-        ("2*contains(r.text, i.answer)", "types '*(INTEGER_LITERAL, BOOLEAN)'; correct it"),
-        ("i.n + i.answer", "types '+(BIGINT, VARCHAR)'; correct it"),
-        ("contains(r.text)", "types 'contains(VARCHAR)'; correct it"),
-        ("i.answer.part", "correct it"),
         (
-            "anser = r.text",
-            'column "anser" not found in FROM clause; did you mean answer? If not, correct it',
+            "2*contains(r.text, i.answer)",
+            "types '*(INTEGER_LITERAL, BOOLEAN)'. You might need to add explicit type casts; correct it",
         ),
-        ("containz(r.text)", "containz does not exist; did you mean contains? If not, correct it"),
+        (
+            "i.n + i.answer",
+            "types '+(BIGINT, VARCHAR)'. You might need to add explicit type casts; correct it",
+        ),
+        (
+            "contains(r.text)",
+            "types 'contains(VARCHAR)'. You might need to add explicit type casts; correct it",
+        ),
+        ("i.answer.part", "correct it"),
+        ("anser = r.text", "there is no column anser; did you mean answer? If not, correct it"),
+        ("containz(r.text)", "there is no function containz; did you mean contains? If not, correct it"),
     ],
 )
 def test_a_select_that_does_not_bind_is_found_in_one_sentence(score: str, says: str, tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ def test_columns_of_parquet_have_their_own_types(score: str, fits: bool, more: s
     if fits:
         checked_select(tmp_path, score, data="q.parquet", more=more)
     else:
-        with pytest.raises(SettingsError, match="Binder Error"):
+        with pytest.raises(SettingsError, match=r"score: [A-Z].*; correct it, and check with"):
             checked_select(tmp_path, score, data="q.parquet", more=more)
 
 
@@ -198,7 +204,7 @@ def test_a_select_reads_no_other_file(tmp_path: Path) -> None:
 def test_a_select_that_fails_at_night_is_one_sentence(tmp_path: Path) -> None:
     said = error_of_night(tmp_path, suite("sql", f"select avg(i.answer::int) {JOINED}"))
     assert said == (
-        "suites.q.score: Conversion Error: Could not convert string 'amber' to INT32 when casting from source "
+        "suites.q.score: Could not convert string 'amber' to INT32 when casting from source "
         "column answer; correct it, and check with: conserve eval run FILE --check"
     )
 
@@ -209,8 +215,8 @@ def test_a_mistake_that_the_check_could_not_find_is_as_short_at_night(
     monkeypatch.setattr(trials, "MOST_BYTES", 1)
     said = error_of_night(tmp_path, suite("sql", f"select avg(2*contains(r.text, i.answer)) {JOINED}"))
     assert said == (
-        "suites.q.score: Binder Error: No function matches the given name and argument types "
-        "'*(INTEGER_LITERAL, BOOLEAN)'; correct it, and check with: conserve eval run FILE --check"
+        "suites.q.score: No function matches the given name and argument types '*(INTEGER_LITERAL, BOOLEAN)'. "
+        "You might need to add explicit type casts; correct it, and check with: conserve eval run FILE --check"
     )
 
 

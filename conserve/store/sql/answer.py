@@ -12,9 +12,9 @@ import msgspec
 import pyarrow as pa
 
 from conserve import errors
-from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
+from conserve.errors import ConserveError, QueryTooGreedy, StoreError
 from conserve.store.files.objects import FilePath
-from conserve.store.sql import child, query, readable, scratch
+from conserve.store.sql import child, mistakes, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.bounds import Bounds, size_text
 from conserve.store.sql.child import Frame, Send
@@ -226,9 +226,9 @@ def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError 
         more = f"more memory{of_memory(question.bounds)}"
         return QueryTooGreedy(f"the query needs {more}; narrow it down, or give it more with --memory")
     if isinstance(error, duckdb.Error):
-        return query.explained(error)
+        return mistakes.explained(error)
     streamed = isinstance(error, OSError | pa.ArrowException) and STREAMED.match(text)
-    return QueryError(query.one_line(text)) if streamed else None
+    return mistakes.streamed(text) if streamed else None
 
 
 def of_memory(bounds: Bounds) -> str:

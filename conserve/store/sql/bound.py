@@ -35,7 +35,9 @@ def check_names(select: str, columns: Sequence[str]) -> None:
         try:
             ask(views.duck, select)
         except QueryError as error:
-            if not isinstance(error.__cause__, duckdb.BinderException) or MISSING.search(str(error)):
+            if not isinstance(error.__cause__, duckdb.BinderException) or MISSING.search(
+                str(error.__cause__)
+            ):
                 raise
 
 

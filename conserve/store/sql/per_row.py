@@ -6,7 +6,8 @@ from typing import Any
 import duckdb
 
 from conserve.errors import QueryError
-from conserve.store.sql.query import explained, select_of
+from conserve.store.sql.mistakes import explained
+from conserve.store.sql.query import select_of
 
 BY_ROW = "select row_index, avg(0::double) from results group by row_index"
 MEANS = ("avg", "mean")
@@ -24,7 +25,7 @@ def by_row(sql: str) -> str:
                 raise QueryError("a score is one SELECT, as in: select avg(r.text = i.answer) from ...")
             select = select_of(empty, statements[0])
         except duckdb.Error as error:
-            raise explained(error) from error
+            raise explained(error, sql) from error
         tree = tree_of(empty, select)
         node = tree["statements"][0]["node"]
         if names_row_index(node):

@@ -20,6 +20,7 @@ from conserve.store.database.store import Store
 from conserve.store.files.objects import FilePath, ObjectPath
 from conserve.store.sql import eval_views, readable, scratch
 from conserve.store.sql.bounds import Bounds
+from conserve.store.sql.mistakes import ONLY_SELECT, VIEWS, explained
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal, parquet, quoted
 from conserve.store.sql.readable import LeftOut
@@ -37,14 +38,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 NONE: Mapping[FilePath, str] = MappingProxyType({})
-VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
-REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
-ONLY_SELECT = f"{REACH}: only SELECT is possible"
-SHOWN_BY = 'the columns are shown by: conserve sql "describe results" (inputs, jobs, ...)'
-WRITES = re.compile(
-    r"WITH clause containing a .* must be at the top level"
-)  # how DuckDB refuses it in a subquery
-
 FEW_ROWS = 10_000  # counted in memory: to start DuckDB takes 10 ms of a processor
 
 
@@ -194,7 +187,7 @@ def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) 
         found = duck.sql(select_of(duck, statements[0]))
         return found if limit is None else found.limit(limit)
     except duckdb.Error as error:
-        raise explained(error) from error
+        raise explained(error, sql) from error
 
 
 def select_of(duck: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> str:
@@ -246,20 +239,3 @@ def is_utf8(sql: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def explained(error: duckdb.Error) -> QueryError:
-    """`QueryError` for an error of DuckDB, with the next command."""
-    if isinstance(error, duckdb.PermissionException):
-        return QueryError(f"{REACH}: no other files, databases or settings")
-    message = one_line(str(error))
-    if WRITES.search(message):
-        return QueryError(ONLY_SELECT)
-    if isinstance(error, duckdb.CatalogException):
-        message = f"{REACH}: {message}"
-    return QueryError(f"{message}; {SHOWN_BY}")
-
-
-def one_line(text: str) -> str:
-    """DuckDB's message on one line, without the lines that point at the mistake."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip(" ^"))

@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
-from conserve.store.sql.query import one_line
+from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.quoting import quoted
 from conserve.store.sql.reading import only_reads
 

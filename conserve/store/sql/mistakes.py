@@ -1,0 +1,89 @@
+"""Mistakes in a user's SQL as sentences: the cause, the name that was meant, the next command."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+import duckdb
+
+from conserve.errors import QueryError
+from conserve.store.sql import eval_views
+
+VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
+REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
+ONLY_SELECT = f"{REACH}: only SELECT is possible"
+WRITES = re.compile(r"WITH clause containing a .* must be at the top level")
+"""DuckDB's refusal of a WITH clause that writes, in a subquery."""
+
+KIND = re.compile(r"^(?:[A-Z]\w+ )+Error: ")
+LISTS = re.compile(r"[\s!.]*(?:Did you mean \"|Candidate \w+:|LINE \d+:)")
+"""Beginning of what follows the cause: nearest names, all functions of a name, the line with the mistake."""
+NO_COLUMN = re.compile(
+    r'Referenced column "(.+?)" not found|not have a column named "(.+?)"|Column "(.+?)" does not exist'
+)
+NO_TABLE = re.compile(r'Table with name (.+?) does not exist|Referenced table "(.+?)" not found')
+NO_FUNCTION = re.compile(r"Function with name (.+?) does not exist")
+
+CORRECT = "correct the query and ask again"
+NEXT = re.compile(rf"{CORRECT}|the columns are shown by|{re.escape(REACH)}$")
+"""Beginning of the next command in a sentence on a mistake."""
+
+
+def explained(error: duckdb.Error, sql: str = "") -> QueryError:
+    """`QueryError` for an error of DuckDB at this SQL, with the next command."""
+    if isinstance(error, duckdb.PermissionException):
+        return QueryError(f"{REACH}: no other files, databases or settings")
+    message = str(error)
+    if WRITES.search(message):
+        return QueryError(ONLY_SELECT)
+    cause, names = apart(message)
+    if column := name_in(NO_COLUMN, cause):
+        return QueryError(f"there is no column {column}; {meant(column, [names])}{columns_shown_by(sql)}")
+    if table := name_in(NO_TABLE, cause):
+        return QueryError(f"there is no view {table}; {meant(table, [names, *VIEWS])}{REACH}")
+    if function := name_in(NO_FUNCTION, cause):
+        return QueryError(f"there is no function {function}; {meant(function, [names])}{CORRECT}")
+    return QueryError(
+        f"{cause}; {columns_shown_by(sql) if isinstance(error, duckdb.BinderException) else CORRECT}"
+    )
+
+
+def streamed(message: str) -> QueryError:
+    """`QueryError` for DuckDB's message in an error of Arrow's, met after the first rows."""
+    return QueryError(f"{apart(message)[0]}; {CORRECT}")
+
+
+def apart(message: str) -> tuple[str, str]:
+    """The cause in DuckDB's message, and what follows it."""
+    cause, *rest = LISTS.split(KIND.sub("", one_line(message)), maxsplit=1)
+    return cause.rstrip(".!"), "".join(rest)
+
+
+def name_in(pattern: re.Pattern[str], cause: str) -> str | None:
+    """The name that a pattern finds."""
+    found = pattern.search(cause)
+    return None if found is None else next(one for one in found.groups() if one is not None)
+
+
+def meant(name: str, candidates: Iterable[str]) -> str:
+    """The words "did you mean text? If not, "; empty where no name is like this one."""
+    names = [one for text in candidates for one in re.findall(r"\w+", text)]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}? If not, " if near else ""
+
+
+def columns_shown_by(sql: str) -> str:
+    """Command that shows the columns of the views that a query names."""
+    words = re.findall(r"\w+", sql.lower())
+    first, *others = [*dict.fromkeys(word for word in words if word in VIEWS)] or [
+        "results",
+        "inputs",
+        "jobs",
+    ]
+    more = f" (or {', '.join(others)})" if others else ""
+    return f'the columns are shown by: conserve sql "describe {first}"{more}'
+
+
+def one_line(text: str) -> str:
+    """DuckDB's message on one line, without the lines that point at the mistake."""
+    return " ".join(line.strip() for line in text.splitlines() if line.strip(" ^"))
