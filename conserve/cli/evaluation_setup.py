@@ -9,6 +9,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
+from conserve.cli.lengths import seconds_of
 from conserve.errors import ConserveError, UsageError
 
 WAYS = ("cron", "systemd")
@@ -73,6 +74,10 @@ def schedule(
     ctx: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The evaluation: nightly.toml.")],
     at: Annotated[str, typer.Option(metavar="TIME", help="Time of day, local: 01:30.")] = "01:30",
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTH", help="Stop a run that takes longer: 6h, 90m."),
+    ] = None,
     install: Annotated[
         str | None, typer.Option(metavar="WAY", help="Install it for this user: cron or systemd.")
     ] = None,
@@ -93,6 +98,7 @@ def schedule(
         hour=hour,
         minute=minute,
         command=schedules.own_command(),
+        within_s=None if within is None else length_of(within),
     )
     lines = (
         f"# crontab -e\n{schedules.crontab_line(night)}\n\n"
@@ -108,6 +114,14 @@ def schedule(
     except ConserveError:
         output.data(lines)  # which the error says to copy
         raise
+
+
+def length_of(text: str) -> int:
+    """Whole seconds of a length of time."""
+    found = seconds_of(text)
+    if found is None or found < 1:
+        raise UsageError(f"--within {text!r} is no length of time; write 6h or 90m")
+    return round(found)
 
 
 def time_of(text: str) -> tuple[int, int]:

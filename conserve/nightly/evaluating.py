@@ -1,5 +1,6 @@
 """`conserve eval run`: one process at a time works on an evaluation, to the end of its run."""
 
+import shlex
 import time
 from dataclasses import replace
 
@@ -29,7 +30,11 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
         if hold == "ended the other":
             asking = replace(asking, anew=True)
         run = begun(settings, asking, plan, text, now=time.time(), say=say)
-        run = finished(settings, run, progress=asking.progress, say=say)
+        try:
+            run = finished(settings, run, progress=asking.progress, say=say)
+        except KeyboardInterrupt:
+            say(f"{run.id} stopped; go on with: conserve eval run {shlex.quote(str(asking.file))}")
+            raise
         remove_outdated(settings, plan, now=time.time(), say=say)
     return run
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from conserve.errors import ConserveError, one_line
 
+STOP_S = 120  # for the progress of rows in flight to be saved
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -23,6 +25,7 @@ class Schedule:
     hour: int
     minute: int
     command: tuple[str, ...]
+    within_s: int | None = None  # a run that takes longer is stopped, and the next one goes on with it
 
     @property
     def unit(self) -> str:
@@ -45,7 +48,8 @@ def own_command() -> tuple[str, ...]:
 def crontab_line(schedule: Schedule) -> str:
     """Line of a crontab, in which a percent sign would end the command."""
     log = schedule.file.with_suffix(".log")
-    night = f"cd {shlex.quote(str(schedule.file.parent))} && {shlex.join(schedule.words)}"
+    bound = () if schedule.within_s is None else ("timeout", f"--kill-after={STOP_S}", str(schedule.within_s))
+    night = f"cd {shlex.quote(str(schedule.file.parent))} && {shlex.join([*bound, *schedule.words])}"
     command = f"{night} >> {shlex.quote(str(log))} 2>&1".replace("%", r"\%")
     return f"{schedule.minute} {schedule.hour} * * * {command}"
 
@@ -53,6 +57,7 @@ def crontab_line(schedule: Schedule) -> str:
 def service(schedule: Schedule) -> str:
     """systemd service of one night."""
     words = " ".join(quoted(word) for word in schedule.words)
+    bound = "" if schedule.within_s is None else f"TimeoutStartSec={schedule.within_s}\n"
     return (
         "[Unit]\n"
         f"Description=Nightly evaluation {schedule.name}\n\n"
@@ -60,7 +65,8 @@ def service(schedule: Schedule) -> str:
         "Type=oneshot\n"
         f"WorkingDirectory={escaped(str(schedule.file.parent))}\n"
         f"ExecStart={words}\n"
-        "TimeoutStopSec=120\n"  # rows in flight are saved
+        f"{bound}"
+        f"TimeoutStopSec={STOP_S}\n"
     )
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import duckdb
 import pytest
 
 from conserve import owners
+from conserve.config import load
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.records import LiveLatencies
+from conserve.nightly import evaluating
 from conserve.nightly.beside import worst
 from conserve.nightly.holding import end, held
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.redacted import address_of, flags_of, host_of
+from conserve.nightly.running import Asking
 from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
 from conserve.store.files import nights
 from conserve.store.sql.per_row import by_row
@@ -197,6 +201,29 @@ def test_schedule_prints_both_ways(tmp_path: Path) -> None:
     assert "59 23 * * *" in done.stdout
     assert "OnCalendar=*-*-* 23:59:00" in done.stdout
     assert commands.conserve("eval", "schedule", str(file), "--at", "24:00").returncode == 2
+
+
+def test_a_bounded_night_is_stopped_and_then_killed(tmp_path: Path) -> None:
+    bounded = replace(NIGHT, within_s=5400)
+    assert " && timeout --kill-after=120 5400 /opt/bin/conserve --home " in crontab_line(bounded)
+    assert "\nTimeoutStartSec=5400\nTimeoutStopSec=120\n" in service(bounded)
+    assert "TimeoutStartSec" not in service(NIGHT)
+    file = nightly_files.written(tmp_path)
+    done = commands.conserve("eval", "schedule", str(file), "--within", "1.5h")
+    assert "timeout --kill-after=120 5400 " in done.stdout
+    for length in ("6", "0s", "soon"):
+        refused = commands.conserve("eval", "schedule", str(file), "--within", length)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"--within '{length}' is no length of time; write 6h or 90m" in refused.stderr
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluating, "finished", Mock(side_effect=KeyboardInterrupt))
+    file = nightly_files.written(tmp_path)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        evaluating.evaluate(load(), Asking(file=file, overrides={}), said.append)
+    assert said[-1].endswith(f" stopped; go on with: conserve eval run {file}")
 
 
 def test_init_writes_a_file_once(tmp_path: Path) -> None:
