@@ -51,7 +51,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
             wanted = [catalog.get(tx, job) for job in jobs]
         for job in wanted:
             rows = retry_failed(store, job.id, now=time.time(), warn=output.say)
-            if not rows and job.state != "expired":
+            if not rows and not (job.state == "expired" and job.unanswered):
                 output.data(f"{job.id}: there is nothing to retry")
                 continue
             back = True

@@ -16,9 +16,12 @@ from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import JobRefused, UsageError
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import batches, catalog, shards
+from conserve.store.books import batches, catalog, hooks, outbox, shards
+from conserve.store.books.events import Event
+from conserve.store.books.journal import Committed
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
@@ -84,6 +87,39 @@ def test_a_paused_job_expires_too(store: Store) -> None:
     with store.write() as tx:
         catalog.move(tx, "job-1", "pause", now=1.0)
     assert expire(store, now=10.0) == ["job-1"]
+
+
+def test_a_job_whose_last_rows_are_answered_after_its_deadline_is_completed(store: Store) -> None:
+    """Another process ended it while they were in flight."""
+    add_job(store, deadline=10.0)
+    lease = leased(store)
+    finish(store, lease, of=[0, 1, 2])
+    assert expire(store, now=10.0) == ["job-1"]
+    assert finish(store, lease, of=[3], now=11.0).completed == ["job-1"]
+    assert (job(store).state, job(store).finished_at) == (JobState.COMPLETED, 11.0)
+
+
+def test_a_completed_job_is_not_counted_as_expired() -> None:
+    tally = Tally(cancelled=["job-1", "job-2"])
+    tally.count(Committed([], [], ["job-1"]))
+    assert (tally.completed, tally.cancelled) == (["job-1"], ["job-2"])
+
+
+@pytest.mark.parametrize("verb", ["resume", "retry"])
+def test_an_expired_job_without_a_row_left_is_completed_when_it_is_taken_up(store: Store, verb: str) -> None:
+    """Earlier versions left such jobs; no claim would end them."""
+    add_job(store)
+    finish(store, leased(store))
+    with store.write() as tx:
+        hooks.add(tx, "https://example.com/", events=tuple(Event), now=0.0)
+        tx.exec_driver_sql("update job set state = 'expired'")
+        batches.of_submitted(tx, "job-1", now=1.0)
+    done = conserve(verb, "job-1")
+    assert done.returncode == 0, done.stderr
+    assert job(store).state is JobState.COMPLETED
+    with store.read() as tx:
+        told = [each.event for each in outbox.page(tx, limit=9)]
+    assert told == ["completed", "expired"], "and never in progress"
 
 
 @pytest.mark.parametrize("on_late", [None, OnLate.PUSH])

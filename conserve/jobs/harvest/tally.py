@@ -51,6 +51,8 @@ class Tally:
         """Count the rows of a committed transaction."""
         self.late += len(committed.late)
         self.completed += committed.completed
+        # The last rows of a job may have been in flight when it expired.
+        self.cancelled = [job_id for job_id in self.cancelled if job_id not in committed.completed]
         for result in (finished.result for finished in committed.written):
             self.failed += result.failed
             self.succeeded += not result.failed

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
+from conserve.store.books.journal import complete
 from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
@@ -251,7 +252,9 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
             deadline=None if current.state is JobState.EXPIRED else current.deadline,
         )
     )
-    events.of_jobs(tx, [current.id], now=now)
+    # Without a row left no claim would ever end the job.
+    if target is not JobState.QUEUED or not complete(tx, current.id, now):
+        events.of_jobs(tx, [current.id], now=now)
     wake(tx)  # for its rows, or for those in flight that are to be withdrawn
     return get(tx, current.id)
 

@@ -16,6 +16,9 @@ from conserve.store.database.wakeup import wake
 
 job, request, journal = schema.job, schema.request, schema.journal
 
+COMPLETABLE = (JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.EXPIRED)
+"""States of jobs that their last result completes."""
+
 
 class Finished(NamedTuple):
     """One row's result and the lease it was computed under."""
@@ -142,12 +145,16 @@ def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) ->
 
 
 def complete(tx: Connection, job_id: str, now: float) -> bool:
-    """Complete the job, even a paused or failed one, if every row has its result; returns True if it does so."""
+    """Complete the job, unless it was cancelled, if every row has its result; returns True if it does so.
+
+    An expired one too: its last rows were in flight at its deadline. Once a batch's files name them as expired, no
+    result comes any more (`batches.fence`).
+    """
     done = tx.execute(
         update(job)
         .where(
             job.c.id == job_id,
-            job.c.state.in_((JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value)),
+            job.c.state.in_([state.value for state in COMPLETABLE]),
             job.c.succeeded + job.c.failed == job.c.num_rows,
         )
         .values(state=JobState.COMPLETED.value, finished_at=now, error=None)

@@ -321,7 +321,9 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )
-        if current.state not in (JobState.PAUSED, JobState.QUEUED):
+        # Without a row left no claim would ever end the job.
+        ended = journalled.complete(tx, current.id, now)
+        if not ended and current.state not in (JobState.PAUSED, JobState.QUEUED):
             events.of_jobs(tx, [current.id], now=now)
         wake(tx)
     for file in gone:
