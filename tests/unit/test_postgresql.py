@@ -67,6 +67,7 @@ from conserve.store.database.versions import LATEST
 from conserve.store.database.wakeup import CHANNEL, Listener
 from conserve.store.files import home
 from conserve.store.sql.query import views
+from conserve.store.upkeep.mending import mend_rows
 from conserve.store.upkeep.removal import remove
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
@@ -483,6 +484,94 @@ def test_a_lease_that_is_just_renewed_is_not_ended_and_not_waited_for(store: Sto
         assert leases.end_silent(second, over) == 1
     assert live(store) == {0: kept.epoch, 1: None}
     assert finish(store, silent).written == []
+
+
+def waits_for_a_lock(tx: Connection) -> bool:
+    """True if a transaction waits for another one's lock."""
+    return bool(tx.scalar(text("select count(*) from pg_locks where not granted")))
+
+
+def free_leases(tx: Connection) -> set[int]:
+    """Leases that no other transaction has locked."""
+    return set(tx.scalars(text("select epoch from lease for update skip locked")))
+
+
+def test_leases_are_renewed_in_the_order_in_which_all_others_lock_them(store: Store) -> None:
+    """The first lease lies behind the second, since it was renewed alone."""
+    add_job(store, rows=4)
+    first, second = leased(store, limit=1), leased(store, limit=1)
+    epochs = {first.epoch, second.epoch}
+    with store.write() as tx:
+        leases.renew(tx, {first.epoch}, now=1.0, lease_s=9.0)
+    renewed: list[set[int]] = []
+
+    def renew() -> None:
+        with store.write() as tx:
+            for index in ("indexscan", "bitmapscan"):  # as where leases fill several pages
+                tx.execute(text(f"set local enable_{index} = off"))
+            renewed.append(leases.renew(tx, epochs, now=2.0, lease_s=9.0))
+
+    with store.write() as tx:
+        spans.locked(tx, [first.epoch])
+        thread = threading.Thread(target=renew)
+        thread.start()
+        until(lambda: waits_for_a_lock(tx))
+        assert free_leases(tx) == epochs
+    thread.join()
+    assert renewed == [epochs]
+
+
+UPKEEP: dict[str, Callable[[Store], Any]] = {
+    "remove": lambda store: remove(store, "job-1", now=0.0, force=True),
+    "mend": lambda store: mend_rows(store, "job-1", now=0.0),
+}
+
+
+@pytest.mark.parametrize("upkeep", UPKEEP)
+def test_upkeep_that_meets_a_new_lease_waits_for_it_before_the_job(
+    store: Store, upkeep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim commits when the leases are locked and the job is not; its owner's commit waits for the job."""
+    add_job(store, rows=4)
+    leased(store, limit=1)
+    lock_job, errors = catalog.lock_job, list[StoreError]()
+
+    def work() -> None:
+        try:
+            UPKEEP[upkeep](store)
+        except StoreError as error:
+            errors.append(error)
+
+    with store.write() as tx:
+
+        def lock(theirs: Connection, job_id: str) -> None:
+            monkeypatch.setattr(catalog, "lock_job", lock_job)
+            spans.locked(tx, [leased(store, limit=1).epoch])
+            lock_job(theirs, job_id)
+
+        monkeypatch.setattr(catalog, "lock_job", lock)
+        thread = threading.Thread(target=work)
+        thread.start()
+        until(lambda: select(store, "select 1 from pg_locks where not granted") != [])
+        written = journal.commit(tx, [Finished(2, "job-1", 1, result(1))], now=0.0).written
+    thread.join()
+    assert errors == []
+    assert len(written) == 1
+
+
+def test_two_first_windows_of_other_jobs_are_remembered(store: Store) -> None:
+    def remember(place: str) -> None:
+        with store.write() as tx:
+            choice.remember(tx, place)
+
+    thread = threading.Thread(target=remember, args=("1 a 2",))
+    with store.write() as tx:
+        choice.remember(tx, "2 b 3")
+        thread.start()
+        until(lambda: waits_for_a_lock(tx))
+    thread.join()
+    with store.read() as tx:
+        assert choice.remembered(tx) == "1 a 2"
 
 
 def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) -> None:

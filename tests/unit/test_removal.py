@@ -232,6 +232,23 @@ def test_a_crash_before_the_record_is_gone_leaves_the_job_whole(
     assert conserve("check").returncode == 0
 
 
+def test_a_removal_that_fails_leaves_the_folder_marked_as_the_jobs(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a database that is rebuilt from the folders would lack the job."""
+    job_id = submit()
+    folder = home.job_folder(store.home, job_id)
+    before = marks.of(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "wake", crash)
+        with pytest.raises(Crash):
+            removal.remove(store, job_id, now=0.0, force=True)
+    assert ids(store) == [job_id]
+    assert marks.of(folder) == before
+    assert before is not None
+    assert before.registered
+
+
 def test_where_the_trash_takes_nothing_the_files_go_at_once(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import (
@@ -124,9 +125,9 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Ter
 
 def remember(tx: Connection, place: str) -> None:
     """Store the place of a window, so that the next window goes on there."""
-    known = tx.execute(update(meta).where(meta.c.key == PLACE).values(value=place)).rowcount
-    if not known:
-        tx.execute(insert(meta).values(key=PLACE, value=place))
+    insert: Any = postgresql.insert if tx.dialect.name == "postgresql" else sqlite.insert
+    first = insert(meta).values(key=PLACE, value=place)  # two harvesters may have the first window at once
+    tx.execute(first.on_conflict_do_update(index_elements=["key"], set_={"value": place}))
 
 
 def remembered(tx: Connection) -> str | None:

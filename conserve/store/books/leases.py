@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, and_, case, delete, false, func, insert, or_, select, true, update
 
-from conserve.store.books import spans
+from conserve.store.books import catalog, spans
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
@@ -89,8 +89,10 @@ def begun(now: float, model: str | None) -> dict[str, object]:
 
 def renew(tx: Connection, epochs: Collection[int], *, now: float, lease_s: float) -> set[int]:
     """Extend leases to `now + lease_s`; returns the epochs that still exist. Rows of the others were taken back."""
-    tx.execute(update(lease).where(lease.c.epoch.in_(epochs)).values(expires_at=now + lease_s))
-    return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs))))
+    alive = spans.lock(tx, epochs)  # first, since an update locks rows in the order in which they lie
+    for chunk in chunks(alive):
+        tx.execute(update(lease).where(lease.c.epoch.in_(chunk)).values(expires_at=now + lease_s))
+    return set(alive)
 
 
 class Sign(NamedTuple):
@@ -132,6 +134,21 @@ def jobs(tx: Connection, *, now: float) -> set[str]:
 def of_job(tx: Connection, job_id: str) -> Sequence[int]:
     """Epochs of a job's leases."""
     return tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id)).all()
+
+
+def lock_with_job(tx: Connection, job_id: str) -> None:
+    """Lock all leases of a job, then the job, in the order in which commits lock them.
+
+    A claim that commits between the two leaves a lease whose owner may wait for the job, while this transaction
+    waits for the lease. So the job is let go and both are locked again. No claim opens a lease of a locked job.
+    """
+    while True:
+        with tx.begin_nested() as both:
+            known = set(spans.lock(tx, of_job(tx, job_id)))
+            catalog.lock_job(tx, job_id)
+            if known.issuperset(of_job(tx, job_id)):
+                return
+            both.rollback()
 
 
 def abandon(tx: Connection, dead: Collection[str]) -> int:

@@ -108,12 +108,18 @@ def add(tx: Connection, new: Span, epoch: int) -> None:
 
 def locked(tx: Connection, epochs: Collection[int]) -> dict[int, Span | None]:
     """Leases among these that still exist, with their spans; none can end before this transaction does."""
+    alive = lock(tx, epochs)
+    spans = {each.epoch: each for each in read(tx, alive)}
+    return {epoch: spans.get(epoch) for epoch in alive}
+
+
+def lock(tx: Connection, epochs: Collection[int]) -> list[int]:
+    """Lock the leases among these that still exist, always in the same order."""
     alive: list[int] = []
     for chunk in chunks(sorted(epochs)):
         found = select(lease.c.epoch).where(lease.c.epoch.in_(chunk))
         alive += tx.scalars(found.order_by(lease.c.epoch).with_for_update())
-    spans = {each.epoch: each for each in read(tx, alive)}
-    return {epoch: spans.get(epoch) for epoch in alive}
+    return alive
 
 
 def read(tx: Connection, epochs: Collection[int]) -> list[Span]:

@@ -68,8 +68,7 @@ def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
     with store.read() as tx:
         checking.audit(tx, store.data, job_id, known)  # reads the shards before anything is locked
     with store.write() as tx:
-        spans.locked(tx, leases.of_job(tx, job_id))  # a commit locks leases first and its job last
-        catalog.lock_job(tx, job_id)
+        leases.lock_with_job(tx, job_id)
         said += orphans.take_in(tx, store.data, job_id, there, now=now)
         mended = mend(tx, checking.audit(tx, store.data, job_id, known), now)
     for file in mended.dropped:

@@ -6,15 +6,16 @@ names, which the sweep takes, and never a record without its files.
 
 import shutil
 from collections import Counter, defaultdict
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import delete, select
 
 from conserve.errors import JobRefused, StoreUnreachable
-from conserve.store.books import catalog, leases, spans
+from conserve.store.books import catalog, leases
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -152,17 +153,15 @@ def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
 def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int:
     """Forget a job and delete its files; returns the bytes freed. Raises `JobRefused` unless finished or forced."""
     folder = home.job_folder(store.data, job_id)
-    with store.write() as tx:
+    with ExitStack() as stack, store.write() as tx:
         catalog.lock_ids(tx)
-        spans.locked(tx, leases.of_job(tx, job_id))  # a commit locks leases first and its job last
-        catalog.lock_job(tx, job_id)
+        leases.lock_with_job(tx, job_id)
         record = catalog.record(tx, job_id)
         if record["state"] not in FINISHED and not force:
             raise JobRefused(
                 f"job {job_id} is {record['state']} and not finished; add --force to remove it all the same"
             )
-        with suppress(OSError):  # so that the sweep takes what a crash leaves of it
-            marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
+        stack.enter_context(forsaken(store, folder, record))
         for table in (journal, request, span, lease, shard):
             tx.execute(delete(table).where(table.c.job_id == job_id))
         tx.execute(delete(job).where(job.c.id == job_id))
@@ -171,6 +170,25 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
         folder
     ):  # a process that is just writing results finds the job gone, and its file goes too
         return delete_files(store.data, folder, now=now)
+
+
+@contextmanager
+def forsaken(store: Store, folder: FilePath, record: Mapping[str, Any]) -> Iterator[None]:
+    """Mark a folder as one that no database names, so that the sweep takes what a crash leaves; undone on an error.
+
+    The mark changes before the commit: a crash behind it would leave a folder that is never swept, and that
+    `conserve check --repair` takes for a lost job. A crash before the commit leaves a job that is to be removed.
+    """
+    before = Mark(store_id=store.id, registered=True, record=record)
+    with suppress(OSError):
+        before = marks.of(folder) or before
+        marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, StoreUnreachable):
+            marks.change(folder, before)
+        raise
 
 
 def refusal(job_id: str, state: str) -> str:
