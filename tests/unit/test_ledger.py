@@ -338,6 +338,24 @@ def test_what_is_not_done_at_the_end_waits_for_the_next_run(store: Store, party:
     assert select(store, "select position from request where epoch is null order by 1") == [(0,), (1,)]
 
 
+def test_a_lease_of_another_owner_that_has_the_same_epoch_is_left_alone(
+    store: Store, party: Party, job_id: str
+) -> None:
+    """A standby that became the primary had not heard of ours, and gave its epoch again."""
+    works = party.claim()
+    epoch = works[0].epoch
+    with store.write() as tx:
+        tx.exec_driver_sql("update lease set owner = 'ben'")
+    assert party.ledger.renew({epoch}) == set()
+    party.put_back(works[0])
+    saved = SavedTokens(epoch, job_id, 1, b"1234", "model")
+    party.ledger.write(Outbox(saved={works[1].key: saved}))
+    party.finish(works[2])
+    assert (party.tally.late, party.tally.done) == (1, 0)
+    assert live(store, job_id) == dict.fromkeys(range(4), epoch)
+    assert select(store, "select count(*) from request") == [(0,)]
+
+
 def test_renewing_our_leases_ends_those_of_others_that_fell_silent(
     store: Store, party: Party, job_id: str
 ) -> None:

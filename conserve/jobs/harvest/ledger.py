@@ -61,7 +61,7 @@ class Ledger:
         self._turns = Turns(store, clock)
         self._workload = Workload(store)
         self._observer = observer or Observer()
-        self._recorder = Recorder(store, clock, self._observer, monotonic)
+        self._recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
         self._fruitless = False  # the last claim found nothing
         self._next_at: float | None = None  # when the first row in backoff may run
@@ -342,7 +342,7 @@ class Ledger:
         """Renew these leases, then end the leases that are over; returns the epochs that still exist."""
         now = self._clock()
         with self._store.write() as tx:
-            alive = leases.renew(tx, epochs, now=now, lease_s=self._lease_s)
+            alive = leases.renew(tx, epochs, now=now, lease_s=self._lease_s, owner=self.owner)
             self._end_silent(tx)
         return alive
 

@@ -30,7 +30,10 @@ class Recorder:
         clock: Callable[[], float] = time.time,
         observer: Observer | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        owner: str | None = None,
     ) -> None:
+        self._owner = owner  # of the leases; None for any
         self._store, self._clock, self._observer = store, clock, observer or Observer()
         self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
@@ -57,11 +60,12 @@ class Recorder:
             if outbox.saved or outbox.returned:
                 self._lock(tx, outbox)
             if outbox.saved:
-                saved_tokens.save_tokens(tx, list(outbox.saved.values()))
+                saved_tokens.save_tokens(tx, list(outbox.saved.values()), owner=self._owner)
             if outbox.returned:
-                queue.put_rows_back(tx, [returned(*row, now) for row in outbox.returned])
+                rows = [returned(*row, now) for row in outbox.returned]
+                queue.put_rows_back(tx, rows, owner=self._owner)
                 leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
-            committed = journal.commit(tx, outbox.finished, now=now, ends=True)
+            committed = journal.commit(tx, outbox.finished, now=now, ends=True, owner=self._owner)
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens += computed(committed)
         self._note(now if self._idle_since is None else min(now, self._idle_since))

@@ -2,13 +2,14 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, select, update
 
 from conserve.store.books import events, spans
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
+from conserve.store.books.spans import Span
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, finish, insert_rows, matching
@@ -47,26 +48,23 @@ class Committed(NamedTuple):
     counted: Sequence[Counted] = ()
 
 
-def commit(tx: Connection, finished: Sequence[Finished], *, now: float, ends: bool = False) -> Committed:
+def commit(
+    tx: Connection, finished: Sequence[Finished], *, now: float, ends: bool = False, owner: str | None = None
+) -> Committed:
     """Move rows from under their leases to `journal`, count them, and complete jobs that have all their results.
 
-    A result whose lease is gone is left out and reported as late: another owner has that row. A result that
-    does not fit the columns is written as an error of its row; the other results are not affected. With `ends` the
-    transaction may be committed with the last statement, so nothing must follow in it.
+    A result of a row that is not under its lease any more, of the `owner` if one is given, is left out and reported
+    as late: another owner has that row. A result that does not fit the columns is written as an error of its row;
+    the other results are not affected. With `ends` the transaction may be committed with the last statement, so
+    nothing must follow in it.
     """
     if not finished:
         return Committed([], [], [])
-    alive = spans.locked(tx, {f.epoch for f in finished})
-    entries = [entry(f) for f in finished if f.epoch in alive]
+    alive = spans.locked(tx, {f.epoch for f in finished}, owner)
+    there = taken(tx, finished, alive)
+    entries = [entry(f) for f, is_there in zip(finished, there, strict=True) if is_there]
     written = [f for f, _ in entries]
-    late = [f for f in finished if f.epoch not in alive]
-    with_records: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for f in written:
-        rest = alive[f.epoch]
-        if rest is None or not rest.take(f.job_id, f.position):
-            with_records[f.epoch, f.job_id].append(f.position)
-    for (epoch, job_id), positions in with_records.items():
-        end_requests(tx, epoch, job_id, positions)
+    late = [f for f, is_there in zip(finished, there, strict=True) if not is_there]
     spans.write(tx, alive.values())
     insert_rows(tx, journal, [to_row(f, payload) for f, payload in entries])
     spans.end_empty_leases(tx, alive)
@@ -75,6 +73,24 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float, ends: bo
     counted = count(tx, written, ends=ends and all(f.job_id in unfinished for f in written))
     done = [each.job_id for each in counted if each.done == each.num_rows]
     return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)], counted)
+
+
+def taken(tx: Connection, finished: Sequence[Finished], alive: Mapping[int, Span | None]) -> list[bool]:
+    """Take these rows from under their leases; True for each that was there."""
+    with_records: dict[tuple[int, str], list[int]] = defaultdict(list)
+    there = []
+    for f in finished:
+        rest = alive.get(f.epoch)
+        there.append(rest is not None and rest.take(f.job_id, f.position))
+        if f.epoch in alive and not there[-1]:
+            with_records[f.epoch, f.job_id].append(f.position)
+    ended = {
+        (*held, position)
+        for held, positions in with_records.items()
+        for position in end_requests(tx, *held, positions)
+    }
+    rows = zip(finished, there, strict=True)
+    return [in_span or (f.epoch, f.job_id, f.position) in ended for f, in_span in rows]
 
 
 def entry(finished: Finished) -> tuple[Finished, bytes]:
@@ -107,14 +123,13 @@ def is_whole(row: Any) -> bool:
     return bool(row.checksum == checksum(row.job_id, row.position, row.failed, row.payload))
 
 
-def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
-    """Delete the live requests of these positions; each must be there, under this lease."""
+def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> list[int]:
+    """Delete the live requests of these positions that are under this lease; returns their positions."""
     held = request.c.job_id == job_id, request.c.epoch == epoch
-    gone = sum(
-        afresh(tx, delete(request).where(*held, *at)).rowcount
-        for at in matching(tx, [request.c.position], [(position,) for position in positions])
-    )
-    assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
+    ended: list[int] = []
+    for at in matching(tx, [request.c.position], [(position,) for position in positions]):
+        ended += afresh(tx, delete(request).where(*held, *at).returning(request.c.position)).scalars()
+    return ended
 
 
 def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) -> list[Counted]:

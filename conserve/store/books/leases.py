@@ -1,8 +1,9 @@
 """Leases: which owner holds which rows until when.
 
 A lease has an epoch that no other lease gets. An owner whose lease is gone finds its epoch gone too and can commit
-nothing (fencing, as with Chubby's sequencers and ZooKeeper's zxids). Rows in their first attempt are under a lease
-by its span; a row that has a `request` record is under the lease that the record names.
+nothing (fencing, as with Chubby's sequencers and ZooKeeper's zxids). A database that fell back to an earlier state
+may give an epoch again, so an owner's lease is one with its name and its epoch. Rows in their first attempt are
+under a lease by its span; a row that has a `request` record is under the lease that the record names.
 """
 
 from collections.abc import Collection, Sequence
@@ -87,9 +88,14 @@ def begun(now: float, model: str | None) -> dict[str, object]:
     return {"started_at": func.coalesce(job.c.started_at, now), **bound}
 
 
-def renew(tx: Connection, epochs: Collection[int], *, now: float, lease_s: float) -> set[int]:
-    """Extend leases to `now + lease_s`; returns the epochs that still exist. Rows of the others were taken back."""
-    alive = spans.lock(tx, epochs)  # first, since an update locks rows in the order in which they lie
+def renew(
+    tx: Connection, epochs: Collection[int], *, now: float, lease_s: float, owner: str | None = None
+) -> set[int]:
+    """Extend leases to `now + lease_s`; returns the epochs that still exist. Rows of the others were taken back.
+
+    With an `owner`, a lease of another one counts as gone.
+    """
+    alive = spans.lock(tx, epochs, owner)  # first, since an update locks rows in the order in which they lie
     for chunk in chunks(alive):
         tx.execute(update(lease).where(lease.c.epoch.in_(chunk)).values(expires_at=now + lease_s))
     return set(alive)

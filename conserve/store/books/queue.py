@@ -318,13 +318,13 @@ def put_back(
     put_rows_back(tx, [row])
 
 
-def put_rows_back(tx: Connection, rows: Sequence[Returned]) -> None:
+def put_rows_back(tx: Connection, rows: Sequence[Returned], *, owner: str | None = None) -> None:
     """Return rows to the queue, after errors that count against them (`failed`) or because a run stops.
 
     An error that counts against a suspect is the death of an engine in which the row was alone. A row that is no
-    longer under its lease stays as it is.
+    longer under its lease, of the `owner` if one is given, stays as it is.
     """
-    spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, held=False)
+    spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, held=False, owner=owner)
     count_retries(tx, [row.job_id for row in rows if row.failed])
 
 

@@ -26,9 +26,9 @@ class SavedTokens:
     tokens_by: str  # Endpoint.identity
 
 
-def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
-    """Save the tokens of rows in flight; a row that is no longer under that lease is skipped."""
-    spans.record(tx, [(s, columns(s)) for s in saved], SAVE, held=True)
+def save_tokens(tx: Connection, saved: Sequence[SavedTokens], *, owner: str | None = None) -> None:
+    """Save the tokens of rows in flight; a row that is no longer under that lease, of the `owner`, is skipped."""
+    spans.record(tx, [(s, columns(s)) for s in saved], SAVE, held=True, owner=owner)
 
 
 def columns(s: SavedTokens) -> dict[str, Any]:

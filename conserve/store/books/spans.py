@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Update, and_, bindparam, delete, exists, insert, select, update
+from sqlalchemy import Connection, Update, and_, bindparam, delete, exists, insert, select, true, update
 
 from conserve.store.database import schema
 from conserve.store.database.bulk import insert_rows
@@ -106,18 +106,25 @@ def add(tx: Connection, new: Span, epoch: int) -> None:
     tx.execute(insert(span).values(epoch=epoch, job_id=new.job_id, claimed_at=new.claimed_at, **values))
 
 
-def locked(tx: Connection, epochs: Collection[int]) -> dict[int, Span | None]:
-    """Leases among these that still exist, with their spans; none can end before this transaction does."""
-    alive = lock(tx, epochs)
+def locked(tx: Connection, epochs: Collection[int], owner: str | None = None) -> dict[int, Span | None]:
+    """Leases among these that still exist, with their spans; none can end before this transaction does.
+
+    With an `owner`, those of other owners are left out.
+    """
+    alive = lock(tx, epochs, owner)
     spans = {each.epoch: each for each in read(tx, alive)}
     return {epoch: spans.get(epoch) for epoch in alive}
 
 
-def lock(tx: Connection, epochs: Collection[int]) -> list[int]:
-    """Lock the leases among these that still exist, always in the same order."""
+def lock(tx: Connection, epochs: Collection[int], owner: str | None = None) -> list[int]:
+    """Lock the leases among these that still exist, of this owner if one is given, always in the same order.
+
+    An epoch comes a second time where a standby became the primary that had not heard of the first.
+    """
     alive: list[int] = []
+    theirs = true() if owner is None else lease.c.owner == owner
     for chunk in chunks(sorted(epochs)):
-        found = select(lease.c.epoch).where(lease.c.epoch.in_(chunk))
+        found = select(lease.c.epoch).where(lease.c.epoch.in_(chunk), theirs)
         alive += tx.scalars(found.order_by(lease.c.epoch).with_for_update())
     return alive
 
@@ -176,14 +183,19 @@ RECORD = and_(
 
 
 def record(
-    tx: Connection, rows: Sequence[tuple[Leased, dict[str, Any]]], later: Update, *, held: bool
+    tx: Connection,
+    rows: Sequence[tuple[Leased, dict[str, Any]]],
+    later: Update,
+    *,
+    held: bool,
+    owner: str | None = None,
 ) -> None:
     """Set columns in the records of rows under leases; a row of a span leaves it for a record with them.
 
     `later` updates the `RECORD` of a row that has one; the new value of a column is its parameter `new_COLUMN`.
     `held` rows stay under their leases, others wait. A row that is no longer under its lease stays as it is.
     """
-    alive = locked(tx, {row.epoch for row, _ in rows})
+    alive = locked(tx, {row.epoch for row, _ in rows}, owner)
     first, others = [], []
     for row, columns in rows:
         rest = alive.get(row.epoch)
