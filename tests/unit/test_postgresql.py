@@ -60,6 +60,7 @@ from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
+from conserve.store.books.states import JobState
 from conserve.store.database import bulk, schema, trial
 from conserve.store.database.connection import engine_of
 from conserve.store.database.store import Store
@@ -195,6 +196,19 @@ def test_the_servers_clock_is_read(store: Store) -> None:
             <= found
             <= float(tx.scalar(text("select extract(epoch from clock_timestamp())")) or 0)
         )
+
+
+def test_a_clock_that_is_ahead_expires_no_job_before_its_deadline(store: Store) -> None:
+    """The database's clock has to be past the deadline too."""
+    with store.read() as tx:
+        server_s = trial.server_time_s(tx)
+    assert server_s is not None
+    for job_id, deadline in (("early", server_s + 3600.0), ("late", server_s)):
+        add_job(store, job_id, deadline=deadline)
+    for now, expired in ((server_s - 1.0, []), (server_s + 7200.0, ["late"])):
+        with store.write() as tx:
+            assert catalog.late(tx, now=now) == catalog.expire(tx, now=now) == expired
+    assert job(store, "early").state is JobState.QUEUED
 
 
 def test_a_read_may_not_write(store: Store) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, extract, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
@@ -20,6 +20,9 @@ from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
 
 job, lease, meta, request = schema.job, schema.lease, schema.meta, schema.request
+
+CLOCK = extract("epoch", func.clock_timestamp())
+"""Time of a PostgreSQL server, in seconds since 1970."""
 
 COUNTERS = (
     "succeeded",
@@ -267,7 +270,9 @@ def expire(tx: Connection, *, now: float) -> list[str]:
     expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
     # Another process may have ended some since: each is told of once.
     ended = list(
-        tx.scalars(update(job).where(job.c.id.in_(job_ids), is_late(now)).values(expired).returning(job.c.id))
+        tx.scalars(
+            update(job).where(job.c.id.in_(job_ids), is_late(tx, now)).values(expired).returning(job.c.id)
+        )
     )
     events.of_jobs(tx, ended, now=now)
     wake(tx)
@@ -276,14 +281,19 @@ def expire(tx: Connection, *, now: float) -> list[str]:
 
 def late(tx: Connection, *, now: float) -> list[str]:
     """Ids of the jobs that are to expire."""
-    return list(tx.scalars(select(job.c.id).where(is_late(now))))
+    return list(tx.scalars(select(job.c.id).where(is_late(tx, now))))
 
 
-def is_late(now: float) -> ColumnElement[bool]:
-    """Condition that a job has rows to run, that its deadline has passed, and that it expires then."""
+def is_late(tx: Connection, now: float) -> ColumnElement[bool]:
+    """Condition that a job has rows to run, that its deadline has passed, and that it expires then.
+
+    It has passed by the database's clock too where that has one: this machine's may be ahead of all others.
+    """
+    here = job.c.deadline <= now
+    passed = and_(here, job.c.deadline <= CLOCK) if tx.dialect.name == "postgresql" else here
     expires = or_(job.c.on_late.is_(None), job.c.on_late != OnLate.BEST_EFFORT.value)
     waits = job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value])
-    return and_(waits, job.c.deadline <= now, expires)
+    return and_(waits, passed, expires)
 
 
 def set_deadline(
