@@ -2,8 +2,10 @@
 
 import io
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,12 +14,15 @@ from pyarrow import fs
 
 from conserve.errors import StoreError, StoreUnreachable
 from conserve.store.books.uploads import changes
+from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks, multipart, objects, trash
 from conserve.store.files.bucket import ATTEMPTS, CONNECT_S, REQUEST_S, Bucket
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ListedObject, ObjectPath, RangedFile, below, object_at, source
 from conserve.store.files.probe import probe
+from conserve.store.upkeep import sweep as sweeping
+from conserve.store.upkeep.sweep import OBJECTS_STALE_AFTER_S
 from tests.played_bucket import DENIED, ConnectionLost, Service, ServiceError, play, play_boto3
 
 TEAM = Bucket.parse("s3://lake/team")
@@ -316,6 +321,19 @@ class TestHome:
         service.refused = frozenset({"delete_dir_contents"})
         home.discard_job(DATA, "job-1")
         assert keys() == ["jobs/job-1/a"]
+
+    def test_a_clock_that_is_ahead_of_the_buckets_takes_no_object_early(
+        self, service: Service, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A submit may be between the upload of its objects and their registration."""
+        marks.change(DATA / "jobs/begun", marks.Mark(store_id=store.id))
+        before = keys()
+        later = time.time() + 2 * OBJECTS_STALE_AFTER_S
+        with monkeypatch.context() as patch:
+            patch.setattr(sweeping, "time", SimpleNamespace(time=lambda: later))
+            assert sweeping.sweep_objects(store, DATA, now=later) == 0
+        assert keys() == before
+        assert sweeping.sweep_objects(store, DATA, now=later) == 1, "it has become old"
 
     def test_a_file_is_written_on_this_machine_and_sent_whole(self, service: Service, tmp_path: Path) -> None:
         with home.scratch_of(DATA / "a", tmp_path) as scratch:

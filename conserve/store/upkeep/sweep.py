@@ -6,10 +6,13 @@ a lock that registering takes too. A folder that was registered once and is no l
 database may be an older copy.
 
 In a bucket nothing is locked. Objects are taken a day after their last change, and a writer that takes longer than
-half of that to name its objects begins again (`shards.KEEPS_S`).
+half of that to name its objects begins again (`shards.KEEPS_S`). A machine whose clock is ahead of the bucket's
+takes none of them early.
 """
 
 import logging
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -148,8 +151,9 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     """Move orphans among the objects to the trash, end unfinished uploads; returns the number of orphans.
 
     The listing is older than the database's names that it is compared with, and an object that is named later than
-    a day after it was written does not occur.
+    a day after it was written does not occur. Ages are by the clock of the bucket, which dates its objects.
     """
+    now -= ahead_s(data)
     by_job: dict[str, list[ListedObject]] = defaultdict(list)
     for entry in (data / home.JOBS).entries():
         by_job[entry.path.relative_to(data).parts[1]].append(entry)
@@ -166,6 +170,16 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     trash.empty(data, now=now)
     multipart.abort_older(data, before=now - OBJECTS_STALE_AFTER_S)
     return swept
+
+
+def ahead_s(data: ObjectPath) -> float:
+    """Seconds by which this machine's clock is ahead of the bucket's; 0 if it is behind."""
+    probe, here = data / f"{SWEPT}-{uuid.uuid4().hex}", time.time()
+    probe.write_bytes(b"")
+    try:
+        return max(0.0, here - probe.stat().st_mtime)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def orphans(
