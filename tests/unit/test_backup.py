@@ -24,7 +24,7 @@ from conserve.jobs.requests import submit as submitting
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.copying import backup as backups
-from conserve.store.copying import contents, manifest, restore
+from conserve.store.copying import contents, filling, manifest, restore
 from conserve.store.copying.backup import closing_engine
 from conserve.store.copying.manifest import Manifest
 from conserve.store.database import lineage, schema
@@ -37,7 +37,7 @@ from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.commands import Done, conserve
 from tests.postgres import Databases
-from tests.store_rows import LEASE_S, claim, finish, leased, select
+from tests.store_rows import LEASE_S, add_job, claim, finish, leased, select
 from tests.tiers import in_full
 
 ROWS = 40
@@ -700,6 +700,22 @@ def test_a_database_that_others_use_or_another_restore_fills_is_refused(
         brought_back(where, tmp_path / "tuesday")
     (where.home / "jobs" / "of-the-first-try").mkdir(parents=True)
     assert brought_back(where, tmp_path / "monday").store_id == stored.id
+
+
+def test_a_database_that_is_made_a_store_meanwhile_is_not_restored_over(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backed_up(stored, tmp_path / "monday")
+    where, begin = elsewhere(tmp_path), filling.begin
+
+    def late(*given: Any) -> None:
+        with closing(Store.open(replace(where, home=tmp_path / "other", store=where.store_url))) as there:
+            add_job(there)
+        begin(*given)
+
+    monkeypatch.setattr(filling, "begin", late)
+    with pytest.raises(SettingsError, match="is not empty"):
+        brought_back(where, tmp_path / "monday")
 
 
 def test_a_home_with_scratch_folders_of_jobs_alone_is_empty(stored: Store, tmp_path: Path) -> None:

@@ -348,6 +348,42 @@ def test_what_a_target_holds_is_not_overwritten(
         assert select(there, "select id from job") == [("job-1",)]
 
 
+def test_a_target_that_becomes_a_store_while_the_source_is_frozen_is_not_emptied(
+    small: Store, settings: Settings, ends: moves.Ends, tmp_path: Path
+) -> None:
+    """The source takes changes again."""
+    url = ends.target.url.render_as_string(hide_password=False)
+    other = load({"home": tmp_path / "elsewhere", "store": url}, environ={})
+
+    def submitted(_: Connection) -> None:
+        with closing(Store.open(other)) as there:
+            add_job(there)
+
+    with pytest.raises(SettingsError, match="holds another store"):
+        moves.move(settings.home, ends, lambda *_: None, submitted)
+    with closing(Store.open(other)) as there:
+        assert select(there, "select id from job") == [("job-1",)]
+    assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
+def test_what_another_process_has_moved_there_meanwhile_is_not_emptied(
+    small: Store, settings: Settings, ends: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = filling.begin
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(filling, "begin", begin)
+        go(settings, ends)
+        begin(*given)
+
+    monkeypatch.setattr(filling, "begin", late)
+    with pytest.raises(StoreMoved, match="was moved to"):
+        go(settings, ends)
+    with transaction(ends.target, read_only=True) as tx:
+        assert moves.rows_in(tx) > 0
+    assert mark_at(ends.target) is None
+
+
 def test_a_store_without_rows_is_an_empty_target(filled: Store, settings: Settings, target: str) -> None:
     with closing(Store.open(at(target, settings))):
         pass

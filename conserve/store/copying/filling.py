@@ -14,25 +14,39 @@ from conserve.store.copying import tables
 from conserve.store.copying.tables import TableDigest
 from conserve.store.database import counters, guard, schema
 from conserve.store.database.connection import transaction
-from conserve.store.database.migrations import migrate
+from conserve.store.database.migrations import lock, migrate
 from conserve.store.database.moves import MoveMark, MoveState
 
 Told = Callable[[str, int], None]
 """Is called with the name of a table and the number of rows that were added to it."""
 
 
-def begin(target: Engine, mark: MoveMark) -> None:
-    """Make the tables anew, empty, under a mark; goes on where an earlier process with the same mark was killed."""
+def begin(target: Engine, mark: MoveMark, require: Callable[[Connection], None] | None = None) -> None:
+    """Make the tables anew, empty, under a mark; goes on where an earlier process with the same mark was killed.
+
+    `require` is called in the transaction that drops the tables, and raises if the target must not be emptied.
+    """
     with transaction(target) as tx:
+        alone(tx)
         before = guard.mark_of(tx, locked=True)
         if before is not None and before.id == mark.id and before.state is MoveState.ARRIVING:
             return
+        if require is not None:
+            require(tx)
         if before is not None:
             guard.drop(tx)
         schema.metadata.drop_all(tx)
         migrate(tx)
         tx.execute(delete(schema.meta))  # its facts are those of the source
         guard.put_mark(tx, mark)
+
+
+def alone(tx: Connection) -> None:
+    """Wait until no other process makes a store here or writes to one; on SQLite a writer is alone anyway."""
+    lock(tx)
+    if tx.dialect.name == "postgresql" and (there := guard.tables(tx)):
+        names = ", ".join(guard.quoted(tx, table) for table in there)
+        guard.run(tx, f"lock table {names} in access exclusive mode")
 
 
 def fill(source: Connection, target: Engine, told: Told) -> None:

@@ -66,7 +66,7 @@ def move(home: Path, ends: Ends, told: Told, ask: Callable[[Connection], None]) 
         require_place(ends)
         mark = freeze(ends, ask)
         arriving = replace(mark, state=MoveState.ARRIVING, other=address(ends.source))
-        filling.begin(ends.target, arriving)
+        begin(ends, arriving)
         with transaction(ends.source, read_only=True) as source:
             filling.fill(source, ends.target, told)
     return conclude(home, ends, mark)
@@ -90,20 +90,34 @@ def require_place(ends: Ends) -> None:
     with transaction(ends.source, read_only=True) as tx:
         ours = store_id(tx)
     with transaction(ends.target, read_only=True) as tx:
-        if not guard.tables(tx):
-            return
-        if not guard.is_store(tx):
-            raise SettingsError(f"{address(ends.target)} holds tables of others; name an empty database")
-        there = guard.mark_of(tx)
-        if there is not None and there.state is MoveState.LEAVING:
-            raise StoreMoved(there.sentence)  # it may be the only whole copy
-        same = (there.store_id if there else store_id(tx)) == ours
-        if there is not None and same:
-            return  # begun by this move or an earlier one, or the former place of this store
-        if there is None and not rows_in(tx):
-            return
+        require_free(tx, ours)
+
+
+def require_free(tx: Connection, ours: str) -> None:
+    """Raise `SettingsError` if a database is no place for the store with this id."""
+    if not guard.tables(tx):
+        return
+    if not guard.is_store(tx):
+        raise SettingsError(f"{address(tx.engine)} holds tables of others; name an empty database")
+    there = guard.mark_of(tx)
+    if there is not None and there.state is MoveState.LEAVING:
+        raise StoreMoved(there.sentence)  # it may be the only whole copy
+    same = (there.store_id if there else store_id(tx)) == ours
+    if there is not None and same:
+        return  # begun by this move or an earlier one, or the former place of this store
+    if there is None and not rows_in(tx):
+        return
     what = "a copy of this store that takes changes" if same else "another store"
-    raise SettingsError(f"{address(ends.target)} holds {what}; name an empty database")
+    raise SettingsError(f"{address(tx.engine)} holds {what}; name an empty database")
+
+
+def begin(ends: Ends, mark: MoveMark) -> None:
+    """Empty the target under a mark; if it became another store since the first look, the move is cancelled."""
+    try:
+        filling.begin(ends.target, mark, lambda tx: require_free(tx, mark.store_id))
+    except SettingsError:
+        cancel(ends)
+        raise
 
 
 def rows_in(tx: Connection) -> int:

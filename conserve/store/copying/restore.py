@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Connection, Engine, select
 
 from conserve.config import Settings
 from conserve.errors import SettingsError, StoreDamaged, StoreError
@@ -77,16 +77,15 @@ def unpacked(backup: Path, folder: Path) -> Iterator[Path]:
 def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
     """Mark the target as being filled from this backup; raises `SettingsError` unless it and the home are empty."""
     mark = MoveMark(id=made.id, state=MoveState.ARRIVING, other=str(backup), store_id=made.store_id)
-    with transaction(target) as tx:
+
+    def require(tx: Connection) -> None:
         there = guard.mark_of(tx)
-        if there is None or there.id != mark.id:
-            if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):
-                raise SettingsError(
-                    f"{address(target)} is not empty; set CONSERVE_STORE to an empty database"
-                )
-            if any(home.jobs_folder(where).glob("[!.]*")):
-                raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")
-    filling.begin(target, mark)
+        if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):
+            raise SettingsError(f"{address(target)} is not empty; set CONSERVE_STORE to an empty database")
+        if any(home.jobs_folder(where).glob("[!.]*")):
+            raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")
+
+    filling.begin(target, mark, require)
 
 
 def put_files(source: Path, where: Path, *, copy: bool) -> None:
