@@ -275,11 +275,12 @@ def test_files_of_an_input_are_its_parts_or_the_one_that_it_is() -> None:
     assert replace(SOURCE, path=None).files == ()
 
 
-def test_jobs_of_a_name_are_those_with_four_characters_behind_it(store: Store) -> None:
-    for job_id in ("gsm-zzzz", "gsm-aaaa", "gsm-abc", "gsm-hard-aaaa", "xgsm-aaaa"):
+def test_jobs_of_a_name_are_those_with_one_word_of_characters_behind_it(store: Store) -> None:
+    """Four of them, or twelve in a bucket."""
+    for job_id in ("gsm-zzzz", "gsm-aaaa", "gsm-bbbbccccdddd", "gsm-abc", "gsm-hard-aaaa", "xgsm-aaaa"):
         add_job(store, job_id)
     with store.read() as tx:
-        assert catalog.named(tx, "gsm") == ["gsm-zzzz", "gsm-aaaa"]
+        assert catalog.named(tx, "gsm") == ["gsm-zzzz", "gsm-aaaa", "gsm-bbbbccccdddd"]
 
 
 def test_queued_jobs_of_other_models_are_named_with_these(store: Store) -> None:

@@ -340,7 +340,7 @@ def test_an_id_that_a_job_or_a_folder_has_is_given_to_no_other(
     store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = ["a-taken", "a-folder", "a-free"]
-    monkeypatch.setattr("conserve.jobs.requests.submit.new_ids", lambda name: iter(ids))
+    monkeypatch.setattr("conserve.jobs.requests.submit.new_ids", lambda name, **_: iter(ids))
     path = str(write_input(q=["a"]))
     assert submit(store, path, PROMPT).job_id == "a-taken"
     home.job_folder(store.home, "a-folder").mkdir()

@@ -4,6 +4,8 @@ import io
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -12,7 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
+from conserve.config import Settings
 from conserve.errors import StoreError, StoreUnreachable
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
 from conserve.store.books.uploads import changes
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks, multipart, objects, trash
@@ -23,6 +28,7 @@ from conserve.store.files.objects import ListedObject, ObjectPath, RangedFile, b
 from conserve.store.files.probe import probe
 from conserve.store.upkeep import sweep as sweeping
 from conserve.store.upkeep.sweep import OBJECTS_STALE_AFTER_S
+from tests.conftest import WriteInput
 from tests.played_bucket import DENIED, ConnectionLost, Service, ServiceError, play, play_boto3
 
 TEAM = Bucket.parse("s3://lake/team")
@@ -38,6 +44,12 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
 def put(*keys: str, content: bytes = b"abc") -> None:
     for key in keys:
         (DATA / key).write_bytes(content)
+
+
+def submit_into(settings: Settings, rows: str, task: Task) -> str:
+    """Id of a job that is submitted to the store of the settings."""
+    with closing(Store.open(settings)) as store:
+        return submit(store, rows, task).job_id
 
 
 def keys(path: ObjectPath = DATA) -> list[str]:
@@ -321,6 +333,15 @@ class TestHome:
         service.refused = frozenset({"delete_dir_contents"})
         home.discard_job(DATA, "job-1")
         assert keys() == ["jobs/job-1/a"]
+
+    def test_a_job_in_a_bucket_has_an_id_that_no_other_submit_draws(
+        self, service: Service, settings: Settings, write_input: WriteInput
+    ) -> None:
+        """The objects of the second one would take the place of the first one's."""
+        task = Task(kind=Kind.PROMPT, template="{{ q }}")
+        in_folder = len(submit_into(settings, str(write_input(q=["a"])), task))
+        bucket = replace(settings, home=settings.home / "other", data="s3://lake/team")
+        assert len(submit_into(bucket, str(write_input(q=["a"])), task)) == in_folder + 8
 
     def test_a_clock_that_is_ahead_of_the_buckets_takes_no_object_early(
         self, service: Service, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,8 @@ from conserve.store.sql.query import first_duplicate
 
 KEEPS_S = 3600.0  # within that time the sweep takes no folder of a bucket
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
+LENGTH = 4  # of what is drawn for an id; of two submits that draw one, a folder refuses the second
+LENGTH_IN_BUCKET = 12  # a bucket would take the second one's objects in place of the first one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,8 @@ def enqueue(
     """
     with store.read() as tx:
         namesakes = catalog.named(tx, name)
-        free = (i for i in new_ids(name) if not catalog.taken(tx, i))
+        drawn = new_ids(name, length=LENGTH if isinstance(store.data, Path) else LENGTH_IN_BUCKET)
+        free = (i for i in drawn if not catalog.taken(tx, i))
         job_id = next(i for i in free if not home.job_folder(store.data, i).exists())  # another store's
     with home.explained(store.data):
         files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
@@ -264,7 +267,7 @@ def slug(label: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:24].strip("-") or "job"
 
 
-def new_ids(name: str) -> Iterator[str]:
-    """Yield ids to try: the name and four random characters."""
+def new_ids(name: str, *, length: int = LENGTH) -> Iterator[str]:
+    """Yield ids to try: the name and so many random characters."""
     while True:
-        yield f"{name}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"
+        yield f"{name}-{''.join(secrets.choice(ALPHABET) for _ in range(length))}"

@@ -162,9 +162,9 @@ def lock_jobs(tx: Connection, job_ids: Collection[str]) -> None:
 
 
 def named(tx: Connection, name: str) -> list[str]:
-    """Ids of the jobs of this name, oldest first. An id is the name, a dash and four characters."""
-    alike = select(job.c.id).where(job.c.id.like(f"{name}-____")).order_by(job.c.seq)
-    return list(tx.scalars(alike))
+    """Ids of the jobs of this name, oldest first. An id is the name, a dash and characters without one."""
+    alike = select(job.c.id).where(job.c.id.like(f"{name}-____%")).order_by(job.c.seq)
+    return [found for found in tx.scalars(alike) if found.rpartition("-")[0] == name]
 
 
 def get(tx: Connection, job_id: str) -> JobRecord:
