@@ -34,6 +34,8 @@ from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import StoreError
 from conserve.jobs.harvest import harvester
+from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -601,6 +603,23 @@ def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) 
     thread.join()
     assert (len(told[0].written), len(told[0].late)) == (0, 2)
     assert live(store) == {0: None, 1: None}
+
+
+def test_a_refusal_waits_for_a_commit_of_its_lease(store: Store) -> None:
+    """Rows that it puts back are those that the commit left."""
+    add_job(store, rows=2)
+    ledger = Ledger(
+        store, Tally(), lease_s=9.0, only=None, utility=0.9, clock=lambda: 1.0, monotonic=lambda: 1.0
+    )
+    lease = leased(store, owner=ledger.owner)
+    with store.write() as tx:
+        journal.commit(tx, [Finished(lease.epoch, "job-1", 0, result(0))], now=0.0)
+        thread = threading.Thread(target=ledger._refuse, args=("job-1", "its input changed", lease.epoch))
+        thread.start()
+        until(lambda: waits_for_a_lock(tx))
+    thread.join()
+    ledger.close()
+    assert live(store) == {1: None}
 
 
 def test_a_row_that_is_in_the_journal_already_is_an_error_of_the_store(store: Store) -> None:

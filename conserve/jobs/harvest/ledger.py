@@ -19,7 +19,7 @@ from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
+from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards, spans
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
@@ -279,7 +279,7 @@ class Ledger:
         """Let a job fail with a reason, and end the lease on its rows."""
         with self._store.write() as tx:
             if epoch is not None:
-                leases.end(tx, [epoch])
+                leases.end(tx, spans.lock(tx, [epoch], self.owner))
             catalog.refuse(tx, job_id, reason, now=self._clock())
         if job_id in self._workload.seen():
             self._workload.close([job_id])  # once it is mended, it is opened anew
