@@ -2,7 +2,8 @@
 
 The real scheduler with our policy, on a simulated host and device (`engine/vllm/simulation/accelerator`). The model
 is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.8 ms a decode step, 99 ms a prompt
-of 4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead.
+of 4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead. The scheduler learns a
+latency model in its warm-up, as `conserve serve` does.
 """
 
 import os
@@ -22,13 +23,14 @@ from tests.benchmarks.report import Figure
 COMMAND = "python -m tests.benchmarks accelerator"
 H200_LLAMA_8B = ConServeModel.of(0.0137, 2.3e-6, 5.4e-7, 3.2e-5, 0.0103, 0.33, 0.0, 4.65)
 HOST_S = 1.2e-3  # before an iteration, and behind it
+LAUNCHES = (512, 18e-3, 0.75, 6.5)  # as measured; see `LaunchTimes`
 LAYERS, KV_BLOCKS, BLOCK = 32, 57_600, 16
 FLAGS = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": BLOCK, "max_model_len": 8192}
 PROMPT, ANSWER, CV = 4096, 256, 0.5
 ROW_PROMPT, ROW_ANSWER = (1200, 3900), (64, 128)  # shortest and longest
 WINDOW = 600  # rows in the engine
 RATES = (0.7, 2.0)
-WARM_S, BLOCK_S, SEED = 5.0, float(os.environ.get("BLOCK_S", "60")), 0
+WARM_S, BLOCK_S, SEED = 5.0, float(os.environ.get("BLOCK_S", "60")), int(os.environ.get("SEED", "0"))
 SCATTER = 0.03
 ALONE, OURS = "online-only", "conserve"
 
@@ -94,9 +96,8 @@ def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> P
     """One block under a policy, after some seconds of rows alone. Online-only is scheduled ahead, as vLLM does."""
     from conserve.engine.vllm.preemption import arrivals as arriving
     from conserve.engine.vllm.settings import WORKER
-    from conserve.engine.vllm.simulation.accelerator import SimulatedAccelerator
+    from conserve.engine.vllm.simulation.accelerator import LaunchTimes, SimulatedAccelerator
     from conserve.engine.vllm.simulation.bare import Clock, bare_config
-    from conserve.engine.vllm.simulation.play import known
 
     dice = np.random.default_rng(SEED)
     rows = (
@@ -105,12 +106,7 @@ def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> P
     )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, clock.installed():
-        section = {
-            "policy": policy,
-            "preemption": "prompt",
-            **known(H200_LLAMA_8B, Path(folder)),
-            **promise,
-        }
+        section = {"policy": policy, "preemption": "prompt", "model": None, **promise}
         config = bare_config(Path(folder), section=section, **FLAGS)
         config.parallel_config.worker_cls = WORKER
         config.scheduler_config.async_scheduling = ahead
@@ -119,9 +115,10 @@ def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> P
             engine = SimulatedAccelerator(
                 config, clock=clock, model=H200_LLAMA_8B, layers=LAYERS, num_blocks=KV_BLOCKS,
                 offline=rows if policy == OURS else iter(()), window=WINDOW, scatter=SCATTER, seed=SEED,
-                host_s=HOST_S,
+                host_s=HOST_S, launches=LaunchTimes(*LAUNCHES),
             )  # fmt: skip
         try:
+            engine.warm_up()
             engine.go_on_until(clock.now + WARM_S)
             answers = engine.play(gamma(rate, CV, BLOCK_S, PROMPT, ANSWER, SEED), BLOCK_S)
         finally:

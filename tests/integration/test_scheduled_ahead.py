@@ -207,11 +207,25 @@ class TestOnlineRequests:
         while engine.queued:
             engine.take_in()
         (_, first), (_, second) = planned(engine), planned(engine)
-        first.device = second.device = DeviceTime(own_ms=7.0, since_last_ms=8.0)
+        first.device = second.device = DeviceTime(own_ms=70.0, since_last_ms=80.0)
         assert first.batch_ms is None, "the host's work before it is in that time"
-        assert second.batch_ms == 8.0
+        assert second.batch_ms == 80.0
         second.device = None
         assert second.batch_ms is None
+
+    def test_the_next_iteration_runs_since_the_devices_end_of_the_one_before(
+        self, engine: Any, clock: Any
+    ) -> None:
+        """The host reads the outcome 30 ms later, behind a launch."""
+        while engine.queued:
+            engine.take_in()
+        (_, first), (_, second), (_, third) = planned(engine), planned(engine), planned(engine)
+        ahead, now = engine.scheduler.ahead, clock.monotonic()
+        ahead.settled(first, now)
+        assert second.started == now, "no clock but the host's tells when the first one began"
+        second.device = DeviceTime(own_ms=4.0, since_last_ms=5.0)
+        ahead.settled(second, now + 0.035)
+        assert third.started == now + 0.005
 
 
 class TestBesideOnlineRequests:

@@ -76,6 +76,23 @@ def test_the_limit_leaves_room_for_the_margin_at_its_own_length() -> None:
     assert noisy.can_schedule(Batch(), Slice(500, 0), limit_of(noisy, 100.0) * (1 + 1e-9)) == 90
 
 
+@pytest.mark.parametrize(
+    "margins",
+    [
+        {26: 1.5, 27: 1.5, 28: 1.5, 29: 1.05, 30: 1.05},  # longer iterations scatter by less: 91 to 181 ms
+        {26: 1.05, 27: 1.05, 28: 1.5, 29: 1.5, 30: 1.5},
+        {26: 1.5, 27: 1.05, 28: 1.5, 29: 1.05, 30: 1.5},
+    ],
+)
+@pytest.mark.parametrize("wanted_ms", [92, 100, 108, 120])
+def test_no_limit_lets_iterations_be_longer_than_wanted_where_margins_differ_much(
+    margins: dict[int, float], wanted_ms: int
+) -> None:
+    noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins=margins)
+    tokens = noisy.can_schedule(Batch(), Slice(500, 0), limit_of(noisy, wanted_ms))
+    assert wanted_ms / 2 <= tokens <= wanted_ms
+
+
 def test_what_live_tokens_cost_beyond_the_model_is_not_taken_from_the_rows() -> None:
     prompt = Candidate("prompt", 90, 0, surcharge_ms=0.5)
     assert offline_tokens(beside(online=[prompt])) == PATIENCE * 100

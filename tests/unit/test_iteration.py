@@ -68,7 +68,12 @@ def test_an_iteration_takes_the_time_of_its_batch_if_no_row_left_or_joined(
     assert (iteration.left, iteration.batch_ms) == (left, batch_ms)
 
 
+def plan(predicted_ms: float) -> Plan:
+    return Plan(tokens={}, batch=Batch(), predicted_ms=predicted_ms)
+
+
 FIVE = DeviceTime(own_ms=4.0, since_last_ms=5.0)
+LONG = DeviceTime(own_ms=LONG_MS, since_last_ms=900.0)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +90,11 @@ FIVE = DeviceTime(own_ms=4.0, since_last_ms=5.0)
         ({"cold": True}, None),
         ({"cold": True, "device": FIVE}, None),
         ({"cold": True, "device": DeviceTime(LONG_MS - 1, 900.0)}, None),
-        (
-            {"cold": True, "device": DeviceTime(LONG_MS, 900.0)},
-            LONG_MS,
-        ),  # the idle time before it is not its own
+        ({"cold": True, "device": LONG}, LONG_MS),  # the idle time before it is not its own
+        ({"cold": True, "device": LONG, "plan": plan(LONG_MS / 2)}, LONG_MS),
+        ({"cold": True, "device": LONG, "plan": plan(LONG_MS / 3)}, None),  # it was held up
+        ({"follows": True, "device": FIVE, "stamp": STAMP}, None),  # the device waits at safepoints
+        ({"follows": True, "device": DeviceTime(4.0, LONG_MS), "stamp": STAMP}, LONG_MS),
     ],
 )
 def test_the_device_tells_the_time_of_an_iteration_behind_another(
@@ -96,7 +102,14 @@ def test_the_device_tells_the_time_of_an_iteration_behind_another(
 ) -> None:
     assert Iteration(took_s=0.02, **clocks).batch_ms == batch_ms
     left = IterationOutcome(left=frozenset(["row1"]))
-    assert Iteration(took_s=0.02, stamp=STAMP, outcome=left, **clocks).batch_ms is None
+    assert Iteration(took_s=0.02, **{**clocks, "stamp": STAMP, "outcome": left}).batch_ms is None
+
+
+def test_an_iteration_behind_another_ends_so_long_after_that_one_whenever_the_host_reads_it() -> None:
+    assert Iteration(started=7.0, follows=True, device=FIVE).ended == 7.005
+    assert Iteration(started=7.0, device=FIVE).ended is None
+    assert Iteration(started=7.0, follows=True).ended is None
+    assert Iteration(started=7.0, follows=True, device=DeviceTime(5.0, None)).ended is None
 
 
 def test_a_worker_tells_a_time_beside_its_outcome_or_without_one() -> None:

@@ -11,7 +11,9 @@ from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import DEFAULT_CLASS, View, tightest
 from conserve.profiles.model import LatencyModel
 
-ROUNDS = 2  # margins of neighbouring lengths differ little
+ROUNDS = 2  # margins of neighbouring lengths mostly differ little
+STEP = 1.05  # between two limits that are tried where they do not
+ROUNDING = 1e-3
 
 
 def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
@@ -48,9 +50,17 @@ def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> floa
 def limit_of(model: LatencyModel, predicted_ms: float) -> float:
     """Limit in ms under which `can_schedule` plans iterations of up to this predicted length.
 
-    The margin that `can_schedule` keeps depends on the length that it comes to.
+    The margin that `can_schedule` keeps depends on the length that it comes to. Margins of neighbouring lengths may
+    differ much, as after a warm-up with few long iterations; the limit is then smaller rather than larger.
     """
     limit_ms = predicted_ms * model.margin(predicted_ms)
     for _ in range(ROUNDS):
         limit_ms = predicted_ms * model.margin(limit_ms / model.margin(limit_ms))
+    while limit_ms > predicted_ms and planned_ms(model, limit_ms) > predicted_ms * (1 + ROUNDING):
+        limit_ms /= STEP
     return limit_ms
+
+
+def planned_ms(model: LatencyModel, limit_ms: float) -> float:
+    """Predicted length in ms that `can_schedule` plans under a limit."""
+    return limit_ms / model.margin(limit_ms / model.margin(limit_ms))

@@ -92,15 +92,29 @@ class Iteration:
         """Time from the end of the iteration before to the end of this one, for the latency model.
 
         None if that is not the time of the batch: not all layers ran on all of its tokens and on nothing else, or
-        no clock tells it. In an idle engine the host's work comes first, which counts little in a long iteration.
+        no clock tells it. In an idle engine the host's work comes first, and between safepoints the device waits
+        for launches. Both count little in a long iteration.
         """
         if self.outcome is not None and (self.left or self.outcome.joined):
             return None
         if self.follows and self.device is not None:
-            return self.device.since_last_ms
+            ms = self.device.since_last_ms
+            return ms if self.stamp is None else self._if_long(ms)
         if self.cold:
-            return self.device.own_ms if self.device is not None and self.device.own_ms >= LONG_MS else None
+            return self._if_long(self.device.own_ms if self.device is not None else None)
         return None if self.overlapped else self.took_s * 1e3
+
+    @property
+    def ended(self) -> float | None:
+        """End by the device's clock, in monotonic seconds; None if that does not tell it."""
+        if not self.follows or self.device is None or self.device.since_last_ms is None:
+            return None
+        return self.started + self.device.since_last_ms / 1e3
+
+    def _if_long(self, ms: float | None) -> float | None:
+        """The time of a long iteration; None for a short one, also if it was held up."""
+        held_up = self.plan is not None and self.plan.predicted_ms < LONG_MS / 2
+        return ms if ms is not None and ms >= LONG_MS and not held_up else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _for_worker, (self.stamp,)

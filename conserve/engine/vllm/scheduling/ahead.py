@@ -59,10 +59,14 @@ class Ahead:
         self._in_flight.append(iteration)
 
     def settled(self, iteration: Iteration, now: float) -> None:
-        """Note that the outcome of an iteration, the oldest, is known: the next one runs from now on."""
+        """Note that the outcome of an iteration, the oldest, is known: the next one runs since its end.
+
+        The host may read the outcome long after the end, behind the launch of the next iteration.
+        """
         self._in_flight.remove(iteration)
+        ended = now if iteration.ended is None else min(now, iteration.ended)
         if self._in_flight:
-            self._in_flight[0].started = max(self._in_flight[0].started, now)
+            self._in_flight[0].started = max(self._in_flight[0].started, ended)
         self._left = bool(iteration.left)
 
     def waits(self) -> bool:

@@ -87,7 +87,7 @@ class SimulatedEngine(SchedulerAlone):
         layers: int,
         num_blocks: int,
         offline: Iterator[tuple[int, int]],
-        window: int,
+        window: float,
         scatter: float,
         seed: int,
         separable: bool = True,
@@ -251,7 +251,7 @@ class SimulatedEngine(SchedulerAlone):
                     break
             if layer_s is None:
                 inside = [one for name, one in slices.items() if name not in left and name not in joining]
-                layer_s = self._model.predict(Batch.of(inside)) * speed if inside else 0.0
+                layer_s = self._pass_ms(Batch.of(inside), stamp) * speed if inside else 0.0
             self.clock.now += layer_s
             self._arrive()
         self._keep_the_rest({name: one.tokens for name, one in slices.items() if name not in left})
@@ -264,6 +264,10 @@ class SimulatedEngine(SchedulerAlone):
             separable=self._separable,
             safepoints=self._layers,
         )
+
+    def _pass_ms(self, batch: Batch, stamp: Stamp | None) -> float:
+        """Time of a pass over all layers, in ms."""
+        return self._model.predict(batch)
 
     def _noise(self) -> float:
         """Factor on an iteration's time."""
