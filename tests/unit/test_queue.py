@@ -228,6 +228,28 @@ def test_rows_of_several_jobs_go_back_together_and_each_job_counts_its_own(store
 
 
 @pytest.mark.parametrize("with_record", [False, True])
+def test_retries_are_counted_of_rows_that_are_under_their_leases_still(
+    store: Store, with_record: bool
+) -> None:
+    """A lease may have ended meanwhile, or a row may have left one that goes on."""
+    add_job(store, rows=6)
+    if with_record:
+        first = leased(store, limit=6)
+        for position in range(6):
+            put_back(store, first, position)
+    ended, alive = leased(store, limit=3), leased(store, limit=3)
+    finish(store, alive, of=[3])
+    with store.write() as tx:
+        leases.end(tx, [ended.epoch])
+    back = [(ended, 0), (ended, 1), (alive, 3), (alive, 4), (alive, 0)]
+    with store.write() as tx:
+        rows = [Returned(epoch=lease.epoch, job_id="job-1", position=p, failed=True) for lease, p in back]
+        queue.put_rows_back(tx, rows)
+    assert select(store, "select position from request where failures > 0") == [(4,)]
+    assert job(store).retries == 1
+
+
+@pytest.mark.parametrize("with_record", [False, True])
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("suspect", [False, True])
 def test_a_death_is_an_error_of_a_suspect(

@@ -324,8 +324,10 @@ def put_rows_back(tx: Connection, rows: Sequence[Returned], *, owner: str | None
     An error that counts against a suspect is the death of an engine in which the row was alone. A row that is no
     longer under its lease, of the `owner` if one is given, stays as it is.
     """
-    spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, held=False, owner=owner)
-    count_retries(tx, [row.job_id for row in rows if row.failed])
+    alive = spans.locked(tx, {row.epoch for row in rows}, owner)
+    failed = spans.still_held(tx, alive, [row for row in rows if row.failed])
+    spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, alive=alive, held=False)
+    count_retries(tx, [job_id for job_id, _ in failed])
 
 
 def outcome(row: Returned) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class SavedTokens:
 
 def save_tokens(tx: Connection, saved: Sequence[SavedTokens], *, owner: str | None = None) -> None:
     """Save the tokens of rows in flight; a row that is no longer under that lease, of the `owner`, is skipped."""
-    spans.record(tx, [(s, columns(s)) for s in saved], SAVE, held=True, owner=owner)
+    alive = spans.locked(tx, {s.epoch for s in saved}, owner)
+    spans.record(tx, [(s, columns(s)) for s in saved], SAVE, alive=alive, held=True)
 
 
 def columns(s: SavedTokens) -> dict[str, Any]:

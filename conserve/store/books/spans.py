@@ -187,15 +187,15 @@ def record(
     rows: Sequence[tuple[Leased, dict[str, Any]]],
     later: Update,
     *,
+    alive: dict[int, Span | None],
     held: bool,
-    owner: str | None = None,
 ) -> None:
     """Set columns in the records of rows under leases; a row of a span leaves it for a record with them.
 
     `later` updates the `RECORD` of a row that has one; the new value of a column is its parameter `new_COLUMN`.
-    `held` rows stay under their leases, others wait. A row that is no longer under its lease stays as it is.
+    `alive` are the leases that still exist, which `locked` found. `held` rows stay under their leases, others wait.
+    A row that is no longer under its lease stays as it is.
     """
-    alive = locked(tx, {row.epoch for row, _ in rows}, owner)
     first, others = [], []
     for row, columns in rows:
         rest = alive.get(row.epoch)
@@ -208,6 +208,22 @@ def record(
     insert_rows(tx, request, first)
     if others:
         tx.execute(later, others)
+
+
+def still_held(tx: Connection, alive: dict[int, Span | None], rows: Sequence[Leased]) -> set[tuple[str, int]]:
+    """Job ids and positions of the rows among these that are under their leases; `locked` found these alive."""
+    found, others = set(), []
+    for row in rows:
+        rest = alive.get(row.epoch)
+        if rest is not None and rest.holds(row.job_id, row.position):
+            found.add((row.job_id, row.position))
+        elif row.epoch in alive:
+            others.append(row)
+    under: set[tuple[int, str, int]] = set()
+    for chunk in chunks(sorted({row.epoch for row in others})):
+        records = select(request.c.epoch, request.c.job_id, request.c.position)
+        under.update(map(tuple, tx.execute(records.where(request.c.epoch.in_(chunk)))))
+    return found | {(r.job_id, r.position) for r in others if (r.epoch, r.job_id, r.position) in under}
 
 
 def dissolve(tx: Connection, epochs: Sequence[int]) -> None:
