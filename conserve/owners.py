@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROC = Path("/proc")
+BOOT_ID = PROC / "sys/kernel/random/boot_id"
 SET_S = 2.0  # tolerance for a start time by the wall clock, which may be set
 TICK_S = 0.015  # tolerance for a start time since the boot, which is rounded
 
@@ -23,8 +24,8 @@ def this_process() -> str:
     pid, nonce = os.getpid(), secrets.token_hex(3)
     if boot := this_boot():
         nonce += f"-{this_namespace()}"
-        return f"{socket.gethostname()}:{pid}:{since_boot(pid):.2f}:{boot}.{nonce}"
-    return f"{socket.gethostname()}:{pid}:{start_time(pid):.0f}:{nonce}"
+        return f"{socket.gethostname()}:{pid}:{since_boot(pid) or 0:.2f}:{boot}.{nonce}"
+    return f"{socket.gethostname()}:{pid}:{start_time(pid) or 0:.0f}:{nonce}"
 
 
 def this_boot() -> str:
@@ -43,34 +44,51 @@ def this_namespace() -> str:
         return ""
 
 
-def since_boot(pid: int) -> float:
-    """Seconds from the boot to the start of a process; 0 if it is gone or a zombie."""
+def since_boot(pid: int) -> float | None:
+    """Seconds from the boot to the start of a process; 0 if it is gone or a zombie, None if it is hidden."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
+        return 0.0 if is_gone(pid) else None
     return 0.0 if words[0] in "ZX" else int(words[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def start_time(pid: int) -> float:
-    """Start of a process in seconds since the epoch; 0 if it is gone or a zombie."""
+def start_time(pid: int) -> float | None:
+    """Start of a process in seconds since the epoch; 0 if it is gone or a zombie, None if it is hidden."""
     try:
         process = psutil.Process(pid)
         return 0.0 if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.Error:
-        return 0.0
+        return 0.0 if is_gone(pid) else None
 
 
-def dead(owners: Iterable[str]) -> set[str]:
+def is_gone(pid: int) -> bool:
+    """True if no process has this number, by the kernel: /proc may hide those of other users (`hidepid`)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is another user's
+        return False
+    return False
+
+
+def dead(owners: Iterable[str], *, one_machine: bool) -> set[str]:
     """Owners among these that ran on this machine and have ended; of other machines nothing is known."""
-    return {owner for owner in owners if is_dead(owner)}
+    return {owner for owner in owners if is_dead(owner, one_machine=one_machine)}
 
 
 def pid_here(owner: str) -> int | None:
     """Number of an owner's process, which can be sent signals from here; None if it is no such process."""
     host, pid, _, nonce = owner.rsplit(":", 3)
-    other = host != socket.gethostname() or is_of_other_namespace(nonce)
+    other = host != socket.gethostname() or is_of_other_boot(nonce) or is_of_other_namespace(nonce)
     return None if other or is_dead(owner) else int(pid)
+
+
+def is_of_other_boot(nonce: str) -> bool:
+    """True if the last part of a name is of a process of another boot; false where it names none."""
+    boot, dot, _ = nonce.rpartition(".")
+    return bool(dot) and boot != this_boot()
 
 
 def is_of_other_namespace(nonce: str) -> bool:
@@ -79,14 +97,23 @@ def is_of_other_namespace(nonce: str) -> bool:
     return bool(namespace) and namespace != this_namespace()
 
 
-def is_dead(owner: str) -> bool:
-    """True if this owner is a process of this machine that has ended."""
+def is_dead(owner: str, *, one_machine: bool = True) -> bool:
+    """True if this owner is a process of this machine that has ended.
+
+    Names that only `one_machine` writes, as into SQLite's file or the home, are of boots one after the other. In a
+    database that other machines reach, a name may be of one that has this machine's host name, as clones do. There
+    another boot tells nothing, and silence ends what the owner holds.
+    """
     host, pid, started, nonce = owner.rsplit(":", 3)
     if host != socket.gethostname():
         return False
-    boot, dot, _ = nonce.rpartition(".")
-    if dot:
-        if boot == this_boot() and is_of_other_namespace(nonce):
-            return False  # another container's: nothing is known
-        return boot != this_boot() or abs(since_boot(int(pid)) - float(started)) > TICK_S
-    return abs(start_time(int(pid)) - float(started)) > SET_S
+    if "." not in nonce:
+        return one_machine and has_ended(start_time(int(pid)), float(started), SET_S)
+    if is_of_other_boot(nonce):
+        return one_machine and bool(this_boot())
+    return not is_of_other_namespace(nonce) and has_ended(since_boot(int(pid)), float(started), TICK_S)
+
+
+def has_ended(found: float | None, started: float, tolerance: float) -> bool:
+    """True if the process that has this number now did not start then; a process that is hidden may live."""
+    return found is not None and abs(found - started) > tolerance

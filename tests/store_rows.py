@@ -5,6 +5,7 @@ from typing import Any
 
 from sqlalchemy import text
 
+from conserve import owners
 from conserve.store.books import catalog, journal, queue, spans
 from conserve.store.books.catalog import Source
 from conserve.store.books.journal import Committed, Finished
@@ -38,6 +39,12 @@ def leased(store: Store, *, now: float = 0.0, **named: Any) -> Lease:
     lease = claim(store, now=now, **named)
     assert lease is not None
     return lease
+
+
+def of_another_boot() -> str:
+    """Name of a process that may be of this machine before a reboot, or of another with the same host name."""
+    host, pid, started, nonce = owners.this_process().rsplit(":", 3)
+    return f"{host}:{pid}:{started}:ffffffff.{nonce.rpartition('.')[2]}"
 
 
 def positions(lease: Lease | None) -> list[int]:

@@ -1,17 +1,19 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreInUse, StoreUnreachable
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
+from conserve.jobs.harvest.release import Release
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turns import Turns
@@ -33,7 +35,18 @@ from conserve.store.files.marks import Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S
 from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.store_rows import add_job, claim, job, leased, live, positions, put_back, result, select
+from tests.store_rows import (
+    add_job,
+    claim,
+    job,
+    leased,
+    live,
+    of_another_boot,
+    positions,
+    put_back,
+    result,
+    select,
+)
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 LEASE_S = 60.0
@@ -91,6 +104,12 @@ def job_id(store: Store, write_input: WriteInput) -> str:
 
 def row_numbers(works: list[ReadyRow]) -> list[int]:
     return [work.row.position for work in works]
+
+
+def dead(owner: str) -> str:
+    """Name of an earlier process of this boot that had the number of a process which lives."""
+    host, pid, _, nonce = owner.rsplit(":", 3)
+    return f"{host}:{pid}:0.00:{nonce}"
 
 
 def test_claimed_rows_come_with_their_requests(party: Party, job_id: str) -> None:
@@ -269,8 +288,7 @@ def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_el
     store: Store, party: Party, job_id: str
 ) -> None:
     """Waiting rows are looked for once a second only; an unrenewed lease ends after several looks."""
-    dead = party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef"
-    claim(store, owner=dead, now=1000.0, lease_s=900.0, limit=1)
+    claim(store, owner=dead(party.ledger.owner), now=1000.0, lease_s=900.0, limit=1)
     claim(store, owner="elsewhere:1:2:3", now=1000.0, lease_s=2.0, limit=1)
     claim(store, owner="elsewhere:1:2:4", now=1000.0, lease_s=900.0, limit=2)
     assert not party.ledger.nothing_left()
@@ -294,7 +312,7 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     A lease that ran out by the clock is watched first.
     """
     party.claim(1)
-    claim(store, owner=party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef", now=1000.0, lease_s=900.0, limit=1)
+    claim(store, owner=dead(party.ledger.owner), now=1000.0, lease_s=900.0, limit=1)
     silent = leased(store, owner="elsewhere:1:2:3", now=900.0, limit=1)
     kept = leased(store, owner="elsewhere:1:2:4", now=1000.0, limit=1)
     add_job(store, "done", rows=1, priority=1)
@@ -312,6 +330,36 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     assert select(store, "select epoch from lease order by 1") == [(silent.epoch,), (kept.epoch,)]
     assert select(store, "select count(*) from journal") == [(0,)]
     assert not orphan.exists()
+
+
+def released(store: Store, party: Party) -> None:
+    """Release a store, whoever holds rows of it."""
+    with suppress(StoreInUse), store.write() as tx:
+        Release(lease_s=LEASE_S, monotonic=party.clock).require(tx)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda _, party: party.ledger.recover(), lambda _, party: party.ledger.nothing_left(), released],
+    ids=["at the start", "while idle", "of a move"],
+)
+def test_a_lease_of_another_boot_ends_at_once_where_the_store_is_of_one_machine(
+    store: Store, party: Party, job_id: str, look: Callable[[Store, Party], object]
+) -> None:
+    """PostgreSQL is reached from other machines of this host's name, and one of them may be working."""
+    leased(store, owner=of_another_boot(), lease_s=LEASE_S)
+    look(store, party)
+    of_one_machine = store.engine.dialect.name == "sqlite"
+    assert select(store, "select count(*) from lease") == [(0 if of_one_machine else 1,)]
+
+
+def test_a_lease_of_another_boot_ends_by_its_silence(store: Store, party: Party, job_id: str) -> None:
+    leased(store, owner=of_another_boot(), lease_s=LEASE_S)
+    for _ in range(3):
+        party.ledger.nothing_left()
+        party.clock.now += LEASE_S / 2
+    party.ledger.nothing_left()
+    assert row_numbers(party.claim()) == [0, 1, 2, 3]
 
 
 def test_a_session_forgets_figures_and_servers_of_long_ago(store: Store, party: Party) -> None:

@@ -16,7 +16,8 @@ from conserve.config import Settings
 from conserve.jobs.harvest import services
 
 
-def named(pid: int, started: float, host: str | None = None) -> str:
+def named(pid: int, started: float | None, host: str | None = None) -> str:
+    assert started is not None
     return f"{host or socket.gethostname()}:{pid}:{started:.0f}:abcdef"
 
 
@@ -33,19 +34,20 @@ def test_a_process_that_ended_is_dead_even_before_it_was_waited_for(killed: bool
     boot = owners.this_boot()
     since_boot = f"{socket.gethostname()}:{child.pid}:{owners.since_boot(child.pid):.2f}:{boot}.abcdef"
     names = {since_boot, named(child.pid, owners.start_time(child.pid))}
-    assert owners.dead(names) == set()
+    assert owners.dead(names, one_machine=True) == set()
     if killed:
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # and stays a zombie
-        assert owners.dead(names) == names
+        assert owners.dead(names, one_machine=True) == names
     child.communicate(b"\n")
-    assert owners.dead([*names, owners.this_process()]) == names
+    assert owners.dead([*names, owners.this_process()], one_machine=True) == names
     assert owners.start_time(child.pid) == owners.since_boot(child.pid) == 0
 
 
 def test_another_process_of_the_same_number_is_another_owner() -> None:
     """Start times move a little with the machine's clock."""
     started = owners.start_time(os.getpid())
+    assert started is not None
     assert not owners.is_dead(named(os.getpid(), started + 1.4))
     assert owners.is_dead(named(os.getpid(), started - 60))
     assert owners.is_dead(named(os.getpid(), started + 60))
@@ -59,11 +61,64 @@ def test_a_clock_that_is_set_takes_no_process_for_a_dead_one(monkeypatch: pytest
         assert not owners.is_dead(name)
 
 
-def test_owners_of_an_earlier_boot_are_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_owners_of_another_boot_are_dead_where_one_machine_writes_their_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where other machines do too, one of them may have this host's name."""
     name = owners.this_process()
     monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "boot_id")
     owners.BOOT_ID.write_text("another boot\n")
     assert owners.is_dead(name)
+    assert not owners.is_dead(name, one_machine=False)
+    assert owners.pid_here(name) is None, "another machine's process is sent no signals here"
+
+
+def test_a_process_that_cannot_tell_its_own_boot_knows_nothing_of_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = owners.this_process()
+    assert owners.pid_here(name) == os.getpid()
+    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "missing")
+    assert not owners.is_dead(name)
+    assert owners.pid_here(name) is None
+
+
+def test_a_name_without_a_boot_tells_nothing_where_other_machines_write_too() -> None:
+    name = named(os.getpid(), 1.0)
+    assert owners.dead([name], one_machine=True) == {name}
+    assert owners.dead([name], one_machine=False) == set()
+
+
+def test_an_earlier_process_of_this_boot_is_dead_whoever_writes_names() -> None:
+    host, pid, started, nonce = owners.this_process().rsplit(":", 3)
+    assert owners.is_dead(f"{host}:{pid}:{float(started) - 9:.2f}:{nonce}", one_machine=False)
+    assert not owners.is_dead(f"{host}:{pid}:{started}:{nonce}", one_machine=False)
+
+
+def test_a_process_that_is_hidden_is_dead_once_the_kernel_has_none_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """/proc hides processes of other users with `hidepid=2`, and in services with `ProtectProc=invisible`."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    since_boot = f"{owners.since_boot(child.pid):.2f}:{owners.this_boot()}.abcdef"
+    names = {
+        f"{socket.gethostname()}:{child.pid}:{since_boot}",
+        named(child.pid, owners.start_time(child.pid)),
+    }
+    monkeypatch.setattr(owners, "PROC", tmp_path)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert owners.dead(names, one_machine=True) == set()
+    assert owners.start_time(child.pid) is owners.since_boot(child.pid) is None
+    child.communicate(b"\n")
+    assert owners.dead(names, one_machine=True) == names
+
+
+def test_a_process_of_another_user_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not owners.is_gone(os.getpid())
 
 
 def test_a_process_that_has_a_recycled_number_is_another_owner() -> None:
@@ -114,3 +169,4 @@ def test_of_another_container_with_this_hosts_name_nothing_is_known() -> None:
     assert not owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}-{namespace}f")
     assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}"), "of an earlier version"
     assert owners.is_dead(f"{host}:{pid}:{started}:ff{token[2:]}-{namespace}f"), "of an earlier boot"
+    assert not owners.is_dead(f"{host}:{pid}:{started}:ff{token[2:]}-{namespace}", one_machine=False)

@@ -16,6 +16,7 @@ from conserve.jobs.hooks.wire import ReceiverAnswer, post
 from conserve.store.books import hooks, outbox
 from conserve.store.books.hooks import Hook
 from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
+from conserve.store.database.connection import of_one_machine
 from conserve.store.database.store import Store
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Courier:
             return []
         now = self._clock()
         with self._store.read() as tx:
-            dead = owners.dead(outbox.holders(tx))
+            dead = owners.dead(outbox.holders(tx), one_machine=of_one_machine(tx))
         if dead:
             with self._store.write() as tx:
                 outbox.release(tx, dead)

@@ -197,6 +197,11 @@ def one_moment(dialect: str) -> dict[str, Any]:
     return options
 
 
+def of_one_machine(tx: Connection) -> bool:
+    """True if processes of one machine alone can be connected: SQLite's file lies on a local disk."""
+    return tx.dialect.name == "sqlite"
+
+
 def address(engine: Engine) -> str:
     """Address of a database without its password."""
     return engine.url.render_as_string(hide_password=True)
