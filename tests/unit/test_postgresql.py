@@ -857,6 +857,27 @@ def test_where_no_server_answers_there_is_no_listener(tmp_path: Path) -> None:
     assert Listener.of(engine) is None
 
 
+def test_connections_end_where_the_server_has_vanished_and_the_url_says_when(store: Store) -> None:
+    """The listener's own too, which waits for calls that would never come."""
+    usual = {
+        "connect_timeout": "10",
+        "keepalives_idle": "15",
+        "keepalives_interval": "5",
+        "keepalives_count": "3",
+        "tcp_user_timeout": "30000",
+    }
+    given = {"connect_timeout": "7", "keepalives_count": "9", "tcp_user_timeout": "0"}
+    url = store.engine.url
+    for asked, wanted in (({}, usual), (given, usual | given)):
+        engine = engine_of(url.update_query_dict(asked).render_as_string(hide_password=False))
+        listener = Listener.of(engine)
+        assert listener is not None
+        with closing(listener), engine.connect() as connection:
+            for driver in (listener._driver, connection.connection.driver_connection):
+                assert driver.info.get_parameters().items() >= wanted.items()
+        engine.dispose()
+
+
 def called(listener: Listener) -> bool:
     """Wait until a call is there."""
     return bool(select_files([listener], [], [], HANGS_S)[0])

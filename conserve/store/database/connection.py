@@ -28,6 +28,15 @@ from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
+# Parameters of libpq, by which a connection to a host that vanished fails within half a minute. The system's own
+# time is a quarter of an hour for a statement that nothing acknowledges, and two hours for an answer.
+TIMEOUTS = {
+    "connect_timeout": 10,  # seconds, as the next two
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,  # milliseconds
+}
 SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
 # Options of a statement on PostgreSQL, which `sent` follows.
 ENDS = "conserve_ends"  # the transaction is committed with it
@@ -60,7 +69,9 @@ def engine_of(url: str) -> Engine:
     with usable_url():
         parsed = parse(url)
         if parsed.get_backend_name() != "sqlite":
-            engine = create_engine(parsed, pool_pre_ping=True, execution_options=SHARED)
+            engine = create_engine(
+                parsed, connect_args=timeouts(parsed), pool_pre_ping=True, execution_options=SHARED
+            )
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
                 event.listen(engine, "do_execute", sent)
@@ -70,6 +81,13 @@ def engine_of(url: str) -> Engine:
     event.listen(engine, "connect", prepare_sqlite)
     event.listen(engine, "begin", begin_sqlite)
     return engine
+
+
+def timeouts(parsed: URL) -> dict[str, int]:
+    """Time-outs of connections to PostgreSQL, without those that the query part of the URL names."""
+    if parsed.get_backend_name() != "postgresql":
+        return {}
+    return {name: value for name, value in TIMEOUTS.items() if name not in parsed.query}
 
 
 def parse(url: str) -> URL:
