@@ -32,6 +32,7 @@ ON_BOTH = frozenset(
             "test_hooks",
             "test_journal",
             "test_ledger",
+            "test_losses",
             "test_models",
             "test_polls",
         ),

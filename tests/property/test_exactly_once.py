@@ -347,7 +347,7 @@ class Queue(RuleBasedStateMachine):
         """Record of a row that has just left its span."""
         ((claimed_at,),) = self.select(f"select claimed_at from lease where epoch = {epoch}")
         row = {"job_id": JOB, "position": position, "epoch": epoch, "attempts": 1, "started_at": claimed_at}
-        return row | {"failures": 0, "available_at": 0.0, "suspect": False, "deaths": None}
+        return row | {"failures": 0, "available_at": 0.0, "suspect": False, "deaths": None, "losses": None}
 
     def in_spans(self) -> dict[int, int]:
         """Epoch of the lease of each position that has no record."""

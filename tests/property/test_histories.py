@@ -20,7 +20,18 @@ from sqlalchemy import text
 
 from conserve.config import load
 from conserve.errors import JobRefused
-from conserve.store.books import catalog, choice, journal, leases, places, queue, saved_tokens, shards, spans
+from conserve.store.books import (
+    catalog,
+    choice,
+    journal,
+    leases,
+    losses,
+    places,
+    queue,
+    saved_tokens,
+    shards,
+    spans,
+)
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease, LeasedRow, Terms
 from conserve.store.books.saved_tokens import SavedTokens
@@ -56,6 +67,7 @@ class Model:
     done: dict[Row, tuple[bool, str]] = field(default_factory=dict)  # failed, and the words of the result
     attempts: dict[Row, int] = field(default_factory=lambda: defaultdict(int))
     tokens: dict[Row, bytes] = field(default_factory=dict)
+    losses: dict[Row, int] = field(default_factory=lambda: defaultdict(int))
     suspects: set[Row] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)  # paused jobs
     used: set[int] = field(default_factory=set)  # epochs
@@ -106,8 +118,18 @@ class Model:
         if self.leased.get(at) == epoch:
             self.tokens[at] = tokens
 
-    def end(self, epochs: Sequence[int]) -> None:
+    def end(self, epochs: Sequence[int], lost: bool) -> None:
+        ended = [at for at, epoch in self.leased.items() if epoch in epochs]
+        if lost:
+            self.lose(ended)
         self.leased = {at: epoch for at, epoch in self.leased.items() if epoch not in epochs}
+
+    def lose(self, ended: Sequence[Row]) -> None:
+        for at in ended:
+            self.losses[at] += 1
+        often = [at for at in ended if at not in self.suspects and self.losses[at] >= losses.CANDIDATE]
+        often.sort(key=lambda at: (-self.losses[at], at))
+        self.suspects.update(often[: losses.most(self.losses[often[0]])] if often else [])
 
     def renew(self, epochs: set[int], alive: set[int]) -> None:
         assert alive == epochs & set(self.leased.values())
@@ -117,7 +139,7 @@ class Model:
         assert len(again) == count
         for at in again:
             del self.done[at]
-            self.attempts[at] = 0
+            self.attempts[at] = self.losses[at] = 0
 
     def move(self, job_id: str, verb: str) -> None:
         (self.stopped.add if verb == "pause" else self.stopped.discard)(job_id)
@@ -250,22 +272,22 @@ class Owner:
         over = self.random.sample(over, min(2, len(over)))
         with self.store.write() as tx:
             leases.end_silent(tx, over)
-            self.ended(tx, [sign.epoch for sign in over])
+            self.ended(tx, [sign.epoch for sign in over], lost=True)
 
     def take_away(self) -> None:
-        """All leases of one owner, as if its process had died."""
+        """All leases of one owner, as if they were given back."""
         other = {"owner": self.random.choice(OWNERS)}
         with self.store.write() as tx:
             theirs = spans.locked(
                 tx, tx.scalars(text("select epoch from lease where owner = :owner"), other).all()
             )
             leases.end(tx, list(theirs))
-            self.ended(tx, list(theirs))
+            self.ended(tx, list(theirs), lost=False)
 
-    def ended(self, tx: Any, epochs: Sequence[int]) -> None:
+    def ended(self, tx: Any, epochs: Sequence[int], *, lost: bool) -> None:
         left = set(tx.scalars(text("select epoch from lease")))
         self.store.xid = int(tx.scalar(text("select pg_current_xact_id()::text")))
-        self.note("end", [epoch for epoch in epochs if epoch not in left])
+        self.note("end", [epoch for epoch in epochs if epoch not in left], lost)
 
     def retry(self) -> None:
         job_id = self.random.choice(JOBS)
@@ -344,7 +366,7 @@ def drain(store: Store, model: Model) -> None:
     """Finish the rest alone, whatever is left of leases."""
     with store.write() as tx:
         leases.abandon(tx, OWNERS)
-        model.end(list(set(model.leased.values())))
+        model.end(list(set(model.leased.values())), lost=True)
         for job_id in model.stopped:
             catalog.move(tx, job_id, "resume", now=NOW)
     model.stopped.clear()

@@ -300,7 +300,7 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
         "update request set position = 14 where position = 11",
         "update request set position = 99 where position = 11",
         "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
-        "tokens, tokens_by, checksum, deaths from request where position = 11",
+        "tokens, tokens_by, checksum, deaths, losses from request where position = 11",
         "delete from span",
         "update span set stop = 12, held = 1",
         "update span set gone = x'00', held = 3",

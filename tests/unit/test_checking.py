@@ -99,7 +99,9 @@ BOOKS = {
         "the queue lacks rows 11 (+1 beyond its damaged files)"
     ],
     "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
-    "tokens, tokens_by, checksum, deaths from request where position = 11": ["the queue has rows 3 twice"],
+    "tokens, tokens_by, checksum, deaths, losses from request where position = 11": [
+        "the queue has rows 3 twice"
+    ],
     "delete from span": ["the queue lacks rows 10, 12 (+2 beyond its damaged files)"],
     "update span set stop = 12, held = 1": ["the queue lacks rows 12 (+1 beyond its damaged files)"],
     "update span set gone = x'00', held = 3": ["the queue has rows 11 twice"],

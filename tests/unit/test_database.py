@@ -458,7 +458,7 @@ NULLABLE = {
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},
-    "request": {"epoch", "started_at", "tokens", "tokens_by", "checksum", "deaths"},
+    "request": {"epoch", "started_at", "tokens", "tokens_by", "checksum", "deaths", "losses"},
 }
 KEYS = {
     "meta": ["key"],

@@ -213,6 +213,64 @@ def test_only_the_row_that_kills_the_engine_fails(store: Store, queue_up: Callab
     assert endpoint.deaths == 1 + retry.SUSPECT_FAILURES
 
 
+class Fatal(FakeEndpoint):
+    """Has the whole harvester die, with all that it has in flight, once it gets the row that kills."""
+
+    def __init__(self) -> None:
+        super().__init__(Script(request_ms=5, token_ms=2, capacity=8))
+        self.died = asyncio.Event()
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        if "KILL" in request_text(call.body):
+            self.died.set()
+        if self.died.is_set():
+            await asyncio.Event().wait()  # for ever
+        return await super().complete(call, on_tokens)
+
+
+class Mortal(Harvester):
+    """Gives nothing back when it dies, and is known to be dead."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        host, pid, _, nonce = self.owner.rsplit(":", 3)
+        self._ledger.owner = f"{host}:{pid}:0.00:{nonce}"
+
+    async def _put_down(self, failed: BaseException | None) -> None:
+        await self._flights.withdraw_all()
+
+
+def deaths_until_drained(store: Store, **named: Any) -> int:
+    """Start harvesters, each after the last one died, until one drains the queue; returns how many died."""
+
+    async def is_killed() -> bool:
+        endpoint, clock = Fatal(), asyncio.get_running_loop().time
+        running = asyncio.create_task(Mortal(store, endpoint, clock=clock, **named).run(asyncio.Event()))
+        dying = asyncio.create_task(endpoint.died.wait())
+        await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if not endpoint.died.is_set():
+            await running
+        running.cancel()
+        dying.cancel()
+        await asyncio.gather(running, dying, return_exceptions=True)
+        return endpoint.died.is_set()
+
+    return next(deaths for deaths in range(20) if not virtual_time.run(is_killed()))
+
+
+@pytest.mark.parametrize("max_deaths", [1, 2, 5])
+def test_only_the_row_that_kills_the_whole_harvester_fails(
+    store: Store, queue_up: Callable[..., str], max_deaths: int
+) -> None:
+    """It is lost three times with others, and then so often alone; rows behind it do not wait for that."""
+    prompts = ["innocent 0", "KILL", *(f"innocent {n}" for n in range(1, 30))]
+    job_id = queue_up(*prompts)
+    assert deaths_until_drained(store, max_deaths=max_deaths) == 3 + max_deaths
+    rows = results(store, job_id)
+    assert [row[2] for row in rows] == [None, "engine_died", *[None] * 29]
+    assert job(store, job_id).state is JobState.COMPLETED
+
+
 @pytest.mark.parametrize("max_deaths", [1, 3])
 def test_a_row_that_kills_engines_fails_after_as_many_as_were_allowed(
     store: Store, queue_up: Callable[..., str], max_deaths: int

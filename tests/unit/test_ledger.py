@@ -353,6 +353,26 @@ def test_a_lease_of_another_boot_ends_at_once_where_the_store_is_of_one_machine(
     assert select(store, "select count(*) from lease") == [(0 if of_one_machine else 1,)]
 
 
+def fall_silent(party: Party) -> None:
+    """Renew nothing, as of a claim whose answer was lost."""
+    for _ in range(3):
+        party.ledger.renew(set())
+        party.clock.now += LEASE_S / 2
+
+
+@pytest.mark.parametrize(
+    "end", [lambda party: party.ledger.recover(), lambda party: party.ledger.give_back(), fall_silent]
+)
+def test_rows_of_a_harvester_that_lives_are_not_lost(
+    store: Store, party: Party, job_id: str, end: Callable[[Party], object]
+) -> None:
+    """Only those lost with a dead harvester may become suspects."""
+    for _ in range(5):
+        assert row_numbers(party.claim()) == [0, 1, 2, 3]
+        end(party)
+    assert select(store, "select distinct losses, suspect from request") == [(None, False)]
+
+
 def test_a_lease_of_another_boot_ends_by_its_silence(store: Store, party: Party, job_id: str) -> None:
     leased(store, owner=of_another_boot(), lease_s=LEASE_S)
     for _ in range(3):

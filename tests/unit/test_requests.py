@@ -191,7 +191,10 @@ class TestShow:
         put_back(store, lease, 1, failed=True)
         assert self.shown(job, "1")["where"] == "came back"
         put_back(store, lease, 2, suspect=True)
-        assert self.shown(job, "2")["where"] == "came back, to run alone since an engine died with it"
+        assert (
+            self.shown(job, "2")["where"]
+            == "came back, to run alone since an engine or a harvester died with it"
+        )
         finish(store, lease, of=[0, 3], failed=[3], model="m", prompt_tokens=3)
         row = self.shown(job, "0")
         assert (row["state"], row["where"], row["text"], row["model"]) == (

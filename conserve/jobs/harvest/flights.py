@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conserve.endpoints.protocol import Endpoint
-from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, one_line
+from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, one_line
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outbox import OutboxWriter
@@ -72,11 +72,10 @@ class Flights:
     def launch(self, work: ReadyRow) -> None:
         """Start a row's task, or finish it at once if it could not be rendered."""
         self._recording.held[work.epoch] += 1
-        if work.call is None:
-            request = work.request
-            error_type, error = request.error_type or "template", request.error or ""
-            self._recording.finish(work, failure(work, error_type, error, now=self._clock()))
+        if (fault := self._fault(work)) is not None:
+            self._recording.finish(work, failure(work, *fault, now=self._clock()))
             return
+        assert work.call is not None
         resumed = work.call.resume_from
         flight = Flight(work, resumed, len(resumed), alone=not self._flights)
         for other in self._flights if len(self._flights) == 1 else ():
@@ -85,6 +84,19 @@ class Flights:
         flight.task = asyncio.create_task(self._work(flight))
         flight.task.add_done_callback(lambda task: self._land(flight, task))
         self._tally.in_flight = len(self._flights)
+
+    def _fault(self, work: ReadyRow) -> tuple[str, str] | None:
+        """Kind and text of the error of a row that must not be sent; None for all others."""
+        if work.call is None:
+            return work.request.error_type or "template", work.request.error or ""
+        deaths = work.row.deaths
+        if not work.row.suspect or deaths < self._max_deaths:
+            return None
+        # A harvester that died cannot fail the row that killed it: the next one does, before it sends the row.
+        return (
+            EngineDied.kind,
+            f"the engine or the whole harvester died {deaths} times with this row alone in it",
+        )
 
     def withdraw(self, *, epochs: Collection[int] = (), jobs: Collection[str] = (), lost: bool) -> None:
         """Cancel the rows in flight that are under these leases or of these jobs."""

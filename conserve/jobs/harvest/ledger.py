@@ -83,7 +83,9 @@ class Ledger:
         """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
         now = self._clock()
         with self._store.write() as tx:
-            leases.abandon(tx, owners.dead(leases.owners(tx), one_machine=of_one_machine(tx)) | {self.owner})
+            leases.abandon(
+                tx, owners.dead(leases.owners(tx), one_machine=of_one_machine(tx)), mine=self.owner
+            )
             self._end_silent(tx)
             harvested.forget_old(tx, now=now)
             servers.forget_old(tx, now=now)
@@ -94,7 +96,7 @@ class Ledger:
     def give_back(self) -> None:
         """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
-            leases.abandon(tx, [self.owner])
+            leases.abandon(tx, [], mine=self.owner)
             servers.forget(tx, self.owner)
         with suppress(StoreError), self._store.write() as tx:  # on which nothing that was given back depends
             catalog.unbind(tx)
@@ -348,7 +350,7 @@ class Ledger:
 
     def _end_silent(self, tx: Any) -> None:
         """End leases that are renewed no more; one of our own is that of a claim whose answer was lost."""
-        leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
+        leases.end_silent(tx, self._expiry.over(leases.signs(tx)), mine=self.owner)
 
     def stopped_jobs(self) -> set[str]:
         """Open jobs that were paused, cancelled, removed or expired; closes the files of jobs that have ended."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, and_, case, delete, false, func, insert, or_, select, true, update
 
-from conserve.store.books import catalog, spans
+from conserve.store.books import catalog, losses, spans
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
@@ -31,7 +31,7 @@ class LeasedRow(NamedTuple):
     tokens: bytes | None = None  # saved by an earlier attempt
     tokens_by: str | None = None
     suspect: bool = False
-    deaths: int = 0  # of an engine in which the row was alone
+    deaths: int = 0  # of an engine, or a whole harvester, in which the row was alone
 
 
 class Terms(NamedTuple):
@@ -114,17 +114,20 @@ def signs(tx: Connection) -> list[Sign]:
     return [Sign(*row) for row in tx.execute(select(lease.c.epoch, lease.c.expires_at, lease.c.lease_s))]
 
 
-def end_silent(tx: Connection, over: Sequence[Sign]) -> int:
+def end_silent(tx: Connection, over: Sequence[Sign], *, mine: str | None = None) -> int:
     """End the leases that were not renewed since these signs were read; returns how many.
+
+    Their rows count a loss, but for `mine`: that owner is alive, and never learned of the lease.
 
     No other lease is locked, since harvesters that renew their own would wait for each other. A lease that another
     transaction has locked is left out: its owner is alive, or another harvester is ending it.
     """
-    silent: list[int] = []
+    silent: list[tuple[int, str]] = []
     for sign in over:
         unchanged = lease.c.epoch == sign.epoch, lease.c.expires_at == sign.expires_at
-        silent += tx.scalars(select(lease.c.epoch).where(*unchanged).with_for_update(skip_locked=True))
-    return end(tx, silent)
+        found = select(lease.c.epoch, lease.c.owner).where(*unchanged)
+        silent += map(tuple, tx.execute(found.with_for_update(skip_locked=True)))
+    return end_of_owners(tx, silent, mine)
 
 
 def owners(tx: Connection) -> set[str]:
@@ -157,19 +160,31 @@ def lock_with_job(tx: Connection, job_id: str) -> None:
             both.rollback()
 
 
-def abandon(tx: Connection, dead: Collection[str]) -> int:
-    """End the leases of these owners without waiting for their expiry; returns how many."""
-    theirs = select(lease.c.epoch).where(lease.c.owner.in_(dead)).order_by(lease.c.epoch)
-    return end(tx, tx.scalars(theirs.with_for_update()).all())
+def abandon(tx: Connection, dead: Collection[str], *, mine: str | None = None) -> int:
+    """End the leases of these owners without waiting for their expiry; returns how many.
+
+    Their rows count a loss. Those of `mine` are given back: that owner is alive.
+    """
+    whose = set(dead) if mine is None else {*dead, mine}
+    theirs = select(lease.c.epoch, lease.c.owner).where(lease.c.owner.in_(whose)).order_by(lease.c.epoch)
+    return end_of_owners(tx, [(epoch, owner) for epoch, owner in tx.execute(theirs.with_for_update())], mine)
 
 
-def end(tx: Connection, epochs: Sequence[int]) -> int:
+def end_of_owners(tx: Connection, locked: Sequence[tuple[int, str]], mine: str | None) -> int:
+    """End these leases, as lost unless they are `mine`; returns how many."""
+    lost = [epoch for epoch, owner in locked if owner != mine]
+    return end(tx, lost, lost=True) + end(tx, [epoch for epoch, owner in locked if owner == mine])
+
+
+def end(tx: Connection, epochs: Sequence[int], *, lost: bool = False) -> int:
     """Put the rows of these leases back with their saved tokens, and end the leases; returns how many.
 
-    On PostgreSQL the caller has locked them.
+    On PostgreSQL the caller has locked them. Rows that were `lost` with their owner count that.
     """
     for chunk in chunks(epochs):
-        spans.dissolve(tx, chunk)
+        spans.dissolve(tx, chunk, lost=lost)
+        if lost:
+            losses.count(tx, chunk)
         tx.execute(update(request).where(request.c.epoch.in_(chunk)).values(epoch=None))
         tx.execute(delete(lease).where(lease.c.epoch.in_(chunk)))
     if epochs:

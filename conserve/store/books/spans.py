@@ -226,10 +226,13 @@ def still_held(tx: Connection, alive: dict[int, Span | None], rows: Sequence[Lea
     return found | {(r.job_id, r.position) for r in others if (r.epoch, r.job_id, r.position) in under}
 
 
-def dissolve(tx: Connection, epochs: Sequence[int]) -> None:
+def dissolve(tx: Connection, epochs: Sequence[int], *, lost: bool) -> None:
     """Give each row of these spans, whose leases are locked and about to end, a waiting record."""
     found = read(tx, epochs)
-    insert_rows(tx, request, [each.record(position) for each in found for position in each.positions])
+    first = {"losses": 1} if lost else {}
+    insert_rows(
+        tx, request, [each.record(position, **first) for each in found for position in each.positions]
+    )
     for chunk in chunks([each.epoch for each in found]):
         tx.execute(delete(span).where(span.c.epoch.in_(chunk)))
 

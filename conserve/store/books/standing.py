@@ -69,7 +69,7 @@ def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:
         return RowStanding(state="running", where=where, attempts=found.attempts)
     if not found.attempts:
         return waiting(job, "not taken yet; rows behind it were chosen first", 0)
-    alone = ", to run alone since an engine died with it" if found.suspect else ""
+    alone = ", to run alone since an engine or a harvester died with it" if found.suspect else ""
     return waiting(job, f"came back{alone}{tokens}", found.attempts)
 
 

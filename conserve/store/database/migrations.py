@@ -111,6 +111,11 @@ def m011_bound_by_runs(tx: Connection) -> None:
     add_column(tx, "job", Column("bound_by_run", Boolean))
 
 
+def m012_losses(tx: Connection) -> None:
+    """Owners that died with a row, none of which is known of older ones."""
+    add_column(tx, "request", Column("losses", Integer))
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -123,6 +128,7 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m009_spans,
     m010_servers,
     m011_bound_by_runs,
+    m012_losses,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 
