@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import event, text
 
+from conserve import owners
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens
 from conserve.errors import (
@@ -232,9 +234,9 @@ class Mortal(Harvester):
     """Gives nothing back when it dies, and is known to be dead."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        host, pid, _, nonce = self.owner.rsplit(":", 3)
-        self._ledger.owner = f"{host}:{pid}:0.00:{nonce}"
+        host, pid, _, nonce = owners.this_process().rsplit(":", 3)
+        with mock.patch.object(owners, "this_process", return_value=f"{host}:{pid}:0.00:{nonce}"):
+            super().__init__(*given, **named)
 
     async def _put_down(self, failed: BaseException | None) -> None:
         await self._flights.withdraw_all()
