@@ -1,11 +1,15 @@
 """Leases of rows that a window has chosen: each row is in one place still, whichever window chose it."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import event, text
 
 from conserve.store.books import catalog, choice, queue
 from conserve.store.books.leases import Lease, Terms
+from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, live, positions, put_back, select
@@ -168,6 +172,46 @@ def test_rows_that_a_retry_put_back_were_leased_before(store: Store) -> None:
     assert passed_over(store) == []
     assert contenders(store) == []
     assert positions(reclaim(store)) == [0]
+
+
+def test_a_claim_reads_no_row_that_a_retry_put_back(store: Store) -> None:
+    """Of the many rows that wait behind the end of a cursor, it looks in the index for those passed over."""
+    add_job(store, rows=2_000)
+    leased(store, limit=2_000)
+    with store.write() as tx:
+        tx.execute(text("delete from span"))
+        back = [queue.waiting_row("job-1", position, 3.0) for position in range(2_000)]
+        bulk.insert_rows(tx, schema.request, back)
+    looks = (lambda: contenders(store), lambda: passed_over(store, start=7, limit=9))
+    for look in looks:
+        assert plans(store, look) == ["request_passed_over"]
+    with store.write() as tx:
+        tx.execute(text("analyze"))
+    for look in looks:
+        assert plans(store, look) == ["request_passed_over"]
+
+
+def plans(store: Store, look: Callable[[], object]) -> list[str]:
+    """Indexes in the plans of the queries on `request` that a look makes."""
+    said: list[Any] = []
+
+    def note(*told: Any) -> None:
+        said.append(told[2:4])
+
+    event.listen(store.engine, "before_cursor_execute", note)
+    try:
+        assert look() == []
+    finally:
+        event.remove(store.engine, "before_cursor_execute", note)
+    plan = "explain query plan" if store.engine.dialect.name == "sqlite" else "explain"
+    with store.read() as tx:
+        told = [
+            str(tx.exec_driver_sql(f"{plan} {statement}", values).all())
+            for statement, values in said
+            if "FROM request" in statement
+        ]
+    assert all("Sort" not in each and "B-TREE" not in each for each in told), told
+    return [" ".join(re.findall(r"request_\w+|PRIMARY KEY|Seq Scan", each)) for each in told]
 
 
 def test_only_jobs_of_the_highest_priority_that_have_rows_contend(store: Store) -> None:

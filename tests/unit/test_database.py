@@ -470,7 +470,10 @@ KEYS = {
 }
 INDEXES = {
     "lease": [["job_id"]],
-    "request": [["epoch", "job_id", "position"]],
+    "request": [
+        ["epoch", "job_id", "position"],
+        ["job_id", "attempts", "available_at", "position", "epoch"],
+    ],
     "shard": [["job_id"]],
 }
 UNIQUE = {"job": [["id"]], "shard": [["file"]]}

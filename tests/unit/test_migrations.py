@@ -99,7 +99,9 @@ def shape(engine: Engine) -> Shape:
             "columns": {c["name"]: (str(c["type"]), c["nullable"]) for c in found.get_columns(name)},
             "options": [each for each in ("AUTOINCREMENT", "WITHOUT ROWID") if each in said.get(name, "")],
             "key": found.get_pk_constraint(name)["constrained_columns"],
-            "indexes": sorted((i["name"], i["column_names"], i["unique"]) for i in found.get_indexes(name)),
+            "indexes": sorted(
+                (i["name"], i["column_names"], i["unique"], condition(i)) for i in found.get_indexes(name)
+            ),
             "unique": sorted(each["column_names"] for each in found.get_unique_constraints(name)),
             "refers": sorted(
                 (each["constrained_columns"], each["referred_table"], each["options"])
@@ -108,6 +110,12 @@ def shape(engine: Engine) -> Shape:
         }
         for name in found.get_table_names()
     }
+
+
+def condition(index: Any) -> str:
+    """Condition of the rows that an index has, as the database says it; empty for an index of all rows."""
+    options = index.get("dialect_options", {})
+    return str(options.get("sqlite_where", options.get("postgresql_where", ""))).lower()
 
 
 @pytest.fixture(scope="module")

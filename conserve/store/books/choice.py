@@ -14,8 +14,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import (
-    PASSED_OVER,
-    WAITING_ORDER,
     runnable_jobs,
     take_again,
     take_back,
@@ -24,6 +22,7 @@ from conserve.store.books.queue import (
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, insert_rows, matching
+from conserve.store.database.schema import PASSED_OVER
 
 job, request, meta = schema.job, schema.request, schema.meta
 
@@ -40,11 +39,11 @@ def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
 
 
 def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | None = None) -> Sequence[int]:
-    """Positions of a job that were passed over, ascending from `start`."""
+    """Positions of a job that were passed over, ascending from `start`; read in an index of such rows alone."""
     rows = select(request.c.position).where(
         request.c.job_id == job_id, PASSED_OVER, request.c.position >= start
     )
-    return tx.scalars(rows.order_by(*WAITING_ORDER).limit(limit)).all()
+    return tx.scalars(rows.order_by(request.c.position).limit(limit)).all()
 
 
 def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:

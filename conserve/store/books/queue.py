@@ -45,10 +45,6 @@ PostgreSQL does not see that `epoch is null` leaves one value of the index's fir
 alone would read and sort all of a job's waiting rows at each claim, instead of the first ones of the index.
 """
 
-# Condition on a row of `request`: it was never leased, although rows behind it were. (A row that `retry` put back
-# was never leased either, but has `available_at` set.)
-PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
-
 RUNNABLE = (
     *(
         job.c.id,
@@ -232,7 +228,7 @@ def returned(
         request.c.suspect == suspect,
     )
     if not passed_over_too:
-        waiting = waiting.where(not_(PASSED_OVER))
+        waiting = waiting.where(not_(schema.PASSED_OVER))
     waiting = waiting.order_by(*WAITING_ORDER).limit(limit)
     if locked:
         waiting = waiting.with_for_update(skip_locked=True)

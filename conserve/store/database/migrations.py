@@ -116,6 +116,13 @@ def m012_losses(tx: Connection) -> None:
     add_column(tx, "request", Column("losses", Integer))
 
 
+def m013_passed_over(tx: Connection) -> None:
+    """An index of the rows that were passed over, so that a claim reads no row that `retry` put back."""
+    columns = "job_id, attempts, available_at, position, epoch"
+    where = "epoch is null and attempts = 0 and available_at = 0"
+    tx.execute(text(f"create index if not exists request_passed_over on request ({columns}) where {where}"))
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -129,6 +136,7 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m010_servers,
     m011_bound_by_runs,
     m012_losses,
+    m013_passed_over,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

@@ -31,6 +31,8 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    and_,
+    literal_column,
 )
 
 metadata = MetaData()
@@ -118,6 +120,25 @@ request = Table(
     Column("losses", Integer),  # owners that died or fell silent while they had the row; null: none
     Index("request_by_epoch", "epoch", "job_id", "position"),  # a lease's rows; with null, the waiting ones
     sqlite_with_rowid=False,
+)
+
+PASSED_OVER = and_(
+    request.c.epoch.is_(None),
+    request.c.attempts == literal_column("0"),
+    request.c.available_at == literal_column("0"),
+)
+"""Condition on a row of `request`: it was never leased, although rows behind it were.
+
+A row that `retry` put back was never leased either, but has `available_at` set. The zeros are part of the text,
+since a database reads an index of some rows only where the text of a query asks for no others.
+"""
+
+# SQLite takes this index for the best one only if it has all columns of the condition.
+Index(
+    "request_passed_over",
+    *(request.c.job_id, request.c.attempts, request.c.available_at, request.c.position, request.c.epoch),
+    sqlite_where=PASSED_OVER,
+    postgresql_where=PASSED_OVER,
 )
 
 journal = Table(
