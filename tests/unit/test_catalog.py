@@ -20,6 +20,7 @@ from conserve.errors import (
 from conserve.store.books import catalog, readings
 from conserve.store.books.catalog import InputFile, Source
 from conserve.store.books.readings import (
+    JOBS,
     JobReading,
     data,
     opened,
@@ -202,6 +203,17 @@ def test_rows_without_a_result_are_those_left(store: Store, settings: Settings) 
     finish(store, leased(store, limit=5), failed=[0, 1])
     (reading,) = read_jobs(settings, now=0.0)
     assert (job(store).unanswered, reading.unanswered, reading.done) == (4, 4, 5)
+
+
+@pytest.mark.sqlite
+def test_status_reads_no_row_that_waits(store: Store) -> None:
+    """Rows in flight are found by their leases, and not among all records of their job."""
+    with store.write() as tx:
+        for _ in range(2):
+            plan = tx.exec_driver_sql(f"explain query plan {JOBS}", {"now": 0.0}).all()
+            records = [row[-1] for row in plan if "request" in row[-1]]
+            assert [words.partition(" (")[2] for words in records] == ["epoch=? AND job_id=?)"]
+            tx.execute(text("analyze"))
 
 
 def test_a_file_that_was_made_anew_keeps_the_seals_of_the_others(store: Store) -> None:

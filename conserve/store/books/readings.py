@@ -35,13 +35,18 @@ Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 JOBS = """
     select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
-           (select count(*) from request where request.job_id = job.id and epoch is not null)
+           (select count(*) from lease cross join request
+            where lease.job_id = job.id and request.job_id = job.id and request.epoch = lease.epoch)
            + (select coalesce(sum(held), 0) from span where span.job_id = job.id) as leased,
            (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
            model, tags, deadline, on_late
     from job order by seq
 """
-"""Every job with its counters. `leased` counts rows in flight: records of their own, and what spans hold."""
+"""Every job with its counters. `leased` counts rows in flight: records of their own, and what spans hold.
+
+Records are found by their leases. By their job, SQLite would read those of all waiting rows; it keeps the order of
+the tables of a `cross join`.
+"""
 
 SPANS = "\n           + (select coalesce(sum(held), 0) from span where span.job_id = job.id)"
 WITHOUT_SPANS = JOBS.replace(SPANS, "")
