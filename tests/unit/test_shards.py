@@ -107,6 +107,23 @@ def test_less_than_a_shard_waits_where_only_full_ones_are_wanted(
     assert journalled(store) == list(range(moved, 7))
 
 
+@pytest.mark.parametrize("damaged", [(0,), (0, 1, 2, 5)])
+def test_damaged_rows_stay_and_make_no_shard_shorter(
+    store: Store, monkeypatch: pytest.MonkeyPatch, damaged: tuple[int, ...]
+) -> None:
+    """Also more of them than a shard has rows."""
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    finished_job(store, 9)
+    with store.write() as tx:
+        tx.execute(
+            text(f"update journal set checksum = 0 where position in ({str(damaged)[1:-1].strip(',')})")
+        )
+    whole = [position for position in range(9) if position not in damaged]
+    assert shards.compact_full(store, "job-1", now=0.0) == 3
+    assert shard_rows(store) == [("job-1", whole[:3], False)]
+    assert journalled(store) == sorted({*damaged, *whole[3:]})
+
+
 def test_of_two_compactors_the_second_withdraws(store: Store) -> None:
     finished_job(store, 3)
     rows = shards.oldest(store, "job-1", failed=False, at_least=1)

@@ -131,17 +131,28 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
     rows: list[Any] = []
     size = 0
     with store.read() as tx:
-        ours = select(journal).where(journal.c.job_id == job_id, journal.c.failed == failed)
-        for row in read_rows(tx, ours.order_by(journal.c.position).limit(SHARD_ROWS)):
-            if not is_whole(row):
+        for row in by_position(tx, job_id, failed=failed):
+            if not is_whole(row):  # it stays, and makes no shard shorter
                 log.warning(DAMAGED_ROW, row.position, job_id)
                 continue
             rows.append(row)
             size += len(row.payload)
-            if size >= SHARD_BYTES:
+            if len(rows) == SHARD_ROWS or size >= SHARD_BYTES:
                 break
     enough = rows if len(rows) >= at_least or size >= SHARD_BYTES else []
     return [JournalRow(row.position, row.payload, row.checksum, decode(row.payload)) for row in enough]
+
+
+def by_position(tx: Connection, job_id: str, *, failed: bool) -> Iterator[Any]:
+    """Yield the job's journal rows by position; read in parts, since PostgreSQL sends all that is asked for."""
+    ours = select(journal).where(journal.c.job_id == job_id, journal.c.failed == failed)
+    part, read = ours, SHARD_ROWS
+    while read == SHARD_ROWS:
+        read = last = 0
+        for row in read_rows(tx, part.order_by(journal.c.position).limit(SHARD_ROWS)):
+            read, last = read + 1, row.position
+            yield row
+        part = ours.where(journal.c.position > last)
 
 
 def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed: bool, now: float) -> bool:
