@@ -110,6 +110,20 @@ def test_poison_rows_fail_alone_and_the_job_completes(store: Store, queue_up: Ca
     assert (tally.succeeded, tally.failed) == (2, 2)
 
 
+def test_a_run_ends_once_all_results_are_in_shards(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    queue_up(*"abcdef", "REJECT")
+    assert harvest(store, FakeEndpoint()).done == 7
+    assert in_journal(store) == 0
+
+
+def in_journal(store: Store) -> int:
+    with store.read() as tx:
+        return int(tx.execute(text("select count(*) from journal")).scalar_one())
+
+
 def test_a_faulty_answer_is_tried_as_often_as_allowed(store: Store, queue_up: Callable[..., str]) -> None:
     job_id = queue_up("FAULT")
     harvest(store, FakeEndpoint(), max_attempts=4)
@@ -1124,6 +1138,22 @@ def test_a_harvester_that_follows_works_on_what_comes_later(
         await following.until(lambda: following.harvester.tally.completed == [first, second], 1.0)
         assert (await following.end()).done == 3
         assert following.said == []
+
+    virtual_time.run(run())
+
+
+def test_a_harvester_that_follows_writes_the_last_shards_without_new_results(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    queue_up(*"abcdef", "REJECT")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await following.until(lambda: bool(following.harvester.tally.completed))
+        assert in_journal(store)
+        await following.until(lambda: not in_journal(store))
+        await following.end()
 
     virtual_time.run(run())
 

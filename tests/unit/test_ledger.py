@@ -26,6 +26,7 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group
 from conserve.store.books import catalog, choice, harvested, journal, leases, saved_tokens, servers, shards
 from conserve.store.books.journal import Finished
+from conserve.store.books.leases import Lease
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
@@ -236,6 +237,66 @@ def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id:
     for these, left in (([0, 1, 2], 3), ([3], 0)):
         recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in these]))
         assert select(store, "select count(*) from journal") == [(left,)]
+
+
+def test_shards_that_an_outage_kept_back_are_written_one_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the job runs, until fewer results are left than fill one: leases are renewed in between."""
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    clock = Clock()
+    recorder = Recorder(store, clock, monotonic=clock)
+    add_job(store, rows=8)
+    lease = leased(store)
+    with monkeypatch.context() as away:
+        away.setattr(shards, "compact_full", unreachable)
+        for positions in ([0, 1], [2, 3], [4, 5, 6]):
+            recorder.write(outbox_of(lease, positions))
+    clock.now += 30.0
+    for left in (5, 3, 1, 1):
+        recorder.write(Outbox())
+        assert select(store, "select count(*) from journal") == [(left,)]
+    assert not recorder.behind
+
+
+def unreachable(*_: Any, **__: Any) -> int:
+    raise StoreUnreachable("the bucket is away")
+
+
+def outbox_of(lease: Lease, positions: Sequence[int]) -> Outbox:
+    """Answers to these rows."""
+    return Outbox(finished=[Finished(lease.epoch, lease.job_id, p, result(p)) for p in positions])
+
+
+def test_a_completed_job_is_written_one_shard_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    recorder = Recorder(store, Clock())
+    add_job(store, rows=5)
+    recorder.write(outbox_of(leased(store), range(5)))
+    assert job(store).state is JobState.COMPLETED
+    for left in (3, 1, 0):
+        assert select(store, "select count(*) from journal") == [(left,)]
+        assert recorder.compact() == (left > 0)
+    assert not recorder.behind
+
+
+def test_a_job_that_comes_back_before_its_last_shards_waits_for_full_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    recorder = Recorder(store, Clock())
+    add_job(store, rows=6)
+    lease = leased(store)
+    ends = [Finished(lease.epoch, "job-1", p, result(p, failed=p == 5)) for p in range(6)]
+    recorder.write(Outbox(finished=ends))
+    shards.retry_failed(store, "job-1", now=0.0)
+    assert recorder.compact()
+    assert not recorder.compact()
+    assert select(store, "select position from journal") == [(4,)]
+    recorder.write(outbox_of(leased(store), [5]))
+    assert select(store, "select count(*) from journal") == [(0,)]
 
 
 def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
@@ -743,6 +804,7 @@ def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store,
     lease = leased(store)
     ends = [Finished(lease.epoch, job_id, p, result(p, failed=p > 1)) for p in range(4)]
     recorder.write(Outbox(finished=ends))
+    assert recorder.compact()
     assert select(store, "select count(*) from journal") == [(0,)]
     shards.retry_failed(store, job_id, now=0.0)
     lease = leased(store)

@@ -210,6 +210,8 @@ class Harvester:
             self._outage.end()
             self.tally.waiting_for = None
             await self._until_drained(stop)
+            while not stop.is_set() and await self._in_store(self._ledger.recorder.compact):
+                pass  # else the next run does it
         except BaseException as error:
             failed = error
             raise
@@ -333,6 +335,8 @@ class Harvester:
                 self._called, look_at = False, now + LISTENING_S
                 stopped = await self._in_store(self._ledger.stopped_jobs)
                 self._flights.withdraw(jobs=stopped, lost=False)
+            if self._ledger.recorder.behind:  # and no row may end, whose write would do it
+                await self._in_store(self._ledger.recorder.compact)
             await self._notes.look()
 
     async def _write(self, outbox: Outbox) -> None:

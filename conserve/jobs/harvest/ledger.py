@@ -61,7 +61,7 @@ class Ledger:
         self._turns = Turns(store, clock)
         self._workload = Workload(store)
         self._observer = observer or Observer()
-        self._recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
+        self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
         self._fruitless = False  # the last claim found nothing
         self._next_at: float | None = None  # when the first row in backoff may run
@@ -73,7 +73,7 @@ class Ledger:
         """Open new connections, and check that the store exists and can be written."""
         self._close_lookahead()
         self._alone = None
-        self._recorder.pause()
+        self.recorder.pause()
         self._file = StoreFile.of(self._store)
         self._store.close()
         with self._store.write() as tx:
@@ -126,9 +126,9 @@ class Ledger:
     def _note_busy(self, claimed: bool) -> None:
         """Note for the rate of harvested tokens whether rows run."""
         if claimed:
-            self._recorder.begin()
+            self.recorder.begin()
         elif not self._tally.in_flight:
-            self._recorder.pause()
+            self.recorder.pause()
 
     def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[ReadyRow]:
         """Lease rows of several groups by their weights."""
@@ -336,7 +336,7 @@ class Ledger:
 
     def write(self, outbox: Outbox) -> None:
         """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
-        self._tally.count(self._recorder.write(outbox))
+        self._tally.count(self.recorder.write(outbox))
         if self._shares is not None:
             settle(self._shares, outbox)
 

@@ -54,7 +54,7 @@ class Recorder:
             self._idle_since = self._clock()
 
     def write(self, outbox: Outbox) -> Committed:
-        """Write the outbox in one transaction, then shards where enough results have gathered."""
+        """Write the outbox in one transaction, then one shard where enough results have gathered."""
         now, since = self._clock(), time.perf_counter()
         with self._store.write() as tx:
             if outbox.saved or outbox.returned:
@@ -71,7 +71,7 @@ class Recorder:
         self._note(now if self._idle_since is None else min(now, self._idle_since))
         self._gathered.update(job.job_id for job in committed.counted if fills_a_shard(job))
         self._completed.update(committed.completed)
-        self._compact()
+        self.compact()
         return committed
 
     def _lock(self, tx: Any, outbox: Outbox) -> None:
@@ -101,29 +101,54 @@ class Recorder:
             self._unnoted = False
         self._tokens, self._busy_since = 0, until
 
-    def _compact(self) -> None:
-        """Move the journal of completed jobs to shards, and that of jobs that can fill one."""
+    @property
+    def behind(self) -> bool:
+        """True if results may wait for a shard."""
+        return bool(self._completed or self._gathered)
+
+    def compact(self) -> bool:
+        """Write one shard of a completed job, or of a job that can fill one; False if none can be written now.
+
+        One at a time, since the store's thread renews leases too: after an outage many wait.
+        """
         # While a bucket is out of reach the results stay in the journal, from which all commands read them too.
         if self._monotonic() < self._compact_at:
-            return
+            return False
         try:
-            for job_id in self._completed:
-                self._move(job_id, whole=True)
-            self._gathered -= self._completed
-            for job_id in list(self._gathered):
-                if self._move(job_id, whole=False) is not None:  # else it is tried again
-                    self._gathered.remove(job_id)
-            self._completed.clear()
+            return any(
+                self._moved(job_id) for job_id in [*self._completed, *self._gathered - self._completed]
+            )
         except StoreUnreachable as error:
             self._compact_at = self._monotonic() + AGAIN_S
             log.warning("results stay in the database for now: %s", error)
+            return False
+
+    def _moved(self, job_id: str) -> bool:
+        """Move results of a job to one shard; the job is left alone from then on if there are none to be moved."""
+        if job_id in self._completed and self._goes_on(job_id):
+            self._completed.remove(job_id)
+            self._gathered.add(job_id)
+        moved = self._move(job_id, whole=job_id in self._completed)
+        if moved == 0:  # None: another process is at it, and it is tried again
+            self._completed.discard(job_id)
+            self._gathered.discard(job_id)
+        return bool(moved)
+
+    def _goes_on(self, job_id: str) -> bool:
+        """True if a job that was complete has rows to do again, of which few make no shard."""
+        with self._store.read() as tx:
+            state = catalog.states(tx, [job_id]).get(job_id)
+        return state is not None and not state.final
 
     def _move(self, job_id: str, *, whole: bool) -> int | None:
-        """Move a job's whole journal to shards, or what fills one; None if another process is at it."""
+        """Move a job's results to one shard, if they fill it or `whole`; None if another process is at it."""
         now, since = self._clock(), time.perf_counter()
         positions: list[int] = []
-        compact = shards.compact if whole else shards.compact_full
-        moved = compact(self._store, job_id, now=now, positions=positions)
+        moved = (
+            shards.compact(self._store, job_id, now=now, positions=positions, most=1)
+            if whole
+            else shards.compact_full(self._store, job_id, now=now, positions=positions)
+        )
         if positions:
             self._observer.moved(job_id, positions, begun=now, seconds=time.perf_counter() - since)
         return moved

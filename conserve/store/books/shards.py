@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +70,12 @@ def files(tx: Connection, job_ids: Collection[str] | None = None) -> list[ShardF
     ]
 
 
-def compact(store: Store, job_id: str, *, now: float, positions: list[int] | None = None) -> int:
+def compact(
+    store: Store, job_id: str, *, now: float, positions: list[int] | None = None, most: int | None = None
+) -> int:
     """Move all of the job's journalled results into shards; returns how many rows, and adds their `positions`.
+
+    With `most` it writes so many shards at most.
 
     The file is written under a temporary name, flushed and renamed, or uploaded. Then one transaction registers it
     and deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads;
@@ -80,7 +85,9 @@ def compact(store: Store, job_id: str, *, now: float, positions: list[int] | Non
     """
     moved = 0
     with store.alone(f"compact {job_id}", wait=True):
-        while more := compact_oldest(store, job_id, now=now, at_least=1, positions=positions):
+        for _ in count() if most is None else range(most):
+            if not (more := compact_oldest(store, job_id, now=now, at_least=1, positions=positions)):
+                break
             moved += more
     return moved
 
@@ -230,9 +237,7 @@ def register(
     """
     try:
         with store.write() as tx:
-            catalog.lock_job(
-                tx, job_id
-            )  # a sweep looks under this lock too, so before or after this transaction
+            catalog.lock_job(tx, job_id)  # a sweep looks under it too, so before or after this transaction
             read = as_read(tx, job_id, rows)
             gone = sum(afresh(tx, delete(journal).where(*chunk)).rowcount for chunk in read)
             if gone != len(rows) or not is_kept(path, written_at):
