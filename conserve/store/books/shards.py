@@ -337,9 +337,8 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )
-        # Without a row left no claim would ever end the job.
-        ended = journalled.complete(tx, current.id, now)
-        if not ended and current.state not in (JobState.PAUSED, JobState.QUEUED):
+        goes_on = not journalled.complete(tx, current.id, now)  # else no claim would ever end the job
+        if goes_on and current.state not in (JobState.PAUSED, JobState.QUEUED):
             events.of_jobs(tx, [current.id], now=now)
         wake(tx)
     for file in gone:
