@@ -163,7 +163,7 @@ def test_of_a_store_in_a_bucket_only_the_files_of_views_in_use_are_opened(
     (tmp_path / "lake" / "team" / "store").symlink_to(store.home)
     taken = replace(snapshot(store, now=0.0), data=ObjectPath(LAKE, "store"))
     other = put("other.parquet", parquet(1))
-    with query.opened(taken, spill=tmp_path / "spill", used=used) as views:
+    with query.opened(taken, spill=tmp_path / "spill", uses=lambda empty: used) as views:
         (shard,) = (path.name for path in views.files["results"]) if counts["results"] else [None]
         found = {view: views.duck.execute(f"select count(*) from {view}").fetchall()[0][0] for view in counts}
         with pytest.raises(duckdb.Error, match="disabled"):
