@@ -22,6 +22,7 @@ pytest.importorskip("fsspec")
 
 UPLOAD = "conserve.store.files.objects:ObjectPath.upload"
 PROMPTS = [f"q{n}" for n in range(60)]
+SCRIPT = "tokens=20&token_ms=10&capacity=8"  # long enough for several commits
 SHOTS = (
     Shot(at="conserve.store.books.journal:count", call=2, after=True),  # some rows answered
     Shot(at=UPLOAD),  # all rows answered, and their shard not sent
@@ -41,7 +42,7 @@ def test_every_row_is_there_once_after_kills_around_each_upload(data: str, tmp_p
     at = tmp_path / "home"
     store = Store.open(load({"home": at, "data": data}, environ={}))
     assert isinstance(store.data, ObjectPath)
-    jobs = [Harness(at, PROMPTS, script="tokens=20&capacity=8", seed=seed) for seed in range(len(SHOTS))]
+    jobs = [Harness(at, PROMPTS, script=SCRIPT, seed=seed) for seed in range(len(SHOTS))]
     submitting = ["submit", str(tmp_path / "input-0.parquet"), "--prompt", "{{ q }}", "--name", "killed"]
     for job, shot in zip(jobs, SHOTS, strict=True):
         job.submit()
