@@ -211,7 +211,7 @@ def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
     lease = leased(store)
     journalled = []
     for position in positions(lease):
-        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        recorder.write(outbox_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1, 0]
     assert select(store, "select num_rows, created_at from shard") == [(2, 1000.0), (2, 1000.0)]
@@ -226,7 +226,7 @@ def test_results_of_several_harvesters_fill_a_shard_together(
     lease = leased(store)
     journalled = []
     for recorder, position in zip(recorders, positions(lease), strict=False):
-        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        recorder.write(outbox_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1]
 
@@ -235,7 +235,7 @@ def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id:
     recorder = Recorder(store, Clock())
     lease = leased(store)
     for these, left in (([0, 1, 2], 3), ([3], 0)):
-        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in these]))
+        recorder.write(outbox_of(lease, these))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 
@@ -809,7 +809,7 @@ def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store,
     shards.retry_failed(store, job_id, now=0.0)
     lease = leased(store)
     for position, left in ((2, 1), (3, 0)):
-        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        recorder.write(outbox_of(lease, [position]))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 

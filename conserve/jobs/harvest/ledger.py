@@ -23,7 +23,7 @@ from conserve.store.books import catalog, choice, harvested, leases, queue, serv
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
-from conserve.store.database.connection import of_one_machine, reserve_space
+from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
 from conserve.store.upkeep.sweep import sweep
 
@@ -83,9 +83,7 @@ class Ledger:
         """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
         now = self._clock()
         with self._store.write() as tx:
-            leases.abandon(
-                tx, owners.dead(leases.owners(tx), one_machine=of_one_machine(tx)), mine=self.owner
-            )
+            leases.abandon(tx, leases.dead_owners(tx), mine=self.owner)
             self._end_silent(tx)
             harvested.forget_old(tx, now=now)
             servers.forget_old(tx, now=now)
@@ -311,7 +309,7 @@ class Ledger:
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
-                leases.abandon(tx, owners.dead(leases.owners(tx), one_machine=of_one_machine(tx)))
+                leases.abandon(tx, leases.dead_owners(tx))
                 self._end_silent(tx)
                 left = self._backlog(tx)
         if left.waiting and left.next_at is not None and left.next_at > now:

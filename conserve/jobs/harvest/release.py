@@ -4,12 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from conserve import owners
 from conserve.errors import StoreInUse
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.store.books import leases
 from conserve.store.copying.move import named
-from conserve.store.database.connection import of_one_machine
 
 T = TypeVar("T")
 
@@ -24,7 +22,7 @@ class Release:
 
     def require(self, tx: Any) -> None:
         """Raise `StoreInUse` while harvesters hold rows."""
-        leases.abandon(tx, owners.dead(leases.owners(tx), one_machine=of_one_machine(tx)))
+        leases.abandon(tx, leases.dead_owners(tx))
         leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
         if holders := leases.owners(tx):
             raise StoreInUse(

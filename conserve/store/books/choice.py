@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 from sqlalchemy import Connection, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import (
@@ -21,7 +20,7 @@ from conserve.store.books.queue import (
 )
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, insert_rows, matching
+from conserve.store.database.bulk import afresh, insert_rows, matching, upsert_into
 from conserve.store.database.schema import PASSED_OVER
 
 job, request, meta = schema.job, schema.request, schema.meta
@@ -124,8 +123,9 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Ter
 
 def remember(tx: Connection, place: str) -> None:
     """Store the place of a window, so that the next window goes on there."""
-    insert: Any = postgresql.insert if tx.dialect.name == "postgresql" else sqlite.insert
-    first = insert(meta).values(key=PLACE, value=place)  # two harvesters may have the first window at once
+    first = upsert_into(tx, meta).values(
+        key=PLACE, value=place
+    )  # two harvesters may have the first window at once
     tx.execute(first.on_conflict_do_update(index_elements=["key"], set_={"value": place}))
 
 

@@ -1,13 +1,13 @@
 """Harvested tokens by quarter of an hour, as they are seen: what forecasts are made from."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, case, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from conserve.store.books.states import is_slot
 from conserve.store.database import schema
+from conserve.store.database.bulk import upsert_into
 
 harvested = schema.harvested
 
@@ -41,8 +41,7 @@ def pieces(since: float, now: float) -> Iterator[tuple[int, float, float]]:
 
 def add(tx: Connection, slot: int, tokens: float, begin: float, end: float) -> None:
     """Add to one slot; time that another harvester has counted counts once."""
-    insert: Any = postgresql.insert if tx.dialect.name == "postgresql" else sqlite.insert
-    first = insert(harvested).values(slot=slot, tokens=tokens, busy_s=end - begin, busy_until=end)
+    first = upsert_into(tx, harvested).values(slot=slot, tokens=tokens, busy_s=end - begin, busy_until=end)
     counted = larger(harvested.c.busy_until, begin)
     more = {
         "tokens": harvested.c.tokens + tokens,

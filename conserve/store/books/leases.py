@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, and_, case, delete, false, func, insert, or_, select, true, update
 
+from conserve.owners import dead as dead_among
 from conserve.store.books import catalog, losses, spans
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
-from conserve.store.database.connection import chunks
+from conserve.store.database.connection import chunks, of_one_machine
 from conserve.store.database.wakeup import wake
 
 job, lease, request = schema.job, schema.lease, schema.request
@@ -158,6 +159,11 @@ def lock_with_job(tx: Connection, job_id: str) -> None:
             if known.issuperset(of_job(tx, job_id)):
                 return
             both.rollback()
+
+
+def dead_owners(tx: Connection) -> set[str]:
+    """Owners of leases that ran on this machine and have ended."""
+    return dead_among(owners(tx), one_machine=of_one_machine(tx))
 
 
 def abandon(tx: Connection, dead: Collection[str], *, mine: str | None = None) -> int:

@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from conserve.errors import UsageError
 from conserve.store.database import schema
+from conserve.store.database.bulk import upsert_into
 
 server, feeding = schema.server, schema.feeding
 
@@ -87,9 +86,8 @@ def note(tx: Connection, owner: str, sightings: Sequence[Sighting], *, now: floa
 
 def see(tx: Connection, seen: Sighting, now: float) -> None:
     """Add a server, or its sign of life; other harvesters may do so at the same time."""
-    statement: Any = postgresql.insert if tx.dialect.name == "postgresql" else sqlite.insert
     life = {"model": seen.model, "version": seen.version, "seen_at": now} if seen.alive else {}
-    added = statement(server).values(url=seen.url, **life)
+    added = upsert_into(tx, server).values(url=seen.url, **life)
     if life:
         tx.execute(added.on_conflict_do_update(index_elements=["url"], set_=life))
     else:

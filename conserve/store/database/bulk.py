@@ -34,6 +34,14 @@ def insert_rows(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
         tx.execute(insert(table), rows)
 
 
+def upsert_into(tx: Connection, table: Table) -> Any:
+    """The database's own INSERT, which says what becomes of a row that another process has added meanwhile."""
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    own = postgresql.insert if tx.dialect.name == "postgresql" else sqlite.insert
+    return own(table)
+
+
 def copy(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows by PostgreSQL's COPY: one statement, of which the server parses and plans nothing."""
     names = list(rows[0])
