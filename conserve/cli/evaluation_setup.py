@@ -117,7 +117,7 @@ def schedule(
 
 
 def length_of(text: str) -> int:
-    """Whole seconds of a length of time."""
+    """Seconds in the text of `--within`; raises `UsageError` for any other text."""
     found = seconds_of(text)
     if found is None or found < 1:
         raise UsageError(f"--within {text!r} is no length of time; write 6h or 90m")

@@ -25,7 +25,7 @@ class Schedule:
     hour: int
     minute: int
     command: tuple[str, ...]
-    within_s: int | None = None  # a run that takes longer is stopped, and the next one goes on with it
+    within_s: int | None = None  # a run that takes longer is stopped
 
     @property
     def unit(self) -> str:

@@ -121,7 +121,7 @@ def test_rows_in_flight_may_end_a_job_that_was_told_to_stop(
 
 
 def test_a_result_of_a_row_that_its_lease_does_not_hold_is_late(store: Store) -> None:
-    """As where a database fell back to an earlier state and gave the epoch to a lease of other rows."""
+    """A database that fell back to an earlier state gives the epoch again, to a lease of other rows."""
     add_job(store, rows=3)
     first, second = leased(store, limit=1), leased(store, limit=1)
     put_back(store, first, 0)

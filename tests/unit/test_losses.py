@@ -61,7 +61,7 @@ def test_rows_that_are_lost_with_their_owner_for_the_third_time_are_suspects(sto
 
 @pytest.mark.parametrize("end", [gave_back, never_learned_of_it, was_told_to_stop])
 def test_rows_that_go_back_otherwise_are_never_suspects(store: Store, end: End) -> None:
-    """However often; a death after it is their first loss."""
+    """Such ends count nothing: a death after them is the first loss."""
     add_job(store, rows=2)
     lose(store, 2 * CANDIDATE, end=end)
     lose(store)

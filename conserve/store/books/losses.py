@@ -1,7 +1,8 @@
 """Losses: rows whose harvester died or fell silent, and which of them are suspects.
 
-A row may take the whole harvester down, as where the kernel ends a container for its memory. Nobody is left then to
-say that an engine died with it, so the store counts how often a row was lost with its owner.
+A row may take the whole harvester down: the kernel may end a container for the memory that one row takes. No
+process is left then to say that an engine died with the row, so the store counts how often a row was lost with its
+owner.
 
 Every row under a lease was in flight, so the store cannot tell which one did it. A row that was lost three times is
 a candidate. Few of an owner's candidates become suspects at first, and twice as many with each further loss. So an
