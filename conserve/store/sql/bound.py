@@ -35,9 +35,8 @@ def check_names(select: str, columns: Sequence[str]) -> None:
         try:
             ask(views.duck, select)
         except QueryError as error:
-            if not isinstance(error.__cause__, duckdb.BinderException) or MISSING.search(
-                str(error.__cause__)
-            ):
+            cause = error.__cause__
+            if not isinstance(cause, duckdb.BinderException) or MISSING.search(str(cause)):
                 raise
 
 

@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from collections.abc import Iterable
 
 import duckdb
 
@@ -38,14 +37,13 @@ def explained(error: duckdb.Error, sql: str = "") -> QueryError:
         return QueryError(ONLY_SELECT)
     cause, names = apart(message)
     if column := name_in(NO_COLUMN, cause):
-        return QueryError(f"there is no column {column}; {meant(column, [names])}{columns_shown_by(sql)}")
+        return QueryError(f"there is no column {column}; {meant(column, names)}{columns_shown_by(sql)}")
     if table := name_in(NO_TABLE, cause):
-        return QueryError(f"there is no view {table}; {meant(table, [names, *VIEWS])}{REACH}")
+        return QueryError(f"there is no view {table}; {meant(table, names, *VIEWS)}{REACH}")
     if function := name_in(NO_FUNCTION, cause):
-        return QueryError(f"there is no function {function}; {meant(function, [names])}{CORRECT}")
-    return QueryError(
-        f"{cause}; {columns_shown_by(sql) if isinstance(error, duckdb.BinderException) else CORRECT}"
-    )
+        return QueryError(f"there is no function {function}; {meant(function, names)}{CORRECT}")
+    next_step = columns_shown_by(sql) if isinstance(error, duckdb.BinderException) else CORRECT
+    return QueryError(f"{cause}; {next_step}")
 
 
 def streamed(message: str) -> QueryError:
@@ -65,7 +63,7 @@ def name_in(pattern: re.Pattern[str], cause: str) -> str | None:
     return None if found is None else next(one for one in found.groups() if one is not None)
 
 
-def meant(name: str, candidates: Iterable[str]) -> str:
+def meant(name: str, *candidates: str) -> str:
     """The words "did you mean text? If not, "; empty where no name is like this one."""
     names = [one for text in candidates for one in re.findall(r"\w+", text)]
     near = difflib.get_close_matches(name, names, n=1)
@@ -75,11 +73,8 @@ def meant(name: str, candidates: Iterable[str]) -> str:
 def columns_shown_by(sql: str) -> str:
     """Command that shows the columns of the views that a query names."""
     words = re.findall(r"\w+", sql.lower())
-    first, *others = [*dict.fromkeys(word for word in words if word in VIEWS)] or [
-        "results",
-        "inputs",
-        "jobs",
-    ]
+    named = dict.fromkeys(word for word in words if word in VIEWS)
+    first, *others = named or ("results", "inputs", "jobs")
     more = f" (or {', '.join(others)})" if others else ""
     return f'the columns are shown by: conserve sql "describe {first}"{more}'
 

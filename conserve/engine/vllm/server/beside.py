@@ -107,9 +107,8 @@ class Beside:
     def _client_for(self, use: str) -> httpx.AsyncClient:
         """Client at the socket, made in the loop that uses it."""
         if use not in self._clients:
-            through = httpx.AsyncHTTPTransport(
-                uds=self._path, verify=False
-            )  # no TLS, so no certificates are read
+            # No TLS is spoken there, so that no certificates need be read.
+            through = httpx.AsyncHTTPTransport(uds=self._path, verify=False)
             self._clients[use] = httpx.AsyncClient(
                 transport=through, base_url="http://localhost", timeout=TIMEOUT, trust_env=False
             )

@@ -80,26 +80,28 @@ class SimulatedAccelerator(SimulatedEngine):
 
     def _iterate(self, until: float | None = None) -> None:
         self._bring_requests()
-        launched = False
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            launched = bool(output.num_scheduled_tokens)
-            if launched:
-                self.clock.now += self._host_s
-                self._launch(output)
-            else:
-                self._launched.append(Launched(output, results_of(output, set()), self._free_at))
-            if (
-                launched
-                and len(self._launched) < IN_FLIGHT
-                and not self.scheduler.ahead.waits()
-                and self._overlaps
-            ):
-                return
+        launched = self.scheduler.has_requests() and self._schedules()
+        if (
+            launched
+            and self._overlaps
+            and len(self._launched) < IN_FLIGHT
+            and not self.scheduler.ahead.waits()
+        ):
+            return
         if self._launched:
             self._settle()
         if not launched and not self._launched:
             self._rest(until)
+
+    def _schedules(self) -> bool:
+        """Schedule an iteration and launch it; False if it has nothing to compute."""
+        output = self.scheduler.schedule()
+        if output.num_scheduled_tokens:
+            self.clock.now += self._host_s
+            self._launch(output)
+            return True
+        self._launched.append(Launched(output, results_of(output, set()), self._free_at))
+        return False
 
     @property
     def _overlaps(self) -> bool:
