@@ -133,6 +133,12 @@ def bench(
             help="Sweep on simulated time, by the model's profile; without a MODEL by the demo model's.",
         ),
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Simulated cells at a time; by default one a core, up to eight."
+        ),
+    ] = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -160,7 +166,7 @@ def bench(
         raise SettingsError(
             "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
         )
-    if sweep is not None or cells is not None or simulated:
+    if sweep is not None or cells is not None or simulated or processes is not None:
         raise typer.Exit(sweeping(ctx.obj, words, SweepFlags.of(ctx.params), as_json=as_json))
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,6 +1,7 @@
 """`conserve bench --sweep`: the comparison at operating points, cell by cell, on an engine or on simulated time."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +14,16 @@ from conserve.bench.names import regime_of
 from conserve.cli import exits, output
 from conserve.cli.bench_names import which
 from conserve.cli.context import Context
+from conserve.cli.side_by_side import side_by_side
 from conserve.config import Settings
+from conserve.engine.runtime.machine import compute_threads
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.machine import BenchMachine
+    from conserve.bench.points import Cell
     from conserve.bench.simulated import PlayedBlock, Simulate
-    from conserve.bench.sweep import CellLedger, SweepPlan
+    from conserve.bench.sweep import CellLedger, Document, SweepPlan
     from conserve.bench.traces import Trace
 
 
@@ -34,6 +38,7 @@ class SweepFlags:
     rounds: int | None
     block_s: float | None
     simulated: bool
+    processes: int | None
     preset: str
     folder: Path | None
 
@@ -41,10 +46,12 @@ class SweepFlags:
     def of(cls, flags: Mapping[str, Any]) -> Self:
         """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
         if flags["sweep"] is None:
-            raise SettingsError("--cells and --simulated are for --sweep; add --sweep quick")
+            raise SettingsError("--cells, --simulated and --processes are for --sweep; add --sweep quick")
         if said := [flag for name, flag in SETS.items() if flags[name] is not None]:
             raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
-        same = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "preset")
+        if flags["processes"] is not None and not flags["simulated"]:
+            raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
+        same = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "processes", "preset")
         return cls(size=flags["sweep"], folder=flags["out"], **{name: flags[name] for name in same})
 
 
@@ -61,6 +68,7 @@ SIZES = {"quick": Size(6, 12, 1, 4), "full": Size(32, 216, 2, 8)}
 BLOCK_S, SIMULATED_BLOCK_S = 25.0, 30.0
 REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
+MOST_PROCESSES = 8  # unless more are asked for; each takes 0.7 GB
 FILE = "cells.jsonl"
 SETS = {
     "trace": "--trace",
@@ -88,7 +96,7 @@ def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json:
         raise SettingsError("a simulated engine has the flags of its profile; leave vLLM's flags out")
     machine = machine_of(settings, words[0] if words else None)
     plan = plan_of(wanted, size, machine.name)
-    return simulated(plan, machine, folder, as_json=as_json)
+    return simulated(plan, machine, folder, processes=wanted.processes, as_json=as_json)
 
 
 def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
@@ -196,33 +204,43 @@ def on_servers(
     return conclude(ledger, folder, as_json=as_json)
 
 
-def simulated(plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, as_json: bool) -> int:
-    """Measure the missing cells on a simulated engine, and report; returns the exit code."""
-    from conserve.bench.simulated import Simulator
+def simulated(
+    plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, processes: int | None = None, as_json: bool
+) -> int:
+    """Measure the missing cells on simulated engines, and report; returns the exit code."""
     from conserve.bench.sweep import CellLedger
-    from conserve.bench.sweep import simulated as measured
     from conserve.cli.bench import interruptible
 
     ledger = CellLedger.open(folder / FILE, plan)
-    with interruptible():  # the cell under way is dropped
+    most = processes or min(compute_threads(), MOST_PROCESSES)
+    with interruptible():  # the cells under way are dropped
         if ledger.missing:
-            engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
-            fill(ledger, lambda cell: measured(cell, plan, engine))
+            fill(ledger, partial(measuring, plan, machine), min(most, len(ledger.missing)))
     return conclude(ledger, folder, as_json=as_json)
 
 
-def fill(ledger: "CellLedger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Measure the missing cells one by one, and say how long the others will take."""
+def measuring(plan: "SweepPlan", machine: "BenchMachine") -> "Callable[[Cell], Document]":
+    """What measures a cell in this process."""
+    from conserve.bench import sweep
+    from conserve.bench.simulated import Simulator
+
+    engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
+    return partial(sweep.simulated, plan=plan, simulator=engine)
+
+
+def fill(ledger: "CellLedger", make: "Callable[[], Callable[[Cell], Document]]", processes: int) -> None:
+    """Measure the missing cells, so many at a time, and say how long the others will take."""
     from conserve.bench.sweep import SweepTimeLeft, sentence_on
 
     missing, known = ledger.missing, len(ledger.done)
-    estimate = SweepTimeLeft(CELL_S * len(ledger.plan.policies) / 8)
+    estimate = SweepTimeLeft(CELL_S * len(ledger.plan.policies) / 8 / processes)
     output.say(sentence_on(ledger, estimate.left_s(len(missing)), known))
-    for number, cell in enumerate(missing):
-        ledger.keep(dict(measure(cell)))
-        estimate.measured()
-        left = output.duration(estimate.left_s(len(missing) - number - 1))
-        output.say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; {left} left")
+    with contextlib.closing(side_by_side(missing, make, processes)) as found:
+        for number, (cell, document) in enumerate(found, 1):
+            ledger.keep(document)
+            estimate.measured()
+            left = output.duration(estimate.left_s(len(missing) - number))
+            output.say(f"{known + number} of {len(missing) + known}: {cell.name}; {left} left")
 
 
 def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:

@@ -294,7 +294,7 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 ) -> None:
     asked = list[Cell]()
 
-    def measured(cell: Cell, plan: SweepPlan, engine: Simulator) -> dict[str, Any]:
+    def measured(cell: Cell, plan: SweepPlan, simulator: Simulator) -> dict[str, Any]:
         asked.append(cell)
         if len(asked) == 2:
             raise KeyboardInterrupt
@@ -302,12 +302,12 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 
     monkeypatch.setattr(sweep, "simulated", measured)
     monkeypatch.setattr("conserve.cli.sweep.simulator", lambda: made_up)
-    assert simulated(PLAN, MACHINE, tmp_path, as_json=False) == 130
+    assert simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=False) == 130
     said = capsys.readouterr()
     assert f"1 of 4: {PLAN.wanted()[0].name}" in said.err
     assert "Stopped after 1 of 4 cells. The same command goes on" in said.err
     assert "Stopped after 1 of 4 cells" in (tmp_path / "page.html").read_text()
-    assert simulated(PLAN, MACHINE, tmp_path, as_json=True) == 0
+    assert simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert [Cell.of(one) for one in document["cells"]] == PLAN.wanted()
     assert asked == [PLAN.wanted()[n] for n in (0, 1, 1, 2, 3)], "the cell that was dropped comes again"
@@ -325,6 +325,7 @@ FLAGS: dict[str, Any] = {
     "rounds": None,
     "block_s": None,
     "simulated": True,
+    "processes": None,
     "preset": "full",
     "out": None,
 }
@@ -335,8 +336,10 @@ def test_a_sweep_sets_the_arrivals_itself() -> None:
     assert (wanted.size, wanted.simulated, wanted.folder) == ("quick", True, None)
     with pytest.raises(SettingsError, match=r"a sweep sets --trace, --rate itself; leave it out"):
         SweepFlags.of({**FLAGS, "trace": "t.parquet", "rate": 1.0})
-    with pytest.raises(SettingsError, match=r"--cells and --simulated are for --sweep; add --sweep quick"):
+    with pytest.raises(SettingsError, match=r"--cells, --simulated and --processes are for --sweep; add"):
         SweepFlags.of({**FLAGS, "sweep": None})
+    with pytest.raises(SettingsError, match=r"one cell at a time; --processes goes with --simulated"):
+        SweepFlags.of({**FLAGS, "processes": 2, "simulated": False})
 
 
 def test_every_policy_plays_unless_some_are_named() -> None:
