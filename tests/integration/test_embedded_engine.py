@@ -358,6 +358,7 @@ class TestAnswers:
             ({"messages": FRANCE, "temperature": -1}, "invalid_request"),
             ({"messages": FRANCE, "response_format": {"type": "json_schema"}}, "invalid_request"),
             ({"messages": FRANCE, "structured_outputs": {"regex": "(("}}, "invalid_request"),
+            ({"messages": FRANCE, "thinking_token_budget": 1 << 70}, "invalid_request"),
             (
                 {"messages": FRANCE, "tools": [{"type": "function", "function": {"name": "f"}}]},
                 "invalid_request",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +31,14 @@ from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_m
 from conserve.engine.vllm.requests.answers import Serving
 from conserve.engine.vllm.requests.continuation import continued
 from conserve.engine.vllm.requests.engines import most_requests
-from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare, rejection
+from conserve.engine.vllm.requests.faults import check_finished, engine_errors
+from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare
 from conserve.engine.vllm.requests.token_watch import in_flight
 from conserve.engine.vllm.settings import AUTO, Pacing
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,
     EndpointUnusable,
-    EngineDied,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class EmbeddedEndpoint:
         serving = (await self._engine()).serving
         prepared = await prepare(call, serving)
         single = len(prepared.prompts) == 1 and prepared.prompts[0].params.n == 1
-        with _engine_errors(serving):
+        with engine_errors(serving.llm, _why_died):
             if call.resume_from and single:
                 outputs = [await _resume(call, prepared, serving, on_tokens)]
             elif on_tokens is not None and single:
@@ -140,7 +140,7 @@ class EmbeddedEndpoint:
                 on_tokens(outputs[0].outputs[0].token_ids)
             else:
                 outputs = await _collect(call, prepared, serving)
-        _check_finished(outputs)
+        check_finished(outputs)
         return await serving.answer(prepared, outputs)
 
     async def close(self) -> None:
@@ -287,37 +287,6 @@ async def _resume(
         if on_tokens is not None:
             on_tokens(answer.token_ids)
     return answer.output()
-
-
-@contextlib.contextmanager
-def _engine_errors(serving: Serving) -> Iterator[None]:
-    """Turn exceptions of generate() into ours: the engine died, the request is at fault, or neither."""
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    try:
-        yield
-    except ConserveError:
-        raise
-    except EngineDeadError as error:
-        raise EngineDied(_why_died()) from error
-    except EngineGenerateError as error:
-        cause = error.__cause__
-        if isinstance(cause, ConserveError):
-            raise cause from None
-        if isinstance(cause, ValueError | TypeError | NotImplementedError):
-            raise rejection(cause) from error
-        if serving.llm.errored:
-            raise EngineDied(_why_died()) from error
-        raise EndpointUnavailable(f"the engine failed on this request: {cause!r}") from error
-    except Exception as error:
-        raise rejection(error) from error
-
-
-def _check_finished(outputs: Sequence[RequestOutput]) -> None:
-    for output in outputs:
-        for answer in output.outputs:
-            if answer.finish_reason in (None, "abort", "error"):
-                raise EndpointUnavailable(f"the engine gave the request up ({answer.finish_reason})")
 
 
 def _why_died() -> str:

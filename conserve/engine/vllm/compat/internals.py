@@ -42,7 +42,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.{utils.system_utils,v1.engine.utils,v1.executor.multiproc_executor}.get_mp_context": "replaced on a "
         "CPU: core and worker are forked off one process that has imported vLLM",
         "vllm.utils.ompmultiprocessing.OMPProcessManager.configure_omp_envs": "the variables of a CPU worker",
-        "vllm.exceptions.{VLLMServerError,VLLMValidationError,GracefulHTTPError}": "refusals and "
+        "vllm.exceptions.{VLLMClientError,VLLMValidationError,GracefulHTTPError}": "refusals and "
         "their parameter",
         # outputs and resuming
         "VllmConfig.logging_config": "its processes tell their steps",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conserve.endpoints.protocol import Call, Url
-from conserve.errors import EndpointBusy, EndpointError, EndpointUnavailable, RequestRejected
+from conserve.engine.vllm.requests.faults import row_error
+from conserve.errors import EndpointError, RequestRejected
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.requests.answers import Serving
 
 IGNORED = frozenset({"model", "stream", "stream_options"})  # one model, and answers in one piece
-TOO_LONG = frozenset(
-    {"input_tokens", "input_text"}
-)  # parameters that vLLM names for a prompt over the context length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class Prepared:
 
 
 async def prepare(call: Call, serving: Serving) -> Prepared:
-    """Validate, render and tokenise on the renderer's threads; raises `RequestRejected`."""
+    """Validate, render and tokenise on the renderer's threads; raises what `row_error` makes of a failure."""
     try:
         request = _parse(call)
         conversation, inputs = await serving.render(request)
@@ -53,19 +51,8 @@ async def prepare(call: Call, serving: Serving) -> Prepared:
     except EndpointError:
         raise
     except Exception as error:
-        raise rejection(error) from error
+        raise row_error(error) from error
     return Prepared(request=request, conversation=conversation, prompts=prompts)
-
-
-def rejection(error: Exception) -> EndpointError:
-    """Our error for an exception of vLLM's request handling."""
-    from vllm.exceptions import GracefulHTTPError, VLLMServerError
-
-    if isinstance(error, GracefulHTTPError):  # from the user's own --max-num-queued-... flags
-        return EndpointBusy(_sentence(error))
-    if isinstance(error, VLLMServerError | MemoryError):
-        return EndpointUnavailable(_sentence(error))
-    return RequestRejected(_sentence(error), kind=_kind(error))
 
 
 def _parse(call: Call) -> ChatCompletionRequest | CompletionRequest:
@@ -108,26 +95,3 @@ def _prompt(
         )
     params = request.to_sampling_params(serving.max_tokens(request, num_tokens), serving.default_sampling)
     return Prompt(engine_input=engine_input, params=params)
-
-
-def _kind(error: Exception) -> str:
-    from jinja2 import TemplateError
-
-    if getattr(error, "parameter", None) in TOO_LONG:
-        return "too_long"
-    chain = (error, error.__cause__)
-    if any(isinstance(link, TemplateError) or "Template" in type(link).__name__ for link in chain):
-        return "template"
-    return "invalid_request"
-
-
-def _sentence(error: Exception) -> str:
-    """The first complaint of pydantic or vLLM, in one line."""
-    from pydantic import ValidationError
-
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return f"{where}: {first['msg']}" if where else first["msg"]
-    text = " ".join(str(error.args[0] if error.args else error).split())  # str() appends the parameter
-    return text or type(error).__name__
