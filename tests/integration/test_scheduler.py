@@ -776,6 +776,22 @@ def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
     assert report["offline"]["tokens"] > 10_000
 
 
+def test_a_client_that_leaves_after_its_slo_is_late_and_one_that_leaves_sooner_is_not(make: Make) -> None:
+    engine = make("conserve")
+    late, soon = engine.add(40, 3), engine.add(40, 3)
+    engine.clock.now += 1.0
+    engine.abort([soon])
+    engine.clock.now += 1.0
+    engine.abort([late])
+    engine.clock.now += 30.0  # until the next request, and so the next iteration
+    engine.add(40, 3)
+    engine.step()
+    online = engine.scheduler.conserve()["online"]
+    assert online["requests"] == 1
+    assert sum(online["histograms"]["ttft_ms"]["counts"]) == 2
+    assert online["ttft_ms"]["p99"] == pytest.approx(2000.0)
+
+
 def test_live_requests_are_recorded_by_time_and_lengths_alone(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "arrivals.csv"
     engine = make("conserve", slo={**SLO, "record_arrivals": str(file)})

@@ -49,6 +49,37 @@ def test_nothing_has_happened_yet() -> None:
     }
 
 
+def test_clients_that_leave_after_more_than_is_promised_are_late() -> None:
+    """Clients with a time-out waited longest: without them a server that answers none would look well."""
+    traffic = Traffic(PROMISES)
+    for number in range(20):
+        traffic.arrived(str(number), 10, at=float(number))
+        traffic.finished(str(number), aborted_at=number + 1.5)
+    online = traffic.report(now=30.0)["online"]
+    assert (online["requests"], online["attainment"], online["held_back"]) == (0, 0.0, ["ttft_ms"])
+    assert online["ttft_ms"] == pytest.approx({"p50": 1500, "p99": 1500})
+    assert sum(online["histograms"]["ttft_ms"]["counts"]) == 20
+    assert traffic.online_now == 0
+
+
+def test_clients_that_leave_sooner_say_nothing() -> None:
+    traffic = Traffic(PROMISES)
+    traffic.arrived("a", 10, at=0.0)
+    traffic.finished("a", aborted_at=0.9)
+    traffic.arrived("b", 10, at=0.0)
+    traffic.finished("b")
+    assert traffic.report(now=30.0)["online"]["ttft_ms"]["p50"] is None
+
+
+def test_without_a_promise_a_wait_longer_than_all_others_counts() -> None:
+    traffic = Traffic()
+    answer(traffic, "a", at=0.0, ttft_s=0.5)
+    for request, left_at in (("b", 0.4), ("c", 2.0)):
+        traffic.arrived(request, 10, at=0.0)
+        traffic.finished(request, aborted_at=left_at)
+    assert traffic.report(now=30.0)["online"]["ttft_ms"] == pytest.approx({"p50": 500, "p99": 2000})
+
+
 def test_the_first_token_counts_for_ttft_and_the_others_for_tbt() -> None:
     traffic = Traffic()
     answer(traffic, "a", at=10.0, ttft_s=0.25, gaps_s=(0.05, 0.05, 0.2))

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping
+from math import isinf
 from typing import Any, NamedTuple
 
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
@@ -61,6 +62,24 @@ class ClassTraffic:
         self.requests += 1
         self.waiting -= 1
         self.decoding += 1
+        self._waited(ms, at)
+
+    def given_up(self, ms: float, *, at: float) -> bool:
+        """Note that a client left after so long without a token; True if the wait counts as a TTFT.
+
+        It counts if it is longer than promised, or without a promise than all TTFTs of the last 60 s. A shorter
+        wait says nothing: the token could have come in time.
+        """
+        forget(self.ttft_ms, now=at)
+        longest_ms = self.promises.slo.ttft_ms
+        if isinf(longest_ms):
+            longest_ms = max((moment.value for moment in self.ttft_ms), default=0.0)
+        if ms <= longest_ms:
+            return False
+        self._waited(ms, at)
+        return True
+
+    def _waited(self, ms: float, at: float) -> None:
         remember(self.ttft_ms, Moment(at, ms))
         self.ttft_counts.note(ms)
         self.accountant.ttft.note(ms)

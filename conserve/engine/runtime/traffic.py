@@ -163,12 +163,15 @@ class Traffic:
         """True if the online request has its first token."""
         return request in self._last_token_at
 
-    def finished(self, request: str) -> None:
-        """Forget a finished request."""
+    def finished(self, request: str, *, aborted_at: float | None = None) -> None:
+        """Forget a finished request; `aborted_at` is when its client left, if that is why."""
         one = self._class(request)
         if (arrived := self._arrived_at.pop(request, None)) is not None:
             one.waiting -= 1
-            self.receipt.gone(arrived=arrived)
+            if aborted_at is not None and one.given_up((aborted_at - arrived) * 1e3, at=aborted_at):
+                self.receipt.answered(arrived=arrived, at=aborted_at)
+            else:
+                self.receipt.gone(arrived=arrived)
         if self._last_token_at.pop(request, None) is not None:
             one.decoding -= 1
         self.class_of.pop(request, None)

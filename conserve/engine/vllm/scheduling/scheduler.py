@@ -78,7 +78,9 @@ class CoServing:
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
-        self._finished: list[str] = []  # requests whose last tokens are not counted yet
+        self._finished: dict[
+            str, float | None
+        ] = {}  # whose last tokens are not counted yet; when it was aborted
         self._last = Iteration()  # the newest one
         self._most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
@@ -145,7 +147,8 @@ class CoServing:
             names.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._grammars.pop(request.request_id, None)
-        self._finished.append(request.request_id)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        self._finished[request.request_id] = time.monotonic() if aborted else None
         self._recordings.ended(request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -206,8 +209,8 @@ class CoServing:
         for outputs in updated.values():
             answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
             self._traffic.tokens(answered, at=ended)
-        for name in self._finished:
-            self._traffic.finished(name)
+        for name, aborted_at in self._finished.items():
+            self._traffic.finished(name, aborted_at=aborted_at)
         self._finished.clear()
         return updated
 
