@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -286,6 +287,48 @@ def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: py
             await process.key(b"a")
         answers.status = 401
         assert await process.key(b"a") is None
+
+    asyncio.run(walk())
+
+
+def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process costs a question its time-out: the first request waits for it, and no other does."""
+    now_s, answers = 0.0, Answers()
+    monkeypatch.setattr(beside, "Hop", lambda _: answers)
+    process, timed_out = beside.Beside("s", lambda: now_s), asyncio.Event()
+    get = answers.get
+
+    async def hang(*asked: Any) -> Reply:
+        nonlocal now_s
+        answers.asked += 1
+        await timed_out.wait()
+        raise TimeoutError
+
+    async def walk() -> None:
+        nonlocal now_s
+        known = await process.key(b"a")
+        monkeypatch.setattr(answers, "get", hang)
+        now_s = beside.KEPT_S
+        first, second = (asyncio.create_task(process.key(b"a")) for _ in range(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        now_s += beside.ASKING_S
+        timed_out.set()
+        assert [await first, await second] == [known, known]
+        assert answers.asked == 2, "one question for both"
+        assert await process.key(b"a") == known, "the time-out was the last question's"
+        assert answers.asked == 2
+        timed_out.clear()
+        now_s += beside.KEPT_S
+        assert [await process.key(b"a") for _ in range(3)] == [known] * 3, "while a question is under way"
+        await asyncio.sleep(0)
+        assert answers.asked == 3
+        timed_out.set()
+        monkeypatch.setattr(answers, "get", get)
+        answers.status = 401
+        while await process.key(b"a") is not None:
+            now_s += beside.KEPT_S
+            await asyncio.sleep(0)
 
     asyncio.run(walk())
 

@@ -7,6 +7,7 @@ short way (docs/adr/0031).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -93,6 +94,8 @@ class Beside:
         self._clients: dict[str, httpx.AsyncClient] = {}
         self._polling, self._asking = Hop(path), Hop(path)  # questions about keys do not wait behind polls
         self._keys: dict[bytes, KeyAnswer] = {}
+        self._questions: dict[bytes, asyncio.Task[None]] = {}  # about keys, under way
+        self._silent = False  # the last question had no answer
 
     @property
     def client(self) -> httpx.AsyncClient:
@@ -116,27 +119,52 @@ class Beside:
 
     async def close(self) -> None:
         """Close the connections."""
+        for asking in self._questions.values():
+            asking.cancel()
         self._polling.close()
         self._asking.close()
         for client in self._clients.values():
             await client.aclose()
 
     async def key(self, authorization: bytes) -> StoreKey | None:
-        """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told."""
+        """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told.
+
+        While the process does not answer, a request with a known key waits for no question.
+        """
         told, now = self._keys.get(authorization), self._clock()
-        if told is not None and now < told.asked_at + KEPT_S:
-            return told.key
+        known = told is not None and now < told.at + STALE_S
+        if told is None or not known or now >= told.asked_at + KEPT_S:
+            asking = self._ask_once(authorization)
+            if not (known and self._silent):
+                await asyncio.shield(asking)
+                told = self._keys.get(authorization)
+        if told is None or self._clock() >= told.at + STALE_S:
+            raise Unanswered
+        return told.key
+
+    def _ask_once(self, authorization: bytes) -> asyncio.Task[None]:
+        """The question about a key that is under way, or a new one."""
+        asking = self._questions.get(authorization)
+        if asking is None:
+            asking = self._questions[authorization] = asyncio.create_task(self._ask(authorization))
+            asking.add_done_callback(lambda _: self._questions.pop(authorization))
+        return asking
+
+    async def _ask(self, authorization: bytes) -> None:
+        """Ask about a key, and keep the answer, or that there was none."""
         try:
             answer = await self._asking.get(b"/caller", [HERE, (AUTHORIZATION, authorization)], ASKING_S)
-            told = KeyAnswer(key=uses(answer), at=now, asked_at=now)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            if told is None or now >= told.at + STALE_S:
-                raise Unanswered from error
-            told = replace(told, asked_at=now)
+            key = uses(answer)
+        except (OSError, ValueError, LookupError, TypeError):
+            self._silent = True
+            if (told := self._keys.get(authorization)) is not None:
+                self._keys[authorization] = replace(told, asked_at=self._clock())
+            return
+        self._silent = False
         if len(self._keys) >= MOST_KEPT:
             self._keys.clear()
-        self._keys[authorization] = told
-        return told.key
+        now = self._clock()
+        self._keys[authorization] = KeyAnswer(key=key, at=now, asked_at=now)
 
     async def metrics(self) -> bytes:
         """The process's metrics, of the backlog; nothing while it does not answer."""
