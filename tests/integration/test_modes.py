@@ -271,6 +271,27 @@ def test_prefix_caching_is_vllms_choice_but_for_mamba_2_on_a_cpu(
     assert "--enable-prefix-caching" not in words
 
 
+@pytest.mark.parametrize("theirs", [[], ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}']])
+def test_kv_on_a_cpu_leaves_room_for_its_copies(
+    theirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies take their memory only under load: one that is not there ends the server hours after its start."""
+    from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
+    from conserve.engine.vllm.launching import flags as launching
+    from conserve.engine.vllm.server.process import command_line
+
+    def kv(flags: list[str]) -> int:
+        words = command_line(model, ["--dtype", "float32", *flags], {}, models_folder=tmp_path)
+        return int(words[words.index("--kv-cache-memory-bytes") + 1])
+
+    gib = 1 << 30
+    monkeypatch.setattr(launching, "_available_bytes", lambda: 7 * gib)
+    model = str(configured(tmp_path / "model", model_type="llama"))
+    assert kv(theirs) == (7 * gib - launching.PROCESS_BYTES) // 2
+    copied = with_checkpoints(theirs, {"policy": "adaptive", "host_bytes": 2 * gib})
+    assert kv(copied) == (7 * gib - launching.PROCESS_BYTES - 2 * gib) // 2
+
+
 @pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--pipeline_parallel_size=2", "-pp"])
 def test_stages_of_a_pipeline_are_compiled_on_a_cpu(flag: str, tmp_path: Path) -> None:
     from conserve.engine.vllm.launching.flags import cpu_defaults

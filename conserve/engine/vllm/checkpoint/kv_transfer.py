@@ -39,11 +39,23 @@ def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str
 def without_checkpoints(flags: Sequence[str]) -> list[str]:
     """The user's flags again: undoes `with_checkpoints`."""
     others, config = _parted(flags)
-    if config is None:
-        return others
-    inner = config.get("kv_connector_extra_config", {}).get("connectors", [config])
-    theirs = [one for one in inner if one["kv_connector"] != CONNECTOR]
+    theirs = [one for one in _connectors(config) if one["kv_connector"] != CONNECTOR]
     return [*others, FLAG, json.dumps(theirs[0])] if theirs else others
+
+
+def copies_bytes(flags: Sequence[str]) -> int:
+    """Host memory for copies of KV blocks that these flags give an engine; 0 without checkpoints."""
+    _, config = _parted(flags)
+    ours = [one for one in _connectors(config) if one["kv_connector"] == CONNECTOR]
+    return sum(int(one.get("kv_connector_extra_config", {}).get("host_bytes", 0)) for one in ours)
+
+
+def _connectors(config: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """KV connectors that a configuration names, itself or beside each other."""
+    if config is None:
+        return []
+    inner: list[dict[str, Any]] = config.get("kv_connector_extra_config", {}).get("connectors", [config])
+    return inner
 
 
 def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from conserve import logs
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.checkpoint.kv_transfer import without_checkpoints
+from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.compat.internals import Part
@@ -66,7 +66,8 @@ def command_line(
         flags = without_checkpoints(flags)  # vLLM starts no such model with a KV connector
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
     defaults += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
-    defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
+    if current_platform.is_cpu():
+        defaults += cpu_defaults(path, flags, copies_bytes=copies_bytes(flags))
     return [path, *without(defaults, flags), *flags, "--scheduling-policy", "priority"]
 
 
