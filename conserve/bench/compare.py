@@ -63,9 +63,7 @@ async def alternate(
             slo = design.slo or limits(blocks, design.slo_scale)
             turn = await field.turn(policy, slo)
             await asyncio.sleep(design.settle_s)
-            # Each block has prompts of its own, or later policies would find them in the prefix cache.
-            seed = design.seed * 10_000 + len(blocks)
-            block = await one_block(turn, trace, design, policy, seed=seed)
+            block = await one_block(turn, trace, design, policy)
             blocks.append(block)
             say(sentence(block, number, design.rounds))
             if judged is not None and policy == alone_of(design.policies) and number == 0:
@@ -88,11 +86,13 @@ def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
     return LatencyLimits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
 
 
-async def one_block(turn: Turn, trace: Trace, design: Design, policy: str, *, seed: int) -> Block:
+async def one_block(turn: Turn, trace: Trace, design: Design, policy: str) -> Block:
     """Play the arrivals once. Offline tokens count while requests arrive, answers until the last is complete."""
     loop, server = asyncio.get_running_loop(), turn.server
     start_at = loop.time() + LEAD_S
-    plan = LoadPlan(trace=trace, target=turn.target, seed=seed, start_at=start_at, cores=design.load_cores)
+    plan = LoadPlan(
+        trace=trace, target=turn.target, seed=turn.seed, start_at=start_at, cores=design.load_cores
+    )
     async with beside(play_apart(plan)) as playing:
         await asyncio.sleep(max(0.0, start_at - loop.time()))
         first, began = await server.counters(), loop.time()

@@ -1,7 +1,9 @@
 """A co-serving server under test: its policy is switched, its counters are read."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any, Self
 
 import httpx
@@ -17,6 +19,7 @@ from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
 PATH = "/v1/conserve"
+RUN_BITS = 48  # of the first seed of a comparison on a server that runs already
 FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's report that say what it can do
 
 
@@ -219,13 +222,19 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneServer:
-    """The field of a comparison on one server, which has its turn all the time."""
+    """The field of a comparison on one server, which has its turn all the time.
+
+    The server may still hold the prompts of an earlier comparison, so seeds begin at random.
+    """
 
     deployment: Deployment
     target: LoadTarget
     preemption: str  # of policies that do not name theirs
+    seeds: Iterator[int] = field(
+        default_factory=lambda: count(secrets.randbits(RUN_BITS))
+    )  # of blocks' prompts
 
     async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
         """Switch the server to this policy."""
         await self.deployment.follow(policy, slo, preemption=self.preemption)
-        return Turn(self.deployment, self.target)
+        return Turn(self.deployment, self.target, next(self.seeds))

@@ -33,10 +33,14 @@ class CountedServer(Protocol):
 
 
 class Turn(NamedTuple):
-    """The server that has its turn, and how live requests reach it."""
+    """The server that has its turn, how live requests reach it, and the seed of their prompts.
+
+    No two turns of a field share a seed, or prefix caches would hold the prompts of the earlier one.
+    """
 
     server: CountedServer
     target: LoadTarget
+    seed: int
 
 
 class Field(Protocol):

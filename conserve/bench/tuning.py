@@ -30,7 +30,6 @@ from conserve.profiles.model import LinearModel, smallest_ms
 ROWS = 512  # different rows of a simulation, over and over
 LEAST_TOKENS = 128  # of an iteration
 LEAST_ROWS_PER_S = 0.01
-TEST_SEED = 1_000_000  # of prompts, so that no block finds a test run's in the prefix cache
 ALONE = ONLINE_ONLY_PLANNED  # test runs are all on the server that can be switched
 TERMS = {HYGEN: "budget_ms", HYGEN_STAR: "offline_per_s"}  # parameter of each policy
 
@@ -159,7 +158,7 @@ async def tuned_hygen(
     named, said = [name for name in (HYGEN_STAR, HYGEN) if name in sized.design.policies], []
     if not named:
         return []
-    alone = await measured(playing, sized, ALONE, seed=0) if measures else workload.alone()
+    alone = await measured(playing, sized, ALONE) if measures else workload.alone()
     how = "on the engine" if measures else "simulated"
     for policy in named:
         run = measured_run(playing, deployment, sized, policy) if measures else None
@@ -175,22 +174,19 @@ async def tuned_hygen(
 
 def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: str) -> TestRun:
     """Test run on the engine itself: a block of the first round's arrivals under this policy."""
-    runs = 0
 
     async def run(value: float) -> RunLatencies:
-        nonlocal runs
-        runs += 1
         deployment.terms[policy] = {TERMS[policy]: value}
-        return await measured(playing, sized, policy, seed=runs)
+        return await measured(playing, sized, policy)
 
     return run
 
 
-async def measured(playing: Field, sized: Sized, policy: str, *, seed: int) -> RunLatencies:
+async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
     """Latencies of a block that is played now and counts for nothing else."""
     turn = await playing.turn(policy, None)
     await asyncio.sleep(sized.design.settle_s)
-    block = await one_block(turn, sized.source(0), sized.design, policy, seed=TEST_SEED + seed)
+    block = await one_block(turn, sized.source(0), sized.design, policy)
     return RunLatencies(ttfts_ms(block.answers), tbts_ms(block.answers))
 
 

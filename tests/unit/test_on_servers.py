@@ -10,25 +10,30 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.bench import compare, tuning
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.compare import Design
+from conserve.bench.deployment import Deployment, OneServer
+from conserve.bench.field import Field
+from conserve.bench.load import LoadPlan, LoadTarget
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.playing import Measurement
 from conserve.bench.points import Cell
 from conserve.bench.presets import CPU
 from conserve.bench.profiler import Promise
-from conserve.bench.servers import confirmation, rows, sweep
+from conserve.bench.servers import confirmation, rows, servers, sweep
 from conserve.bench.sizing import Sized
 from conserve.bench.sweep import CellLedger, SweepPlan
-from conserve.bench.traces import Trace
+from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Parameter, TriedValue, Tuning
 from conserve.cli import output
 from conserve.cli.bench_plan import own_plan
 from conserve.cli.tune import TuneFlags, confirm
 from conserve.config import Settings
 from conserve.errors import EndpointUnusable
+from tests import virtual_time
 
 MACHINE = BenchMachine.demo()
 HARMS = Parameter("harm", 0.01, 1.0, lambda share: {"harm": round(share, 2)})
@@ -147,10 +152,10 @@ def test_each_cell_is_a_comparison_on_servers_that_start_once(
 ) -> None:
     cells = sweep_in(tmp_path)
     asyncio.run(cells.run(as_many_as_fit=False))
-    (servers,) = FakeServers.made
-    assert servers.ended
-    assert servers.plan.preset.block_s == 20.0
-    assert servers.plan.settings.home == tmp_path / "store-1", "never the user's"
+    (started,) = FakeServers.made
+    assert started.ended
+    assert started.plan.preset.block_s == 20.0
+    assert started.plan.settings.home == tmp_path / "store-1", "never the user's"
     assert [design.slo_scale for design in measured.designs] == [cell.scale for cell in PLAN.wanted()]
     assert all((design.rounds, design.policies) == (2, PLAN.policies) for design in measured.designs)
     lines = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
@@ -199,6 +204,105 @@ def test_a_server_without_a_latency_model_sets_no_rates(
     with pytest.raises(EndpointUnusable, match="tells no latency model"):
         asyncio.run(sweep_in(tmp_path).run(as_many_as_fit=False))
     assert FakeServers.made[0].ended
+
+
+# Prompts
+
+
+class CountlessServer:
+    """A server that takes each policy, and counts nothing."""
+
+    async def follow(self, *_: Any, **__: Any) -> None: ...
+
+    async def counters(self) -> None: ...
+
+    async def watch(self, start_at: float) -> list[Any]:
+        try:
+            await asyncio.sleep(3600.0)
+        except asyncio.CancelledError:
+            return []
+        raise AssertionError("a block is shorter")
+
+    def counted(self, *_: Any) -> dict[str, int]:
+        return {"offline_tokens": 0, "iterations": 0, "planned": 0, "overruns": 0}
+
+
+class ReadyPlace:
+    """Stands in for a server's processes, which are up."""
+
+    started = True
+
+    def __init__(self, name: str, *_: Any, url: str, **__: Any) -> None:
+        self.name, self.url, self.server = name, url, CountlessServer()
+
+    async def begin(self) -> None: ...
+
+    async def freeze(self) -> None: ...
+
+    async def filled(self, seconds: float) -> None: ...
+
+
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Seeds of the prompts that are played."""
+    found: list[int] = []
+
+    async def play_apart(plan: LoadPlan) -> list[LoadAnswer]:
+        found.append(plan.seed)
+        return []
+
+    async def follow(*_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr(compare, "play_apart", play_apart)
+    monkeypatch.setattr(Deployment, "follow", follow)
+    monkeypatch.setattr(servers, "ServerPlace", ReadyPlace)
+    return found
+
+
+PAIR = Design(policies=["conserve", "online-only/planned"], rounds=2, block_s=5.0)
+
+
+def sized_pair() -> Sized:
+    trace = Trace(name="t", duration_s=5.0, arrivals=(Arrival(0.0, 16, 4),))
+    return Sized(
+        preset=CPU,
+        design=PAIR,
+        source=lambda number: trace,
+        rate=0.2,
+        lengths=1.0,
+        chosen=False,
+        forecasts=(),
+    )
+
+
+async def compared(field: Field) -> None:
+    comparison = compare.alternate(field, sized_pair().source, PAIR, say=lambda line: None)
+    assert len([block async for block in comparison]) == 4
+
+
+def test_every_block_and_test_run_on_the_same_servers_has_prompts_of_its_own(
+    tmp_path: Path, measured: Measured, seeds: list[int]
+) -> None:
+    async def cells() -> None:
+        plan = own_plan(Settings(home=tmp_path), [], PAIR.policies, CPU, tmp_path / "store", seed=0)
+        field = servers.Servers(plan, PAIR)
+        for policy in ("hygen-star", "hygen"):
+            test_run = tuning.measured_run(field, field.deployment, sized_pair(), policy)
+            await test_run(1.0)
+            await compared(field)
+
+    virtual_time.run(cells())
+    assert len(seeds) == len(set(seeds)) == 10
+
+
+def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(seeds: list[int]) -> None:
+    async def runs() -> None:
+        for _ in range(2):
+            server, target = CountlessServer(), LoadTarget(base_url="http://host", model="m")
+            await compared(OneServer(deployment=server, target=target, preemption="off"))  # type: ignore[arg-type]
+
+    virtual_time.run(runs())
+    assert len(seeds) == len(set(seeds)) == 8
 
 
 # A confirmation

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ MakeServer = Callable[
     [Settings, dict[str, Any], list[str], int], ProcessCommand
 ]  # section, vLLM's flags, port
 MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
+MOST_BLOCKS = 10_000  # on the same servers
 FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
 
 
@@ -84,6 +86,7 @@ class Servers:
         )
         self._stock: dict[str, ServerPlace] = {}
         self._budgets: dict[str, int | None] = {}  # token budgets of the stock servers
+        self._seeds = count(design.seed * MOST_BLOCKS)  # of the blocks' prompts
 
     async def start(self) -> None:
         """Start the plug-in's server, by whose latency model everything is sized."""
@@ -118,7 +121,7 @@ class Servers:
         target = LoadTarget(
             base_url=place.url, model=settings.model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
-        return Turn(place.server, target)
+        return Turn(place.server, target, next(self._seeds))
 
     async def close(self) -> None:
         """End all servers."""
