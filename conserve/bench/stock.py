@@ -17,10 +17,13 @@ PATH = "/metrics"
 ANSWER_S = 60.0
 
 
-class ComputedTokens(NamedTuple):
-    """Tokens that a server has computed since its start, of live and offline requests."""
+class ServedTokens(NamedTuple):
+    """Tokens of the requests that a server has served since its start, live and offline ones.
 
-    prompts: float  # counted with the first token of the answer; without the ones found in the prefix cache
+    Prompts count whole: a live prompt may begin in the prefix cache, rows of random tokens share nothing.
+    """
+
+    prompts: float  # counted with the first token of the answer
     answers: float
 
     @property
@@ -58,7 +61,7 @@ class StockServer:
             base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, transport=transport
         )
 
-    async def counters(self) -> ComputedTokens:
+    async def counters(self) -> ServedTokens:
         """Tokens so far; raises `EndpointUnusable`."""
         try:
             answer = (await self._client.get(PATH)).raise_for_status()
@@ -66,15 +69,15 @@ class StockServer:
             raise EndpointUnusable(f"{self._url} went away ({error!r}); see its log") from error
         return tokens_of(answer.text)
 
-    async def watch(self, start_at: float) -> list[tuple[float, ComputedTokens]]:
+    async def watch(self, start_at: float) -> list[tuple[float, ServedTokens]]:
         """Read the counters until cancelled; returns them with their times in s since `start_at`."""
         return await readings(self.counters, start_at)
 
     def counted(
         self,
-        first: ComputedTokens,
-        last: ComputedTokens,
-        seen: Sequence[tuple[float, ComputedTokens]],
+        first: ServedTokens,
+        last: ServedTokens,
+        seen: Sequence[tuple[float, ServedTokens]],
         answers: Sequence[LoadAnswer],
         duration_s: float,
     ) -> dict[str, Any]:
@@ -107,19 +110,19 @@ class StockServer:
         await self._client.aclose()
 
 
-def tokens_of(page: str) -> ComputedTokens:
+def tokens_of(page: str) -> ServedTokens:
     """Counts of vLLM's metrics page; raises `EndpointUnusable` if it has none."""
     prompts, answers = total(page, "vllm:prompt_tokens_total"), total(page, "vllm:generation_tokens_total")
     if prompts is None or answers is None:
         raise EndpointUnusable("the stock server's /metrics counts no tokens; leave --disable-log-stats out")
-    return ComputedTokens(prompts - (total(page, "vllm:prompt_tokens_cached_total") or 0.0), answers)
+    return ServedTokens(prompts, answers)
 
 
-def live_tokens(answers: Sequence[LoadAnswer], until_s: float) -> ComputedTokens:
+def live_tokens(answers: Sequence[LoadAnswer], until_s: float) -> ServedTokens:
     """Tokens of live requests that their clients had got by then, each prompt with its first token."""
     begun = [one for one in answers if one.token_at_s and one.token_at_s[0] <= until_s]
     got = sum(at <= until_s for one in begun for at in one.token_at_s)
-    return ComputedTokens(float(sum(one.input_tokens for one in begun)), float(got))
+    return ServedTokens(float(sum(one.input_tokens for one in begun)), float(got))
 
 
 def in_flight_s(answers: Sequence[LoadAnswer], duration_s: float) -> float:

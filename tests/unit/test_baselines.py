@@ -62,7 +62,7 @@ def stock(*pages: str, rows: RowsInFlight | None) -> StockServer:
 
 def counted(rows: RowsInFlight | None, answers: list[LoadAnswer]) -> dict[str, Any]:
     async def go() -> dict[str, Any]:
-        server = stock(page(1000, 0, 50), page(5000, 200, 150), rows=rows)
+        server = stock(page(1000, 0, 50), page(4800, 0, 150), rows=rows)
         first, last = await server.counters(), await server.counters()
         await server.close()
         return server.counted(first, last, [(5.0, first), (10.0, last)], answers, 10.0)
@@ -78,6 +78,21 @@ def test_offline_tokens_are_the_servers_less_what_clients_got() -> None:
     assert found["offline_work"] == pytest.approx(3700 + 98 * (2.0 + 1.0))
     assert found["busy_s"] == 10.0
     assert found["offline_series"] == ((5.0, 0), (10.0, 3798))
+
+
+def test_what_live_prompts_find_in_the_prefix_cache_is_not_taken_from_the_rows() -> None:
+    """Ten live prompts of 600 tokens begin with the same 384 ones, beside rows with 5,000 tokens."""
+    rows, answers = RowsInFlight(worth=Worth(), context=100.0), [answered(1.0, 2.0, prompt=600)] * 10
+
+    async def go() -> dict[str, Any]:
+        server = stock(page(1000, 0, 50), page(1000 + 6000 + 5000, 10 * 384, 60), rows=rows)
+        first, last = await server.counters(), await server.counters()
+        await server.close()
+        return server.counted(first, last, [(10.0, last)], answers, 10.0)
+
+    found = asyncio.run(go())
+    assert (found["offline_tokens"], found["offline_decodes"]) == (5000, 0)
+    assert found["offline_series"] == ((10.0, 5000),)
 
 
 def test_a_server_without_rows_counts_the_time_that_it_has_a_request() -> None:
