@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from conserve.bench.answers import tbts_ms, ttfts_ms
+from conserve.bench.answers import RequestEnd, tbts_ms, ttfts_ms
 from conserve.bench.field import Field, Turn
 from conserve.bench.load import LoadPlan, play_apart
 from conserve.bench.measure import Block, LatencyLimits, by_policy, online_only_p99s, percentiles
@@ -135,9 +135,11 @@ def sentence(block: Block, number: int, rounds: int) -> str:
         else "no answers"
     )
     offline, busy = block.offline_tokens / block.duration_s, block.busy_s / block.duration_s
+    failed = sum(answer.status is not RequestEnd.OK for answer in block.answers)
+    requests = f"{len(block.answers)} requests" + (f", {failed} failed" if failed else "")
     left = f", rows left {block.iterations_left:,} iterations" if block.iterations_left else ""
     return (
-        f"round {number + 1}/{rounds} {block.policy}: {len(block.answers)} requests, {latency}, "
+        f"round {number + 1}/{rounds} {block.policy}: {requests}, {latency}, "
         f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}{left}"
     )
 

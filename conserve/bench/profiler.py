@@ -3,12 +3,12 @@
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from conserve.bench.answers import Floats
-from conserve.errors import SettingsError
+from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
+from conserve.errors import EndpointUnusable, SettingsError
 
 SCANNED = 7  # values of the range, before the binary search
 STEPS = 4  # of the binary search: to 5 % of the value where the range spans a factor of 100
@@ -29,10 +29,27 @@ class Promise(NamedTuple):
 
 
 class RunLatencies(NamedTuple):
-    """TTFTs and TBTs of a test run's live requests, in ms."""
+    """TTFTs and TBTs of a test run's live requests, in ms; one of each is infinite for a failed request."""
 
     ttft_ms: Floats
     tbt_ms: Floats
+
+    @classmethod
+    def heard(cls, answers: Sequence[LoadAnswer]) -> Self:
+        """Latencies as clients heard them: a request without a complete answer waits for ever."""
+        complete = [one for one in answers if one.status is RequestEnd.OK]
+        never = np.full(len(answers) - len(complete), inf)
+        return cls(np.concatenate([ttfts_ms(complete), never]), np.concatenate([tbts_ms(answers), never]))
+
+    def as_reference(self) -> Self:
+        """These latencies, if all requests were answered; raises `EndpointUnusable`."""
+        failed = int(np.isinf(self.ttft_ms).sum())
+        if failed:
+            raise EndpointUnusable(
+                f"{failed} of {len(self.ttft_ms)} live requests failed with no row beside them, so the harm "
+                "of rows cannot be told; see the server's log, and give a lower rate if requests took too long"
+            )
+        return self
 
     def of(self, promise: Promise) -> float:
         """The promised statistic; 0 without a value."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from conserve.bench.answers import tbts_ms, ttfts_ms
 from conserve.bench.bound import Mix
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY
@@ -136,8 +135,7 @@ def section(promises: Mapping[str, float]) -> dict[str, Any]:
 
 def latencies(blocks: Sequence[Block]) -> RunLatencies:
     """TTFTs and TBTs of all blocks."""
-    answers = [answer for block in blocks for answer in block.answers]
-    return RunLatencies(ttfts_ms(answers), tbts_ms(answers))
+    return RunLatencies.heard([answer for block in blocks for answer in block.answers])
 
 
 def words(promises: Mapping[str, float]) -> str:

@@ -11,7 +11,6 @@ from itertools import islice
 
 import numpy as np
 
-from conserve.bench.answers import tbts_ms, ttfts_ms
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import one_block
 from conserve.bench.deployment import Deployment
@@ -158,7 +157,7 @@ async def tuned_hygen(
     named, said = [name for name in (HYGEN_STAR, HYGEN) if name in sized.design.policies], []
     if not named:
         return []
-    alone = await measured(playing, sized, ALONE) if measures else workload.alone()
+    alone = (await measured(playing, sized, ALONE)).as_reference() if measures else workload.alone()
     how = "on the engine" if measures else "simulated"
     for policy in named:
         run = measured_run(playing, deployment, sized, policy) if measures else None
@@ -187,7 +186,7 @@ async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
     turn = await playing.turn(policy, None)
     await asyncio.sleep(sized.design.settle_s)
     block = await one_block(turn, sized.source(0), sized.design, policy)
-    return RunLatencies(ttfts_ms(block.answers), tbts_ms(block.answers))
+    return RunLatencies.heard(block.answers)
 
 
 def _simulated(workload: TuningWorkload, predictor: LinearModel) -> TestRun:

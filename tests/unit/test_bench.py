@@ -21,7 +21,7 @@ import pytest
 
 from conserve.bench import raw, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.compare import Design
+from conserve.bench.compare import Design, sentence
 from conserve.bench.deployment import Deployment, SchedulerCounters
 from conserve.bench.load import LoadPlan, LoadTarget, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
@@ -507,6 +507,12 @@ def test_a_failed_request_is_a_miss_and_counted() -> None:
     assert attainment([], LatencyLimits(100, 100), 2.0) == (None, None, None)
     outcome = compare([block("conserve", answers)]).policies["conserve"]
     assert (outcome.requests, outcome.failed, outcome.failures) == (4, 1, {"http_error": 1})
+
+
+def test_the_line_of_a_block_counts_failed_requests() -> None:
+    some, none = block("conserve", [answer(30.0), failed()]), block("conserve", [answer(30.0)])
+    assert "round 1/2 conserve: 2 requests, 1 failed, TTFT" in sentence(some, 0, 2)
+    assert "round 1/2 conserve: 1 requests, TTFT" in sentence(none, 0, 2)
 
 
 def test_a_policy_without_an_answer_is_still_reported() -> None:

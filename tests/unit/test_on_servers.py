@@ -62,6 +62,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.designs: list[Design] = []
+        self.fails: str | None = None  # beginning of the policies whose requests time out
 
     async def __call__(
         self,
@@ -85,7 +86,13 @@ class Measured:
         )
         for number in range(design.rounds):
             for policy in design.policies:
-                measurement.blocks.append(block(policy, source(number), design.block_s))
+                measurement.blocks.append(self._block(policy, source(number), design.block_s))
+
+    def _block(self, policy: str, trace: Trace, block_s: float) -> Block:
+        whole = block(policy, trace, block_s)
+        if self.fails is None or not policy.startswith(self.fails):
+            return whole
+        return replace(whole, answers=tuple(replace(one, status=RequestEnd.TIMEOUT) for one in whole.answers))
 
 
 def block(policy: str, trace: Trace, block_s: float) -> Block:
@@ -362,6 +369,23 @@ def test_one_that_it_does_not_keep_is_lowered(
     ]
     assert (candidate.promises["harm"], confirmed) == (0.1, True)
     assert "on the engine it exceeds what may be harmed by 8%; trying less" in capsys.readouterr().err
+
+
+def test_live_requests_that_fail_without_rows_confirm_nothing(tmp_path: Path, measured: Measured) -> None:
+    measured.fails = ""
+    with pytest.raises(EndpointUnusable, match="failed with no row beside them"):
+        confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    assert FakeServers.made[0].ended
+
+
+def test_live_requests_that_fail_beside_rows_are_told_as_such(
+    tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured.fails = "conserve"
+    _, confirmed = confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    assert not confirmed
+    said = "on the engine live requests beside rows failed, or were not answered in time; trying less"
+    assert said in capsys.readouterr().err
 
 
 def test_after_four_values_it_is_not_confirmed(tmp_path: Path, measured: Measured) -> None:

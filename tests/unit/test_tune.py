@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,20 @@ import pytest
 import typer
 
 from conserve.bench import recorded
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.machine import BenchMachine
-from conserve.bench.profiler import Promise, RunLatencies, harmed
+from conserve.bench.measure import Block
+from conserve.bench.profiler import Promise, RunLatencies, excess, harmed
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Arrival, Trace
-from conserve.bench.tune import Tuning, words
+from conserve.bench.tune import Tuning, latencies, words
 from conserve.cli import tuned
 from conserve.cli.tune import blocks_of, conclude, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
-from conserve.errors import InputError, Overloaded, SettingsError
+from conserve.errors import EndpointUnusable, InputError, Overloaded, SettingsError
 from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = BenchMachine.demo()
@@ -160,6 +163,61 @@ def test_what_the_engine_refuses_is_not_kept(
     assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("*.json")))
     if not kept:
         assert "kept p99 TBT +10% with none of the values tried, from --harm" in said.err
+
+
+def timed_out(number: int) -> LoadAnswer:
+    return replace(complete(number), token_at_s=(number + 0.1,), status=RequestEnd.TIMEOUT)
+
+
+def complete(number: int) -> LoadAnswer:
+    return LoadAnswer(
+        index=number,
+        due_s=float(number),
+        sent_s=float(number),
+        ended_s=number + 1.0,
+        input_tokens=9,
+        token_at_s=tuple(number + 0.1 + 0.02 * n for n in range(5)),
+        status=RequestEnd.OK,
+    )
+
+
+def played(*answers: LoadAnswer) -> Block:
+    return Block(
+        policy="conserve",
+        started_s=0.0,
+        duration_s=30.0,
+        answers=answers,
+        offline_tokens=0,
+        iterations=1,
+        planned=0,
+        overruns=0,
+    )
+
+
+@pytest.mark.parametrize("metric", ["ttft", "tbt"])
+@pytest.mark.parametrize("failing", [2, 100])
+def test_requests_that_fail_keep_no_promise(metric: str, failing: int) -> None:
+    whole = played(*map(complete, range(100)))
+    partly = played(*map(timed_out, range(failing)), *map(complete, range(failing, 100)))
+    mean = [Promise("mean", metric, 0.1)]
+    assert excess(latencies([whole]), latencies([whole]), mean) < 1
+    assert excess(latencies([partly]), latencies([whole]), mean) == math.inf
+
+
+@pytest.mark.parametrize(("failing", "kept"), [(1, True), (2, False)])
+def test_a_p99_lets_one_of_a_hundred_requests_fail(failing: int, kept: bool) -> None:
+    whole = played(*map(complete, range(100)))
+    partly = played(*map(timed_out, range(failing)), *map(complete, range(failing, 100)))
+    p99 = [Promise("p99", "ttft", 0.1)]
+    assert (excess(latencies([partly]), latencies([whole]), p99) <= 1) == kept
+
+
+def test_requests_that_fail_alone_are_no_reference() -> None:
+    alone = latencies([played(*map(timed_out, range(3)), complete(3))])
+    with pytest.raises(EndpointUnusable, match="3 of 4 live requests failed with no row beside them"):
+        alone.as_reference()
+    whole = latencies([played(complete(0))])
+    assert whole.as_reference() is whole
 
 
 def test_promises_are_flags_of_serve() -> None:

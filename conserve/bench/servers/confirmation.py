@@ -1,6 +1,7 @@
 """Confirmation of a tuned promise on the engine itself: blocks with it beside blocks of live requests alone."""
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from conserve.bench.compare import Design
@@ -17,6 +18,7 @@ from conserve.engine.vllm.settings import PREEMPTION
 
 SMALLER = 0.7  # factor on a value that the engine did not keep
 TRIES = 4
+FAILED = "live requests beside rows failed, or were not answered in time"
 
 
 class Confirmation:
@@ -50,7 +52,8 @@ class Confirmation:
                 self.outcome = found, excess <= 1
                 if excess <= 1:
                     return
-                self._say(f"on the engine it exceeds what may be harmed by {excess - 1:.0%}; trying less")
+                over = f"it exceeds what may be harmed by {excess - 1:.0%}" if excess < inf else FAILED
+                self._say(f"on the engine {over}; trying less")
                 found = replace(found, value=max(found.parameter.low, SMALLER * found.value))
         finally:
             await servers.close()
@@ -74,7 +77,7 @@ class Confirmation:
         def of(policy: str) -> list[Block]:
             return [block for block in measurement.blocks if block.policy == policy]
 
-        alone = latencies(of(ONLINE_ONLY_PLANNED))
+        alone = latencies(of(ONLINE_ONLY_PLANNED)).as_reference()
         return excess(latencies(of(design.policies[1])), alone, self._tuning.promised)
 
     def _design(self, found: TriedValue) -> Design:
