@@ -166,6 +166,7 @@ class PolicyComparison:
     """Figures of all policies; attainment is relative to `reference`."""
 
     reference: LatencyLimits | None
+    given: bool  # the reference is an SLO of the user's, not online-only's P99s
     policies: Mapping[str, PolicyOutcome]
     ratios: Mapping[str, Ratios]
     harm: Mapping[str, Harm]
@@ -187,13 +188,14 @@ def compare(
 
     Attainment is relative to `reference`: the P99s of online-only, unless given. The seed is the bootstrap's.
     """
-    named = by_policy(blocks)
+    named, given = by_policy(blocks), reference is not None
     reference = reference or online_only_p99s(named)
     policies = {name: outcome(of, reference) for name, of in named.items()}
     alone = alone_of([*named])
     without = [block.answers for block in named.get(alone or "", [])]
     return PolicyComparison(
         reference=reference,
+        given=given,
         policies=policies,
         ratios={name: ratios(name, policies) for name in policies},
         harm={

@@ -14,7 +14,7 @@ from conserve.errors import ConserveError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
-    from conserve.bench.measure import Block, PolicyComparison
+    from conserve.bench.measure import Block, LatencyLimits, PolicyComparison
     from conserve.bench.playing import Measurement
     from conserve.bench.sizing import Sized
 
@@ -34,12 +34,15 @@ def conclude(
     if measurement.sized is None or not measurement.blocks:
         output.say("stopped before the first block was measured: there is no page")
         return exits.INTERRUPTED
+    from conserve.bench.compare import limits
+
     design = measurement.sized.design
+    slo = design.slo or limits(measurement.blocks, design.slo_scale)
     stopped = missing(measurement.blocks, design)
     if stopped and failed is not None:
         stopped += f" The cause: {failed}"
-    said = {**facts(design), **played(measurement, measurement.sized), **said}
-    report(measurement.blocks, design, folder, said, stopped=stopped, as_json=as_json)
+    said = {**facts(design, slo), **played(measurement, measurement.sized), **said}
+    report(measurement.blocks, design, folder, said, slo=slo, stopped=stopped, as_json=as_json)
     if failed is not None:
         return output.failed(failed)
     return exits.INTERRUPTED if stopped else exits.DONE
@@ -60,12 +63,14 @@ def report(
     folder: Path,
     said: Mapping[str, str],
     *,
+    slo: "LatencyLimits | None",
     stopped: str | None,
     as_json: bool,
 ) -> None:
     """Print the tables, and write the page and the raw numbers into the folder.
 
-    `said` are facts about the measurement; `stopped` says which blocks are missing, if any.
+    `said` are facts about the measurement; `slo` was promised to live requests; `stopped` says which blocks
+    are missing, if any.
     """
     from conserve.bench import raw
     from conserve.bench.compare import relative
@@ -73,11 +78,11 @@ def report(
     from conserve.bench.pages import report as reports
 
     placed = relative(blocks)
-    comparison = compare(placed, seed=design.seed)
+    comparison = compare(placed, reference=design.slo, seed=design.seed)
     document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
     raw.write(placed, folder)
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
-    page = reports.page(comparison, placed, slo=comparison.reference, facts=said, stopped=stopped)
+    page = reports.page(comparison, placed, slo=slo, facts=said, stopped=stopped)
     (folder / "page.html").write_text(page)
     if as_json:
         output.data_json(document)
@@ -97,7 +102,7 @@ def show(comparison: "PolicyComparison") -> None:
     table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)
     output.data("\n".join(output.columns(tuple(table.header), table.rows, right=range(1, len(table.header)))))
     if shares.rows:
-        output.data("\nSLO attainment, by scale of online-only's P99s")
+        output.data(f"\nSLO attainment, by scale of {reports.reference_words(comparison)}")
         output.data(
             "\n".join(output.columns(tuple(shares.header), shares.rows, right=range(1, len(shares.header))))
         )
@@ -105,11 +110,12 @@ def show(comparison: "PolicyComparison") -> None:
         output.data(f"\n{line}")
 
 
-def facts(design: "Design") -> dict[str, str]:
-    """Facts that stand beside every figure: machine, versions, commit, seed, arrivals."""
+def facts(design: "Design", slo: "LatencyLimits | None") -> dict[str, str]:
+    """Facts that stand beside every figure: machine, versions, commit, seed, arrivals, SLO."""
     import platform
 
     from conserve import __version__
+    from conserve.bench.pages.report import limits_words
 
     return {
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
@@ -119,7 +125,8 @@ def facts(design: "Design") -> dict[str, str]:
         **({"preemption": design.preemption} if CONSERVE in design.policies else {}),
         "blocks": f"{design.rounds} of {design.block_s:g} s",
         "seed": str(design.seed),
-        "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",
+        "SLO": ("given" if design.slo else f"{design.slo_scale:g} x online-only's P99s")
+        + (f": {limits_words(slo)}" if slo else ""),
     }
 
 

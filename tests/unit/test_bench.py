@@ -694,8 +694,8 @@ def test_the_engine_is_prepared_for_preemption_where_a_policy_needs_it() -> None
 
 def test_facts_say_what_plain_conserve_was() -> None:
     design = Design(policies=["conserve", "conserve/off"], rounds=1, block_s=1.0, preemption="prompt")
-    assert facts(design)["preemption"] == "prompt"
-    assert facts(design)["policies"] == "conserve, conserve/off"
+    assert facts(design, None)["preemption"] == "prompt"
+    assert facts(design, None)["policies"] == "conserve, conserve/off"
 
 
 def test_variants_stand_after_their_policy_in_colours_of_their_own() -> None:

@@ -1,11 +1,19 @@
 """The page of a comparison: the answer first, at any width, in the dark and on paper."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from conserve.bench.measure import Block, compare
+from conserve.bench.compare import Design
+from conserve.bench.measure import Block, LatencyLimits, compare
 from conserve.bench.pages import report, verdict
+from conserve.bench.playing import Measurement
+from conserve.bench.presets import FULL
+from conserve.bench.sizing import Offered, Sized
+from conserve.cli.bench_report import conclude
 from tests.unit.test_bench import answer, block, failed, four_policies
 
 ANSWER = (
@@ -100,3 +108,55 @@ def test_the_page_has_a_dark_scheme_and_prints_light() -> None:
     assert "@media screen and (prefers-color-scheme: dark)" in shown
     assert "@media print" in shown
     assert 'name="viewport"' in shown
+
+
+# The SLO that the report judges by
+
+
+def concluded(folder: Path, blocks: list[Block], **slo: Any) -> tuple[str, dict[str, Any]]:
+    """The page and the JSON of a comparison of these blocks, under this SLO."""
+    design = Design(policies=[one.policy for one in blocks], rounds=1, block_s=10.0, **slo)
+    offered = Offered(name="", source=lambda *_: lambda number: None, flags=lambda rate: "", rate=1.0)  # type: ignore[arg-type, return-value]
+    measurement = Measurement(offered=offered, blocks=blocks)
+    measurement.sized = Sized(
+        preset=FULL,
+        design=design,
+        source=offered.source(FULL, None),
+        rate=1.0,
+        lengths=1.0,
+        chosen=False,
+        forecasts=(),
+    )
+    assert conclude(measurement, folder, {}, as_json=False) == 0
+    return (folder / "page.html").read_text(), json.loads((folder / "comparison.json").read_text())
+
+
+def attained(document: dict[str, Any], policy: str) -> float:
+    share: float = document["policies"][policy]["attainment"]["1.0"]["ttft"]
+    return share
+
+
+def test_a_given_slo_is_what_the_report_judges_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, document = concluded(tmp_path, four_policies(), slo=LatencyLimits(151.0, 25.0))
+    assert document["reference"] == {"ttft_ms": 151.0, "tbt_ms": 25.0}
+    assert (attained(document, "conserve"), attained(document, "online-only")) == (0.75, 1.0)
+    assert document["design"]["SLO"] == "given: TTFT 151 ms, TBT 25 ms"
+    assert "Reference: the given SLO (TTFT 151 ms, TBT 25 ms)." in shown
+    assert "TTFT of each request (ms), limit 151 ms" in shown
+    assert "SLO attainment, by scale of the given SLO (TTFT 151 ms, TBT 25 ms)" in capsys.readouterr().out
+
+
+def test_a_given_slo_needs_no_online_only(tmp_path: Path) -> None:
+    shown, document = concluded(tmp_path, four_policies()[:1], slo=LatencyLimits(151.0, 25.0))
+    assert attained(document, "conserve") == 0.75
+    assert "Reference: the given SLO" in shown
+
+
+def test_without_one_the_page_draws_the_scaled_limits_of_online_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, document = concluded(tmp_path, four_policies(), slo_scale=2.0)
+    assert document["reference"] == pytest.approx({"ttft_ms": 99.0, "tbt_ms": 10.0})
+    assert document["design"]["SLO"] == "2 x online-only's P99s: TTFT 198 ms, TBT 20 ms"
+    assert "TTFT of each request (ms), limit 198 ms" in shown
+    assert "by scale of online-only's P99s (TTFT 99 ms, TBT 10 ms)" in capsys.readouterr().out

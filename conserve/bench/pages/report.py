@@ -112,6 +112,19 @@ def attainment_rows(comparison: PolicyComparison) -> CellTable:
     return CellTable(["policy", *(f"{scale:g} x" for scale in SCALES)], rows)
 
 
+def reference_words(comparison: PolicyComparison) -> str:
+    """Words for the latencies that attainment is relative to; empty without any."""
+    if comparison.reference is None:
+        return ""
+    whose = "the given SLO" if comparison.given else "online-only's P99s"
+    return f"{whose} ({limits_words(comparison.reference)})"
+
+
+def limits_words(limits: LatencyLimits) -> str:
+    """Words for both limits."""
+    return f"TTFT {figure(limits.ttft_ms)} ms, TBT {figure(limits.tbt_ms)} ms"
+
+
 def receipts(comparison: PolicyComparison) -> list[str]:
     """Harm receipt of each policy, a sentence each."""
     return [_receipt(name, harm) for name, harm in comparison.harm.items()]
@@ -185,14 +198,13 @@ def _chart_note(comparison: PolicyComparison) -> str:
 
 def _tables(comparison: PolicyComparison) -> list[tuple[str, str, CellTable]]:
     """Heading, explanation and cells of each table, none of them wider than a sheet of paper."""
-    table, reference = table_rows(comparison), comparison.reference
+    table, reference = table_rows(comparison), reference_words(comparison)
     found = [
         ("Clients", CLIENTS_NOTE, table.part(CLIENTS)),
         ("Queue and engine", QUEUE_NOTE, table.part(QUEUE)),
     ]
-    if reference is not None:
-        limits = f"TTFT {figure(reference.ttft_ms)} ms, TBT {figure(reference.tbt_ms)} ms"
-        found.append(("Attainment", f"{ATTAINMENT_NOTE} {limits}.", attainment_rows(comparison)))
+    if reference:
+        found.append(("Attainment", f"{ATTAINMENT_NOTE} {reference}.", attainment_rows(comparison)))
     return found
 
 
