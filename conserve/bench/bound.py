@@ -69,6 +69,12 @@ def rows_per_s(
     return sum(found) / len(found) / block_s
 
 
+def most_rows_per_s(engine: EngineModel, mix: Mix) -> float:
+    """Rows per second of an engine without live requests."""
+    iterations = max((mix.prompt + mix.steps) / engine.max_tokens, mix.steps / engine.max_requests)
+    return 1e3 / (mix.row_ms + engine.ms(Batch()) * iterations)
+
+
 def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
     """Rows' worth of work in one block."""
     trace = wanted_by(trace, block_s, slo)

@@ -64,6 +64,7 @@ async def alternate(
             turn = await field.turn(policy, slo)
             await asyncio.sleep(design.settle_s)
             block = await one_block(turn, trace, design, policy)
+            await field.played(policy)
             blocks.append(block)
             say(sentence(block, number, design.rounds))
             if judged is not None and policy == alone_of(design.policies) and number == 0:

@@ -238,3 +238,6 @@ class OneServer:
         """Switch the server to this policy."""
         await self.deployment.follow(policy, slo, preemption=self.preemption)
         return Turn(self.deployment, self.target, next(self.seeds))
+
+    async def played(self, policy: str) -> None:
+        """The queue is the user's."""

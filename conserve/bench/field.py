@@ -49,6 +49,9 @@ class Field(Protocol):
     async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
         """Give the server of this policy its turn; raises `EndpointUnusable`."""
 
+    async def played(self, policy: str) -> None:
+        """Look at the offline rows after a block of this policy; raises `ConserveError` if none is left."""
+
 
 async def readings(counters: Callable[[], Awaitable[C]], start_at: float) -> list[tuple[float, C]]:
     """Counts every `LOOK_S` until cancelled, with their times in s since `start_at`."""

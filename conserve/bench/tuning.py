@@ -186,6 +186,7 @@ async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
     turn = await playing.turn(policy, None)
     await asyncio.sleep(sized.design.settle_s)
     block = await one_block(turn, sized.source(0), sized.design, policy)
+    await playing.played(policy)
     return RunLatencies.heard(block.answers)
 
 

@@ -22,8 +22,12 @@ from conserve.bench.servers import rows
 from conserve.bench.stock import StockServer
 from conserve.config import Settings
 from conserve.errors import ServiceFailed
+from conserve.profiles.batch import Batch, Slice
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.commands import Done, conserve
+from tests.store_rows import leased
 from tests.unit.test_sizing import ENGINE
 
 T = TypeVar("T")
@@ -61,6 +65,7 @@ class World:
         self.posted: list[dict[str, Any]] = []
         self.killed = False
         self.started: list[str] = []  # modules of the servers
+        self.taken: Callable[[int], None] = lambda block: None  # takes offline rows
 
     def stop(self) -> None:
         self.came_s = asyncio.get_running_loop().time()
@@ -76,6 +81,7 @@ class World:
                 self.stop()
             await asyncio.sleep(30.0)
             self.blocks += 1
+            self.taken(self.blocks)
             return [answer(n, arrival.at_s) for n, arrival in enumerate(plan.trace)]
         finally:
             self.playing -= 1
@@ -204,6 +210,41 @@ def test_the_blocks_before_the_servers_death_are_kept(stopped: Run, tmp_path: Pa
     last = done.stderr.splitlines()[-1]
     assert last.startswith("conserve: ")
     assert "went away" in last
+
+
+def test_a_queue_that_runs_dry_ends_the_comparison_with_the_blocks_before_it(
+    stopped: Run, tmp_path: Path
+) -> None:
+    def take_all(block: int) -> None:
+        if block == 3:
+            store = Store.open(Settings(home=tmp_path / "out" / "store"))
+            assert len(leased(store).rows) == 3
+            store.close()
+
+    world = World()
+    world.taken = take_all
+    done = stopped(world)
+    assert done.returncode == 1, done.stderr
+    counts = "1 of conserve, 1 of online-only/planned, 0 of non-preemptive/planned, 0 of priority"
+    assert f"Stopped after 2 of 8 blocks: {counts}." in (tmp_path / "out" / "page.html").read_text()
+    last = done.stderr.splitlines()[-1]
+    assert "the offline rows of non-preemptive/planned ran out within a block" in last
+    assert last.endswith("give fewer or shorter blocks (--rounds, --block-s)")
+
+
+def test_a_queue_has_as_many_rows_before_a_block_as_a_fast_engine_answers_in_it(
+    stopped: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TOLD.items():
+        monkeypatch.setitem(STATE, name, value)
+    monkeypatch.setitem(presets.PRESETS, "full", replace(presets.FULL, offline_rows=500))
+    words = ("--gamma", "0.2,1,16,4", "--offline", "64,8", "--rounds", "1")
+    done = stopped(World(), *words, "--policies", "online-only/planned,conserve,non-preemptive")
+    assert done.returncode == 0, done.stderr
+    row_s = ENGINE.ms(Batch.of([Slice(64, 0)])) / 1e3 + 8 * ENGINE.ms(Batch.of([Slice(1, 64, True)])) / 1e3
+    for store in ("store", "store-non-preemptive"):
+        jobs = read_jobs(Settings(home=tmp_path / "out" / store), now=0.0)
+        assert sum(job.rows for job in jobs) > max(500, 2 * 20.0 / row_s + 2 * 32)
 
 
 def test_a_server_that_dies_before_the_first_block_leaves_its_error_alone(

@@ -39,6 +39,13 @@ MACHINE = BenchMachine.demo()
 HARMS = Parameter("harm", 0.01, 1.0, lambda share: {"harm": round(share, 2)})
 
 
+class EndlessQueue:
+    """Offline rows that never run out."""
+
+    def waiting(self) -> int:
+        return 1_000_000
+
+
 class FakeServers:
     """Servers that were started, and ended."""
 
@@ -131,7 +138,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     for module in (sweep, confirmation):
         monkeypatch.setattr(module, "measure", stand_in)
         monkeypatch.setattr(module, "Servers", FakeServers)
-    monkeypatch.setattr(rows, "make_rows", lambda settings, preset, seed: settings.home / "offline.jsonl")
+    monkeypatch.setattr(rows, "make_rows", lambda settings, preset, seed: EndlessQueue())
     return stand_in
 
 

@@ -368,6 +368,8 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
     class Following:
         async def turn(self, *_: Any) -> None: ...
 
+        async def played(self, policy: str) -> None: ...
+
     def refuse(block: Block) -> None:
         assert block.policy == ONLINE_ONLY
         raise Overloaded("too much")

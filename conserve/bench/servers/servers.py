@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any, Self
 
 from conserve.bench.compare import Design
@@ -17,11 +16,12 @@ from conserve.bench.names import SARATHI_P, is_stock, regime_of, runs_offline
 from conserve.bench.playing import VOCABULARY, Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
 from conserve.bench.servers.place import ServerPlace
-from conserve.bench.servers.rows import rows_of, submit_rows
+from conserve.bench.servers.rows import OfflineQueue, rows_of, rows_of_block
 from conserve.bench.sizing import Sized
 from conserve.bench.stock import StockServer
 from conserve.config import Settings
 from conserve.engine.service import ProcessCommand, python
+from conserve.errors import ConserveError
 from conserve.hosts import HERE, free_port, url_of
 
 LEASE_S = 24 * 3600.0  # a harvester may be stopped for as long as others have their turns
@@ -42,7 +42,7 @@ class ServersPlan:
     flags: Sequence[str]  # of stock servers
     connector: Sequence[str]  # of the plug-in's server, which may copy KV
     preset: Preset
-    rows: Path  # file of the offline rows
+    rows: OfflineQueue  # of the plug-in's server
     server: MakeServer
     harvester: MakeHarvester
     say: Say
@@ -85,6 +85,8 @@ class Servers:
             say=plan.say,
         )
         self._stock: dict[str, ServerPlace] = {}
+        self._queues: dict[str, OfflineQueue] = {}  # of the stock servers
+        self._wanted = 1  # rows that wait before a block
         self._budgets: dict[str, int | None] = {}  # token budgets of the stock servers
         self._seeds = count(design.seed * MOST_BLOCKS)  # of the blocks' prompts
 
@@ -95,6 +97,8 @@ class Servers:
 
     async def prepare(self, sized: Sized, engine: EngineModel | None, tokens: int | None) -> Self:
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
+        if engine is not None:
+            self._wanted = rows_of_block(sized, self._plan.preset, engine, FILL_S)
         for policy in filter(is_stock, sized.design.policies):
             budget = tokens if policy == SARATHI_P else None
             if policy in self._stock and self._budgets[policy] != budget:
@@ -116,12 +120,21 @@ class Servers:
         if place is self._plugged:
             await self._follow(policy, slo)
         if runs_offline(policy):
+            await self._fill(policy)
             await place.filled(FILL_S)
         settings = self._plan.settings
         target = LoadTarget(
             base_url=place.url, model=settings.model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
         return Turn(place.server, target, next(self._seeds))
+
+    async def played(self, policy: str) -> None:
+        """Raise `ConserveError` if the rows of this policy's server ran out in the block."""
+        if runs_offline(policy) and not await asyncio.to_thread(self._queue(policy).waiting):
+            raise ConserveError(
+                f"the offline rows of {policy} ran out within a block, which is dropped; "
+                "give fewer or shorter blocks (--rounds, --block-s)"
+            )
 
     async def close(self) -> None:
         """End all servers."""
@@ -130,6 +143,15 @@ class Servers:
             *(place.end() for place in places), return_exceptions=True
         )  # together: in seconds
         await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
+
+    def _queue(self, policy: str) -> OfflineQueue:
+        return self._queues.get(policy, self._plan.rows)
+
+    async def _fill(self, policy: str) -> None:
+        """Queue rows until enough wait; a server that is stopped might hold its store locked meanwhile."""
+        queue = self._queue(policy)
+        while await asyncio.to_thread(queue.waiting) < self._wanted:
+            await asyncio.to_thread(queue.add)
 
     async def _follow(self, policy: str, slo: LatencyLimits | None) -> None:
         ordered = regime_of(policy).ordered
@@ -161,8 +183,9 @@ class Servers:
         settings = stock_settings(plan.settings, policy)
         harvester = None
         if runs_offline(policy):
-            if not settings.home.exists():  # this server's first start
-                submit_rows(settings, plan.rows)
+            if policy not in self._queues:
+                self._queues[policy] = OfflineQueue(settings=settings, files=plan.rows.files)
+                self._queues[policy].add()
             window = plan.preset.offline_window or 2 * (engine.max_requests if engine else 128)
             harvester = self._harvester(settings, port, "--window", str(window), "--steady")
         server = StockServer(

@@ -1,6 +1,5 @@
 """A sweep on servers of its own: they start once, and every cell is a comparison on them."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from conserve.words import duration
 MakePlan = Callable[[Sequence[str], Preset, Path], ServersPlan]
 QUICK_S = 1800.0  # of a sweep that has as many cells as fit
 START_S = 60.0  # of a server
-MOST_ROWS_PER_S = 5.0
 
 
 class OnServers:
@@ -47,10 +45,7 @@ class OnServers:
     ) -> None:
         """`made` gives the servers of these policies, with this preset and a store at this place."""
         self._plan, self.ledger = plan, ledger
-        rows = plan.cells * plan.blocks * len(plan.policies) * plan.block_s * MOST_ROWS_PER_S
-        self._preset = replace(
-            preset, block_s=plan.block_s, offline_rows=max(preset.offline_rows, math.ceil(rows))
-        )
+        self._preset = replace(preset, block_s=plan.block_s)
         self._made, self._folder, self._say = made, folder, say
 
     async def run(self, *, as_many_as_fit: bool) -> None:
