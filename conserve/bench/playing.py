@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -89,20 +89,27 @@ async def measure(
 ) -> None:
     """Size the load, play it under each policy, and add the blocks to `measurement` as they end.
 
-    Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that.
+    Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that, and `InputError` if a round
+    has no arrival.
     """
     await deployment.require(design.policies)
     offered, engine = measurement.offered, await deployment.engine()
     if CONSERVE in design.policies and (why := await deployment.why_rows_stay()):
         wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
     measurement.model = await deployment.model()
-    sized = size(offered, preset, design, engine, overload=wishes.overload)
+    sized = drawn(size(offered, preset, design, engine, overload=wishes.overload))
     measurement.sized, measurement.engine = sized, engine
     wishes.say(sized.sentence())
     play = await ready(deployment, prepare, preset, measurement, wishes)
     judged = None if wishes.overload else partial(judge, sized=sized, offered=offered, engine=engine)
     async for block in alternate(play, sized.source, sized.design, say=wishes.say, judged=judged):
         measurement.blocks.append(block)
+
+
+def drawn(sized: Sized) -> Sized:
+    """The same with the arrivals of all rounds drawn; raises `InputError` if a round has none."""
+    rounds = [sized.source(number) for number in range(sized.design.rounds)]
+    return replace(sized, source=rounds.__getitem__)
 
 
 async def ready(

@@ -19,7 +19,7 @@ from conserve.cli.context import Context
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
-from conserve.errors import ConserveError, SettingsError, UsageError
+from conserve.errors import ConserveError, SettingsError
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -196,8 +196,6 @@ def bench(
             work = on_server(endpoint, settings, chosen, design, measurement, wishes)
         try:
             asyncio.run(until_stopped(work))
-        except UsageError:
-            raise
         except ConserveError as error:
             if not measurement.blocks:
                 raise

@@ -21,7 +21,7 @@ from conserve.bench.load import LoadPlan
 from conserve.bench.servers import rows
 from conserve.bench.stock import StockServer
 from conserve.config import Settings
-from conserve.errors import ServiceFailed
+from conserve.errors import InputError, ServiceFailed
 from conserve.profiles.batch import Batch, Slice
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
@@ -245,6 +245,30 @@ def test_a_queue_has_as_many_rows_before_a_block_as_a_fast_engine_answers_in_it(
     for store in ("store", "store-non-preemptive"):
         jobs = read_jobs(Settings(home=tmp_path / "out" / store), now=0.0)
         assert sum(job.rows for job in jobs) > max(500, 2 * 20.0 / row_s + 2 * 32)
+
+
+def test_a_round_without_arrivals_is_refused_before_the_first_block(stopped: Run, tmp_path: Path) -> None:
+    world = World()
+    done = stopped(world, "--gamma", "0.3,4,128,16", "--seed", "3")
+    assert done.returncode == 2, done.stderr
+    assert "no request arrives within 20 s" in done.stderr.splitlines()[-1]
+    assert world.blocks == 0
+    assert not (tmp_path / "out" / "page.html").exists()
+
+
+def test_blocks_outlast_whatever_ends_the_comparison(
+    stopped: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(block: int) -> None:
+        if block == 3:
+            raise InputError("the fourth block cannot be played")
+
+    world = World()
+    world.taken = refuse
+    done = stopped(world)
+    assert done.returncode == 2, done.stderr
+    assert "Stopped after 2 of 8 blocks" in (tmp_path / "out" / "page.html").read_text()
+    assert "the fourth block cannot be played" in done.stderr.splitlines()[-1]
 
 
 def test_a_server_that_dies_before_the_first_block_leaves_its_error_alone(
