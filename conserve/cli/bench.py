@@ -187,10 +187,11 @@ def bench(
     )
     with interruptible():
         if endpoint is None:
+            from conserve.bench.servers.rows import new_store
             from conserve.bench.servers.servers import on_own_server
             from conserve.cli.bench_plan import own_plan
 
-            plan = own_plan(settings, words[1:], names, chosen, folder / "store", kv_checkpoint, seed=seed)
+            plan = own_plan(settings, words[1:], names, chosen, new_store(folder), kv_checkpoint, seed=seed)
             work = on_own_server(plan, design, measurement, wishes)
         else:
             work = on_server(endpoint, settings, chosen, design, measurement, wishes)

@@ -217,7 +217,7 @@ def test_a_queue_that_runs_dry_ends_the_comparison_with_the_blocks_before_it(
 ) -> None:
     def take_all(block: int) -> None:
         if block == 3:
-            store = Store.open(Settings(home=tmp_path / "out" / "store"))
+            store = Store.open(Settings(home=tmp_path / "out" / "store-1"))
             assert len(leased(store).rows) == 3
             store.close()
 
@@ -242,7 +242,7 @@ def test_a_queue_has_as_many_rows_before_a_block_as_a_fast_engine_answers_in_it(
     done = stopped(World(), *words, "--policies", "online-only/planned,conserve,non-preemptive")
     assert done.returncode == 0, done.stderr
     row_s = ENGINE.ms(Batch.of([Slice(64, 0)])) / 1e3 + 8 * ENGINE.ms(Batch.of([Slice(1, 64, True)])) / 1e3
-    for store in ("store", "store-non-preemptive"):
+    for store in ("store-1", "store-1-non-preemptive"):
         jobs = read_jobs(Settings(home=tmp_path / "out" / store), now=0.0)
         assert sum(job.rows for job in jobs) > max(500, 2 * 20.0 / row_s + 2 * 32)
 
@@ -366,9 +366,20 @@ def test_stock_policies_have_servers_of_their_own_which_end_before_the_next_star
     assert found["harm"].keys() == {"conserve", "non-preemptive"}
     assert [sent["policy"] for sent in world.posted] == ["conserve", "conserve"]
     assert {path.name for path in (tmp_path / "out").glob("store*")} == {
-        "store",
-        "store-non-preemptive",
+        "store-1",
+        "store-1-non-preemptive",
     }
+
+
+def test_a_second_run_into_a_folder_begins_with_new_rows_on_every_server(
+    stopped: Run, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        done = stopped(World(), "--policies", "conserve,online-only,non-preemptive", "--rounds", "1")
+        assert done.returncode == 0, done.stderr
+    for store in ("store-1", "store-1-non-preemptive", "store-2", "store-2-non-preemptive"):
+        (job,) = read_jobs(Settings(home=tmp_path / "out" / store), now=0.0)
+        assert job.rows == 3
 
 
 MODEL = {"name": "conserve", "coefficients": ENGINE.model.coefficients, "scale": 1.0}

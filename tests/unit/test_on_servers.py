@@ -202,6 +202,12 @@ def test_a_further_sitting_has_rows_of_its_own_and_measures_what_is_missing(
     assert len(measured.designs) == 3
 
 
+def test_a_store_is_new_whatever_was_removed_beside_it(tmp_path: Path) -> None:
+    for name in ("store-1-sarathi-p", "store-2", "store-10"):
+        (tmp_path / name).mkdir()
+    assert rows.new_store(tmp_path) == tmp_path / "store-3"
+
+
 def test_a_quick_sweep_has_the_cells_that_half_an_hour_allows(tmp_path: Path, measured: Measured) -> None:
     cells = sweep_in(tmp_path, replace(PLAN, cells=12, blocks=4))
     asyncio.run(cells.run(as_many_as_fit=True))

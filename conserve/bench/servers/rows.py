@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from conserve.bench.bound import Mix, most_rows_per_s
@@ -74,6 +74,12 @@ def rows_of(preset: Preset, engine: EngineModel | None) -> RowsInFlight:
     answers = sum(answer for _, answer in lengths)
     contexts = sum(answer * (prompt + answer / 2) for prompt, answer in lengths)
     return RowsInFlight(worth=Worth.by(engine.model) if engine else Worth(), context=contexts / answers)
+
+
+def new_store(folder: Path) -> Path:
+    """Place for the store of a sitting; no earlier one in this folder has used it, or a stock store beside it."""
+    places = (folder.absolute() / f"store-{number}" for number in count(1))
+    return next(place for place in places if not (place.exists() or [*folder.glob(f"{place.name}-*")]))
 
 
 def make_rows(settings: Settings, preset: Preset, seed: int) -> OfflineQueue:

@@ -18,6 +18,7 @@ from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.points import Cell, arrivals, rate_of
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, LEAST, MOST
+from conserve.bench.servers.rows import new_store
 from conserve.bench.servers.servers import Servers, ServersPlan
 from conserve.bench.sizing import Offered, size
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft, sentence_on
@@ -50,7 +51,8 @@ class OnServers:
 
     async def run(self, *, as_many_as_fit: bool) -> None:
         """Start the servers, say how long it takes, and measure cell by cell."""
-        servers = Servers(self._made(self._plan.policies, self._preset, self._store()), self._design(1.0))
+        plan = self._made(self._plan.policies, self._preset, new_store(self._folder))
+        servers = Servers(plan, self._design(1.0))
         try:
             await servers.start()
             engine = await servers.deployment.engine()
@@ -150,9 +152,3 @@ class OnServers:
             preemption=PREEMPTION,
             load_cores=self._preset.other_cores,
         )
-
-    def _store(self) -> Path:
-        """A store that no earlier sitting of this sweep has used: its rows may have run out."""
-        folder = self._folder.absolute()
-        sitting = sum(1 for _ in folder.glob("store-*")) + 1
-        return folder / f"store-{sitting}"
