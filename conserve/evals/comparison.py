@@ -1,16 +1,16 @@
 """Comparison of two runs: the facts in which they differ, then a verdict on each suite and metric. Pure."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from conserve.evals.history import ChangePoint
-from conserve.evals.paired import Pairs
+from conserve.evals.paired import Pairs, evidence
 from conserve.evals.plan import Metric, SuitePlan
 from conserve.evals.records import RunRecord
-from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, blind, judge
+from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, blind, judge, scoreless
 
 IGNORED = ("conserve",)  # its version changes no answer
 
@@ -24,11 +24,10 @@ class SuiteMetric(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SuiteScores:
-    """Scores of a suite by metric and item, the source of each item, and the items with an error."""
+    """Scores of a suite by metric and item, and the source of each item that was asked."""
 
     by_metric: Mapping[str, Mapping[Hashable, float]]
     sources: Mapping[Hashable, str]
-    unanswered: Set[Hashable] = frozenset()
 
 
 class FactDifference(NamedTuple):
@@ -90,8 +89,12 @@ def compared(
     *,
     seed: int = 0,
 ) -> tuple[dict[SuiteMetric, SuiteVerdict], dict[SuiteMetric, Metric]]:
-    """Judge all suites and metrics that both runs have, together."""
+    """Judge all suites and metrics that both runs have, together.
+
+    Items that were asked and have lost their score leave a doubt, unless even the worst score would be no worse.
+    """
     pairs: dict[SuiteMetric, Pairs] = {}
+    at_worst: dict[SuiteMetric, Pairs] = {}  # of suites in which items have lost their score
     metrics: dict[SuiteMetric, Metric] = {}
     for suite in (name for name in after if name in before):
         for metric, scores in after[suite].by_metric.items():
@@ -99,16 +102,23 @@ def compared(
             earlier = before[suite].by_metric.get(metric, {})
             if known is None or not known.judged or not earlier.keys() & scores.keys():
                 continue
-            sign = -1.0 if known.lower_is_better else 1.0
-            pairs[SuiteMetric(suite, metric)] = Pairs.of(
-                {item: sign * score for item, score in earlier.items()},
-                {item: sign * score for item, score in scores.items()},
-                after[suite].sources,
-            )
-            metrics[SuiteMetric(suite, metric)] = known
+            name, sign = SuiteMetric(suite, metric), -1.0 if known.lower_is_better else 1.0
+            then, now = ({item: sign * one for item, one in each.items()} for each in (earlier, scores))
+            sources = after[suite].sources
+            pairs[name], metrics[name] = Pairs.of(then, now, sources), known
+            if lost := (then.keys() & sources.keys()) - now.keys():
+                worst = min(min(sign, 0.0), *then.values(), *now.values())
+                at_worst[name] = Pairs.of(then, now | dict.fromkeys(lost, worst), sources)
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
-    found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    found = judge({key_of(name): one for name, one in pairs.items()}, standards, rng)
     judged = {name: found[key_of(name)] for name in pairs}
+    for name, supposed in at_worst.items():
+        alpha = metrics[name].standard.alpha
+        clear = judged[name].verdict is Verdict.NO_WORSE
+        if clear and evidence(supposed, metrics[name].standard, rng).p_effect > alpha:
+            doubt = scoreless(*name, len(supposed.after) - len(pairs[name].after))
+            judged[name] = judged[name]._replace(verdict=Verdict.CANNOT_TELL, doubt=doubt)
     for name, measure in metrics.items():
         if not measure.lower_is_better and not (pairs[name].before.any() or pairs[name].after.any()):
             judged[name] = judged[name]._replace(verdict=Verdict.CANNOT_TELL, doubt=blind(name.metric))
@@ -131,19 +141,6 @@ def unpaired(
             found[suite] = f"has no {', '.join(lost)}, which {named} has; say judged = false of what is gone"
         elif any(SuiteMetric(suite, one) not in judged for one in wanted):
             found[suite] = f"has no item in common with {named}"
-    return found
-
-
-def lacking(
-    before: Mapping[str, SuiteScores], after: Mapping[str, SuiteScores], metrics: Mapping[SuiteMetric, Metric]
-) -> dict[str, str]:
-    """Suites whose items lack an answer where 0 is the best score: what is left of them may look better."""
-    found = {}
-    for (suite, metric), known in metrics.items():
-        then, now = before[suite].by_metric[metric], after[suite].by_metric[metric]
-        left_out = (after[suite].unanswered & then.keys()) - now.keys()
-        if known.lower_is_better and left_out:
-            found[suite] = f"has {len(left_out):,} items without an answer, which have no {metric}"
     return found
 
 

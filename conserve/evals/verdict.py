@@ -18,6 +18,7 @@ import numpy as np
 from scipy.stats import false_discovery_control
 
 from conserve.evals.paired import Evidence, Pairs, Standard, evidence
+from conserve.words import count
 
 
 class Verdict(StrEnum):
@@ -86,6 +87,12 @@ def decide(seen: Evidence, p_decline: float, standard: Standard) -> Verdict:
 def blind(metric: str) -> str:
     """Sentence about a suite that has the lowest score already, as where it compares with the wrong column."""
     return f"every item scores 0 by {metric}: this suite can find no decline"
+
+
+def scoreless(suite: str, metric: str, items: int) -> str:
+    """Sentence about items without the score that they had before, so many that the others tell nothing."""
+    select = f"select run_id, item, answer, error from eval_items where suite = '{suite}' and score is null"
+    return f'{count(items, "item")} without the {metric} of before; look with: conserve sql "{select}"'
 
 
 def of_night(judged: Mapping[str, SuiteVerdict]) -> Verdict:

@@ -12,7 +12,6 @@ from conserve.evals.comparison import (
     SuiteScores,
     compared,
     differences,
-    lacking,
     metric_of,
     missing,
     unpaired,
@@ -48,7 +47,7 @@ def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
     plans = plans_of(after)
     then, now = scores(home, before), scores(home, after)
     judged, metrics = compared(then, now, plans)
-    absent = missing(before, after, plans) | lacking(then, now, metrics)
+    absent = missing(before, after, plans)
     return Comparison(
         before=before.id,
         after=after.id,
@@ -72,7 +71,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     level = level_scores(home, earlier)
     now = scores(home, after)
     judged, metrics = compared(level, now, plans)
-    absent = missing(earlier[-1], after, plans) | lacking(level, now, metrics)
+    absent = missing(earlier[-1], after, plans)
     return Comparison(
         before=HISTORY,
         after=after.id,
@@ -151,7 +150,7 @@ def suite_scores(home: Path, run: RunRecord, suite: SuiteRecord | None) -> Suite
     assert suite is not None
     assert suite.file is not None
     found = scores_of(nights.folder_of(home, run.id) / suite.file)
-    return SuiteScores(dict(found.by_metric), dict(found.sources), found.unanswered)  # type: ignore[arg-type]
+    return SuiteScores(dict(found.by_metric), dict(found.sources))  # type: ignore[arg-type]
 
 
 def plans_of(run: RunRecord) -> dict[str, SuitePlan]:

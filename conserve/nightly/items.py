@@ -23,7 +23,6 @@ class Scored:
 
     by_metric: dict[str, dict[ItemKey, float]] = field(default_factory=dict)
     sources: dict[ItemKey, str] = field(default_factory=dict)
-    unanswered: set[ItemKey] = field(default_factory=set)  # items with an error
     items: int = 0
     failed: int = 0
     error: str | None = None  # of the first item that has one
@@ -45,7 +44,6 @@ def scores_of(path: Path) -> Scored:
         if row["error"] is not None:
             found.failed += 1
             found.error = found.error or row["error"]
-            found.unanswered.add(key)
         found.prompt_tokens += row["prompt_tokens"]
         found.answer_tokens += row["answer_tokens"]
         for metric, score in row["scores"]:

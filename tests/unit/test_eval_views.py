@@ -110,6 +110,14 @@ def test_an_item_stands_beside_itself_in_the_run_before(store: Store) -> None:
     assert count == 5
 
 
+def test_an_item_without_a_score_is_a_row_without_a_metric(store: Store) -> None:
+    with_items(store, "small-0", {"a": {"exact": 1.0}, "b": {}})
+    assert rows(store, f"{FLIPS} order by item") == [
+        ("small-0", "a", "exact", 1.0, None, None, None, None),
+        ("small-0", "b", None, None, None, None, None, None),
+    ]
+
+
 def test_columns_of_the_views_are_the_same_without_a_run(store: Store) -> None:
     def columns() -> list[Sequence[Any]]:
         return [rows(store, f"select column_name, column_type from (describe {view})") for view in VIEWS]

@@ -118,13 +118,38 @@ def test_a_missing_row_gives_its_place_to_no_other() -> None:
 LESS = "[suites.sql.metrics.score]\nlower_is_better = true\n"
 
 
-def test_items_without_an_answer_are_not_the_best_where_less_is_better() -> None:
-    plan = nightly_files.PLAN + LESS
+@pytest.mark.parametrize(("plan", "best"), [(nightly_files.PLAN, 1.0), (nightly_files.PLAN + LESS, 0.0)])
+def test_items_that_have_lost_their_score_leave_a_doubt(plan: str, best: float) -> None:
     for day, unanswered in enumerate((0, 20)):
-        nightly_files.kept(home(), [1.0] * 60, began_at=1e9 + day, plan=plan, unanswered=unanswered)
-    done = commands.conserve("eval", "gate", "last", "--against", "previous")
-    assert done.returncode == 7
-    assert "20 items without an answer, which have no score" in done.stderr
+        nightly_files.kept(home(), [best] * 60, began_at=1e9 + day, plan=plan, unanswered=unanswered)
+    for against in ("previous", "history"):
+        done = commands.conserve("eval", "gate", "last", "--against", against)
+        assert done.returncode == 7
+        said, _, command = done.stdout.partition("; look with: conserve sql ")
+        assert said.endswith("cannot tell: 20 items without the score of before")
+    seen = commands.conserve("sql", command.splitlines()[0].strip('" '))
+    assert seen.stdout.count("none") == 20
+
+
+def with_lost(before: Sequence[float], lost: int, plan: str = "") -> SuiteVerdict:
+    """Verdict on equal scores, of which the first ones are lost."""
+    then = dict(enumerate(before))
+    now = {item: score for item, score in then.items() if item >= lost}
+    sources = {item: f"item {item}" for item in then}
+    plans = {"sql": plan_of(nightly_files.PLAN + plan).suites[0]}
+    scores = ({"sql": SuiteScores({"score": one}, sources)} for one in (then, now))
+    return compared(*scores, plans)[0][SuiteMetric("sql", "score")]
+
+
+def test_lost_scores_that_could_change_nothing_leave_no_doubt() -> None:
+    assert with_lost([1.0] * 200, 2).verdict is Verdict.NO_WORSE
+    assert with_lost([0.0] * 150 + [1.0] * 50, 150).verdict is Verdict.NO_WORSE
+    assert with_lost([1.0] * 200, 2, LESS).verdict is Verdict.NO_WORSE
+    assert with_lost([0.0] * 150 + [30.0] * 50, 40, LESS).verdict is Verdict.CANNOT_TELL
+
+
+def test_an_item_without_an_answer_scores_nothing_where_less_is_better() -> None:
+    plan = nightly_files.PLAN + LESS
     assert plan_of(plan).suites[0].unanswered(["score", "other"]) == {"other": 0.0}
 
 

@@ -46,8 +46,8 @@ FLIPS = """
                score.key as metric, score.value as score
         from ({items}) i
         join store.eval_files file_run on file_run.filename = i.filename
-        join eval_runs run on run.run_id = file_run.run_id,
-        unnest(map_entries(i.scores)) as entries(score)
+        join eval_runs run on run.run_id = file_run.run_id
+        left join unnest(map_entries(i.scores)) as entries(score) on true
     ), paired as (
         select *, lag(run_id) over same as before_run, lag(answer) over same as before_answer,
                lag(score) over same as before_score
@@ -58,7 +58,10 @@ FLIPS = """
            case when score < before_score then 'fell' when score > before_score then 'rose' end as flip
     from paired
 """
-"""One row an item and metric, beside the same item of the evaluation's run before."""
+"""One row an item and metric, beside the same item of the evaluation's run before.
+
+An item without a score has one row, without a metric.
+"""
 
 
 def add_evals(duck: duckdb.DuckDBPyConnection, home: Path, fault: Fault) -> list[Path]:
