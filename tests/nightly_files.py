@@ -65,12 +65,18 @@ def written(folder: Path, *, suites: Sequence[str] = ("sql",), rows: int = 40, t
 
 
 def kept(
-    home: Path, scores: Sequence[float], *, began_at: float, plan: str = PLAN, unanswered: int = 0
+    home: Path,
+    scores: Sequence[float],
+    *,
+    began_at: float,
+    plan: str = PLAN,
+    unanswered: int = 0,
+    evaluation: str = "small",
 ) -> RunRecord:
     """Keep a finished run of one suite whose items have these scores; the first ones may lack an answer."""
     run = RunRecord(
-        id=keeping.new_id(home, "small", now=began_at),
-        evaluation="small",
+        id=keeping.new_id(home, evaluation, now=began_at),
+        evaluation=evaluation,
         state=RunState.FINISHED,
         began_at=began_at,
         ended_at=began_at + 60.0,

@@ -127,7 +127,10 @@ def name(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1.")],
     given: Annotated[str, typer.Argument(metavar="NAME", help="Name to give, as baseline.")],
 ) -> None:
-    """Name a run, to compare with it later; a run that had the name loses it, and retention spares a named run."""
+    """Name a run, to compare with it later; retention spares a named run.
+
+    Names are of one evaluation: its run that had the name loses it.
+    """
     from conserve.nightly import keeping
 
     context: Context = ctx.obj

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
-from conserve.errors import UsageError
 from conserve.evals.comparison import (
     Comparison,
     SuiteMetric,
@@ -39,7 +38,7 @@ def comparison(home: Path, run: RunRecord, against: str) -> Comparison | None:
     if against == PREVIOUS:
         before = keeping.previous(home, run)
         return None if before is None else with_run(home, before, run)
-    return with_run(home, keeping.resolve(home, against), run)
+    return with_run(home, keeping.resolve(home, against, beside=run), run)
 
 
 def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
@@ -217,11 +216,6 @@ def picked(before: Mapping[ItemKey, float], after: Mapping[ItemKey, float], most
 
 
 def two_runs(home: Path, first: str, second: str) -> tuple[RunRecord, RunRecord]:
-    """Two runs by their names; raises `UsageError` if they are one."""
-    before, after = keeping.resolve(home, first), keeping.resolve(home, second)
-    if before.evaluation != after.evaluation:
-        raise UsageError(
-            f"{before.id} is of {before.evaluation!r} and {after.id} of {after.evaluation!r}; "
-            "compare runs of one evaluation"
-        )
-    return before, after
+    """Two runs of one evaluation by their names."""
+    after = keeping.resolve(home, second)
+    return keeping.resolve(home, first, beside=after), after

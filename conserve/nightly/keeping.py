@@ -5,7 +5,7 @@ Each ended suite is written at once, so that a killed run begins again with the 
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -76,12 +76,13 @@ def unfinished(home: Path, evaluation: str) -> RunRecord | None:
     return left[-1] if left else None
 
 
-def resolve(home: Path, wanted: str) -> RunRecord:
+def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunRecord:
     """Run of this id, beginning of an id, or name; "last", and "last~2" for the second before it.
 
-    "last" is the newest run that ended; those before it are of the same evaluation.
+    "last" is the newest run that ended; those before it are of the same evaluation. A run to compare with is of
+    the evaluation of the run `beside` it; raises `UsageError` for one of another.
     """
-    known = runs(home)
+    known = runs(home, None if beside is None else beside.evaluation)
     ended = [run for run in known if run.state in (RunState.FINISHED, RunState.FAILED)]
     if not ended:
         raise UsageError("no evaluation has ended yet; run: conserve eval run nightly.toml")
@@ -94,17 +95,33 @@ def resolve(home: Path, wanted: str) -> RunRecord:
                 f"{wanted} is no run: {ended[-1].evaluation!r} has {len(mine)}; run: conserve eval list"
             )
         return mine[-1 - place]
-    wanted = nights.names(home).get(wanted, wanted)
-    exact = [run for run in known if run.id == wanted] or [run for run in known if run.id.startswith(wanted)]
+    marks = nights.names(home)
+    exact = matching(known, marks, wanted)
+    if beside is not None and not exact and (others := matching(runs(home), marks, wanted)):
+        raise UsageError(
+            f"{others[0].id} is of {others[0].evaluation!r} and {beside.id} of {beside.evaluation!r}; "
+            "compare runs of one evaluation"
+        )
     if len(exact) != 1 or not wanted:
         what = "is no run" if not exact else f"may be {exact[0].id} or {exact[1].id}"
-        given = nights.names(home)
+        given = sorted({name for run in known for name in marks.get(run.id, ())})
         near = [] if exact else get_close_matches(wanted, ["last", *given], n=1)
         meant = "".join(f" (did you mean {one}?)" for one in near)
         first = wanted.isalpha() and not (exact or near or given)
         named = f", or name the last run: conserve eval name last {wanted}" if first else ""
         raise UsageError(f"{wanted!r} {what}{meant}; run: conserve eval list{named}")
     return exact[0]
+
+
+def matching(
+    known: Sequence[RunRecord], marks: Mapping[str, Collection[str]], wanted: str
+) -> list[RunRecord]:
+    """Runs of this name, else of this id, else of this beginning of an id."""
+    return (
+        [run for run in known if wanted in marks.get(run.id, ())]
+        or [run for run in known if run.id == wanted]
+        or [run for run in known if run.id.startswith(wanted)]
+    )
 
 
 def begun_since(home: Path, run: RunRecord) -> RunRecord | None:
@@ -134,21 +151,25 @@ def history(home: Path, run: RunRecord) -> list[RunRecord]:
 
 
 def name(home: Path, run: RunRecord, given: str) -> None:
-    """Give a run a name, which another run loses."""
+    """Give a run a name, which another run of its evaluation loses."""
     if not given.isprintable() or not given.strip() or given.partition("~")[0] in NAME_TAKEN:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
     if any(one.id == given for one in runs(home)):
         raise UsageError(f"{given!r} is the id of a run; choose a word as baseline")
     if run.state in (RunState.RUNNING, RunState.GIVEN_UP):
         raise UsageError(f"{run.id} has not ended, so there is nothing to compare with; name another run")
-    marks = nights.names(home) | {given: run.id}
+    marks = nights.names(home)
+    for one in runs(home, run.evaluation):
+        if given in marks.get(one.id, ()):
+            marks[one.id].remove(given)
+    marks.setdefault(run.id, []).append(given)
     with store_home.explained(home):
         write_whole(nights.names_file(home), json.dumps(marks).encode(), durable=True)
 
 
 def names_of(home: Path, run: RunRecord) -> list[str]:
     """Names that users gave to a run."""
-    return sorted(given for given, run_id in nights.names(home).items() if run_id == run.id)
+    return sorted(nights.names(home).get(run.id, ()))
 
 
 def with_suite(run: RunRecord, suite: SuiteRecord) -> RunRecord:
@@ -209,9 +230,9 @@ def remove(home: Path, run: RunRecord) -> None:
 
 def outdated(home: Path, evaluation: str, *, before: float) -> list[RunRecord]:
     """Ended runs that began before this moment and have no name."""
-    marked = set(nights.names(home).values())
+    marks = nights.names(home)
     return [
         run
         for run in runs(home, evaluation)
-        if run.began_at < before and run.state is not RunState.RUNNING and run.id not in marked
+        if run.began_at < before and run.state is not RunState.RUNNING and not marks.get(run.id)
     ]

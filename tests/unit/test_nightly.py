@@ -287,6 +287,39 @@ def test_runs_have_names() -> None:
     assert "a trial with 3 items" in commands.conserve("eval", "name", "last", "small").stderr
 
 
+def test_a_name_is_of_one_evaluation() -> None:
+    """Two evaluations in one store: their files compare with a baseline each."""
+    plan = f'against = "baseline"\n{nightly_files.PLAN}'
+    ours, theirs = (
+        [
+            nightly_files.kept(home(), RIGHT, began_at=began_at + night, plan=plan, evaluation=evaluation)
+            for night in range(2)
+        ]
+        for began_at, evaluation in ((1e9, "ours"), (1e9 + 86_400, "theirs"))
+    )
+
+    def against(*words: str) -> str:
+        done = commands.conserve("eval", "report", ours[1].id, *words, "--json")
+        assert done.returncode == 0, done.stderr
+        return str(json.loads(done.stdout)["comparison"]["before"])
+
+    commands.conserve("eval", "name", theirs[0].id, "baseline")
+    assert against() == ours[0].id, "as previous: this evaluation has no baseline"
+    named = commands.conserve("eval", "report", ours[1].id, "--against", "baseline")
+    assert named.returncode == 2
+    assert f"{theirs[0].id} is of 'theirs'" in named.stderr
+    commands.conserve("eval", "name", ours[1].id, "baseline")
+    assert against("--against", "baseline") == against() == ours[1].id
+    assert against("--against", "last~1") == ours[0].id
+    assert [keeping.names_of(home(), run) for run in (ours[1], theirs[0])] == [["baseline"]] * 2
+    commands.conserve("eval", "name", ours[0].id, "baseline")
+    assert [keeping.names_of(home(), run) for run in (*ours, theirs[0])] == [["baseline"], [], ["baseline"]]
+    with pytest.raises(UsageError, match="may be"):
+        keeping.resolve(home(), "baseline")
+    found = commands.conserve("eval", "compare", theirs[0].id, ours[1].id)
+    assert "compare runs of one evaluation" in found.stderr
+
+
 def test_the_first_name_is_told_how_to_give() -> None:
     nightly_files.kept(home(), RIGHT, began_at=1e9)
     with pytest.raises(UsageError, match="conserve eval name last baseline"):

@@ -374,12 +374,16 @@ def test_records_of_runs_are_read_the_oldest_first_and_damaged_ones_left_out(tmp
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b'{"baseline": "run-1", "other": 2}', {"baseline": "run-1", "other": "2"}),
+        (b'{"run-1": ["baseline", 2], "run-2": []}', {"run-1": ["baseline", "2"]}),
+        (
+            b'{"baseline": "run-1", "other": 2, "run-1": ["third"]}',
+            {"run-1": ["baseline", "third"], "2": ["other"]},
+        ),
         *[(content, {}) for content in (b"", b"{", b"[]", b"\xff")],
     ],
 )
 def test_names_of_runs_are_none_if_their_file_is_damaged(
-    tmp_path: Path, content: bytes, found: dict[str, str]
+    tmp_path: Path, content: bytes, found: dict[str, list[str]]
 ) -> None:
     assert nights.names(tmp_path) == {}
     nights.names_file(tmp_path).parent.mkdir()

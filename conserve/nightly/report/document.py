@@ -190,10 +190,12 @@ def iso(seconds: float | None) -> str | None:
 
 
 def against_of(home: Path, run: RunRecord, wanted: str | None, by_file: str) -> str:
-    """Name of the run to compare with: as asked for, else as its file says where that run is known."""
+    """Name of the run to compare with: as asked for, else as its file says where its evaluation has that run."""
     if wanted is not None:
         return wanted
-    known = by_file in ("previous", HISTORY) or by_file in nights.names(home)
+    marks = nights.names(home)
+    named = (marks.get(one.id, ()) for one in keeping.runs(home, run.evaluation))
+    known = by_file in ("previous", HISTORY) or any(by_file in names for names in named)
     return by_file if known else "previous"
 
 

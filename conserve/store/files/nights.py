@@ -77,9 +77,12 @@ def records(home: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def names(home: Path) -> dict[str, str]:
-    """Runs by the names that users gave them."""
-    try:
-        return {str(name): str(run) for name, run in json.loads(names_file(home).read_bytes()).items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
+def names(home: Path) -> dict[str, list[str]]:
+    """Names that users gave to runs, by run. Files of earlier versions have the run of each name."""
+    found: dict[str, list[str]] = {}
+    with suppress(OSError, ValueError, AttributeError):
+        for key, value in json.loads(names_file(home).read_bytes()).items():
+            pairs = [(str(value), key)] if not isinstance(value, list) else [(key, str(one)) for one in value]
+            for run_id, name in pairs:
+                found.setdefault(run_id, []).append(name)
+    return found

@@ -95,13 +95,13 @@ def items_select(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> str:
     return "select *, null::varchar as filename from store.no_items"
 
 
-def run_row(home: Path, record: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
+def run_row(home: Path, record: Mapping[str, Any], marks: Mapping[str, list[str]]) -> dict[str, Any]:
     """Row of `eval_runs`."""
     suites = record.get("suites", ())
     sums = {
         name: sum(suite.get(name) or 0 for suite in suites) for name in ("prompt_tokens", "answer_tokens")
     }
-    given = sorted(name for name, run_id in marks.items() if run_id == record["id"])
+    given = sorted(marks.get(record["id"], ()))
     state = nights.state_of(home, str(record.get("state")), str(record.get("evaluation")))
     return {**record, "run_id": record["id"], "state": state, "names": given, **sums}
 
