@@ -1,7 +1,7 @@
 """A small evaluation for tests: questions, a nightly.toml of suites without a harness, and the fake's answers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +72,7 @@ def kept(
     plan: str = PLAN,
     unanswered: int = 0,
     evaluation: str = "small",
+    facts: Mapping[str, str] = {"seed": "0"},
 ) -> RunRecord:
     """Keep a finished run of one suite whose items have these scores; the first ones may lack an answer."""
     run = RunRecord(
@@ -97,7 +98,7 @@ def kept(
         scores=(score,),
         items=len(scores),
         file="items-sql.parquet",
-        facts={"seed": "0"},
+        facts=facts,
     )
     run = keeping.with_suite(run, suite)
     keeping.write(home, run)

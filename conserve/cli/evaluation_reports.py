@@ -168,6 +168,8 @@ def tell(found: dict[str, Any]) -> None:
             output.say(f"{suite} {why}")
         for suite in comparison["new"]:
             output.say(f"{suite} is new: it has nothing to compare with")
+        for suite, first in comparison["since"].items():
+            output.say(f"{suite}: its history begins with {first}, when its questions or its scores changed")
         for one in comparison["changes"]:
             output.say(
                 f"{one['suite']} {one['metric']}: {one['since']:.4g} since {one['night']}, "

@@ -9,10 +9,14 @@ import numpy as np
 from conserve.evals.history import ChangePoint
 from conserve.evals.paired import Pairs, evidence
 from conserve.evals.plan import Metric, SuitePlan
-from conserve.evals.records import RunRecord
+from conserve.evals.records import RunRecord, SuiteRecord
 from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, blind, judge, scoreless
 
 IGNORED = ("conserve",)  # its version changes no answer
+QUESTIONS = (
+    "data", "task", "dataset", "scorer", "judge", "judge_model", "seed", "limit", "epochs",
+)  # fmt: skip
+"""Facts about what a suite asks and how it scores, not about what answers; lm-eval's tasks have a fact each."""
 
 
 class SuiteMetric(NamedTuple):
@@ -63,6 +67,9 @@ class Comparison:
         default_factory=dict
     )  # declines of level, against a history
     nights: Sequence[str] = ()  # runs of the history
+    since: Mapping[str, str] = field(
+        default_factory=dict
+    )  # first night of suites that asked otherwise before
 
     @property
     def of_itself(self) -> bool:
@@ -170,6 +177,18 @@ def differences(before: RunRecord, after: RunRecord) -> list[FactDifference]:
         FactDifference(fact, earlier, later, tuple(suites))
         for (fact, earlier, later), suites in found.items()
     ]
+
+
+def asks_alike(one: SuiteRecord, other: SuiteRecord) -> bool:
+    """True if two nights of a suite asked the same questions and scored the answers alike."""
+    return questions_of(one) == questions_of(other)
+
+
+def questions_of(suite: SuiteRecord) -> dict[str, str]:
+    """Facts about what a suite asks and how it scores."""
+    return {
+        name: value for name, value in suite.facts.items() if name in QUESTIONS or name.startswith("task ")
+    }
 
 
 def missing(before: RunRecord, after: RunRecord, plans: Mapping[str, SuitePlan]) -> dict[str, str]:

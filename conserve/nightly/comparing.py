@@ -1,5 +1,6 @@
 """Comparisons of kept runs: with another run, or with the history of their evaluation."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -9,6 +10,7 @@ from conserve.evals.comparison import (
     Comparison,
     SuiteMetric,
     SuiteScores,
+    asks_alike,
     compared,
     differences,
     metric_of,
@@ -29,6 +31,7 @@ PREVIOUS = "previous"
 NIGHTS = 60  # that a history reaches back
 LEVEL_NIGHTS = 14  # that make the level which a run is compared with
 FLIPS = 200  # shown of a metric
+UNLIKE = "asks or scores otherwise than every night before; it can be judged from the next night on"
 
 
 def comparison(home: Path, run: RunRecord, against: str) -> Comparison | None:
@@ -61,15 +64,18 @@ def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
 def with_history(home: Path, after: RunRecord) -> Comparison | None:
     """Comparison with the level of earlier nights, item by item, and declines of level among the nights.
 
-    The level is each item's mean score over the nights since the last change, at most fourteen.
+    The level is each item's mean score over the nights since the last change, at most fourteen. Of each suite only
+    nights count that asked and scored alike.
     """
     earlier = keeping.history(home, after)[-NIGHTS:]
     if not earlier:
         return None
     plans = plans_of(after)
-    level = level_scores(home, earlier)
+    level = level_scores(home, earlier, after)
     now = scores(home, after)
     judged, metrics = compared(level, now, plans)
+    since = begun_anew([*earlier, after], after)
+    unlike = {suite: UNLIKE for suite, first in since.items() if first == after.id}
     absent = missing(earlier[-1], after, plans)
     return Comparison(
         before=HISTORY,
@@ -77,49 +83,76 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
         differences=differences(earlier[-1], after),
         judged=judged,
         metrics=metrics,
-        missing=unpaired(level, now, plans, judged, "its history") | absent,
-        new=[suite.name for suite in after.suites if suite.name not in level],
-        changes=declines([*earlier, after], plans),
+        missing=unpaired(level, now, plans, judged, "its history") | unlike | absent,
+        new=[suite.name for suite in after.suites if suite.name not in level and suite.name not in unlike],
+        changes=declines([*earlier, after], after, plans),
         nights=[run.id for run in earlier],
+        since=since,
     )
 
 
-def declines(runs: Sequence[RunRecord], plans: Mapping[str, SuitePlan]) -> dict[SuiteMetric, ChangePoint]:
+def declines(
+    runs: Sequence[RunRecord], after: RunRecord, plans: Mapping[str, SuitePlan]
+) -> dict[SuiteMetric, ChangePoint]:
     """Lasting declines among the nights that are as large as what counts."""
     found = {}
-    for name, series in series_of(runs).items():
+    for name, series in series_of(runs, after).items():
         metric = metric_of(plans, *name)
         if metric is None or not metric.judged:
             continue
         change = change_point([score for _, score in series], alpha=metric.standard.alpha)
         sign = -1 if metric.lower_is_better else 1
         if change is not None and sign * (change.before - change.since) >= metric.standard.effect:
-            found[name] = change
+            found[name] = change._replace(night=runs.index(series[change.night][0]))
     return found
 
 
-def series_of(runs: Sequence[RunRecord]) -> dict[SuiteMetric, list[tuple[RunRecord, float]]]:
-    """Mean scores of each metric, night by night."""
+def series_of(
+    runs: Sequence[RunRecord], after: RunRecord
+) -> dict[SuiteMetric, list[tuple[RunRecord, float]]]:
+    """Mean scores of each metric, night by night, of nights that asked and scored as the run `after` them."""
     found: dict[SuiteMetric, list[tuple[RunRecord, float]]] = {}
+    for name, nights_of_suite in alike(runs, after).items():
+        for run, suite in nights_of_suite:
+            for score in suite.scores:
+                found.setdefault(SuiteMetric(name, score.metric), []).append((run, score.mean))
+    return found
+
+
+def alike(runs: Sequence[RunRecord], after: RunRecord) -> dict[str, list[tuple[RunRecord, SuiteRecord]]]:
+    """Nights of each suite that has scores, since the last one that asked or scored otherwise than `after`."""
+    found: dict[str, list[tuple[RunRecord, SuiteRecord]]] = {}
     for run in runs:
         for suite in run.suites:
-            for score in suite.scores:
-                found.setdefault(SuiteMetric(suite.name, score.metric), []).append((run, score.mean))
+            if suite.error is None:
+                now = after.suite(suite.name)
+                same = now is None or now.error is not None or asks_alike(suite, now)
+                found[suite.name] = [*found.get(suite.name, ()), (run, suite)] if same else []
     return found
 
 
-def level_scores(home: Path, earlier: Sequence[RunRecord]) -> dict[str, SuiteScores]:
+def begun_anew(runs: Sequence[RunRecord], after: RunRecord) -> dict[str, str]:
+    """First night that asked and scored as the run `after` them, of suites that did otherwise before."""
+    having = Counter(suite.name for run in runs for suite in run.suites if suite.error is None)
+    return {
+        name: nights_of_suite[0][0].id
+        for name, nights_of_suite in alike(runs, after).items()
+        if 0 < len(nights_of_suite) < having[name]
+    }
+
+
+def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> dict[str, SuiteScores]:
     """Each item's mean score over the nights since the last change of level."""
+    nights_by_suite = alike(earlier, after)
     begins: dict[str, int] = {}
-    for name, series in series_of(earlier).items():
+    for name, series in series_of(earlier, after).items():
         change = change_point([score for _, score in series])
         begins[name.suite] = max(begins.get(name.suite, 0), change.night if change else 0)
     sums: dict[str, dict[str, dict[Hashable, list[float]]]] = {}
     sources: dict[str, dict[Hashable, str]] = {}
     for suite, begin in begins.items():
-        having = [run for run in earlier if (record := run.suite(suite)) is not None and record.file]
-        for run in having[begin:][-LEVEL_NIGHTS:]:
-            one = suite_scores(home, run, run.suite(suite))
+        for run, record in nights_by_suite[suite][begin:][-LEVEL_NIGHTS:]:
+            one = suite_scores(home, run, record)
             sources.setdefault(suite, {}).update(one.sources)
             for metric, items in one.by_metric.items():
                 collected = sums.setdefault(suite, {}).setdefault(metric, {})
@@ -144,9 +177,8 @@ def scores(home: Path, run: RunRecord) -> dict[str, SuiteScores]:
     return {suite.name: suite_scores(home, run, suite) for suite in run.suites if suite.file is not None}
 
 
-def suite_scores(home: Path, run: RunRecord, suite: SuiteRecord | None) -> SuiteScores:
+def suite_scores(home: Path, run: RunRecord, suite: SuiteRecord) -> SuiteScores:
     """Scores of one suite."""
-    assert suite is not None
     assert suite.file is not None
     found = scores_of(nights.folder_of(home, run.id) / suite.file)
     return SuiteScores(dict(found.by_metric), dict(found.sources))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import conserve
 from conserve.config import load
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import RunState
+from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
 from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.holding import held
@@ -22,6 +23,7 @@ from conserve.nightly.samples import sample
 from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
 from tests.commands import Done
+from tests.tiers import in_full
 
 GOOD, BAD = "fake:?tokens=8", "fake:?tokens=1"
 
@@ -160,6 +162,47 @@ def test_a_lasting_decline_is_found_in_the_history() -> None:
     history = gate("--against", "history")
     assert history.returncode == 6
     assert f"since {runs[6].id}" in history.stderr
+
+
+def many_nights(facts: Sequence[Mapping[str, str]]) -> list[RunRecord]:
+    """Nights with these facts, the last four of them worse."""
+    return [
+        nightly_files.kept(
+            home(), RIGHT if night < len(facts) - 4 else WRONG, began_at=1e9 + 86_400 * night, facts=one
+        )
+        for night, one in enumerate(facts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fact", ["data", "task gsm8k", *in_full("scorer", "judge", "limit", "epochs", "dataset")]
+)
+def test_other_questions_begin_a_history_anew(fact: str, tmp_path: Path) -> None:
+    runs = many_nights([{fact: "1"}] * 6 + [{fact: "2"}] * 4)
+    done = gate("--against", "history")
+    assert done.returncode == 0, done.stdout
+    assert f"sql: its history begins with {runs[6].id}" in done.stderr
+    page = tmp_path / "page.html"
+    report = commands.conserve("eval", "report", "--html", str(page), "--json")
+    assert f"Since {runs[6].id}" in page.read_text()
+    (night,) = json.loads(report.stdout)["nights"]
+    assert [score["run"] for score in night["scores"]] == [run.id for run in runs[6:]]
+
+
+@pytest.mark.parametrize("fact", ["model", *in_full("engine", "flags", "vllm")])
+def test_a_history_goes_on_over_another_model(fact: str) -> None:
+    runs = many_nights([{fact: "1"}] * 6 + [{fact: "2"}] * 4)
+    done = gate("--against", "history")
+    assert done.returncode == 6
+    assert f"since {runs[6].id}" in done.stderr
+    assert "its history begins" not in done.stderr
+
+
+def test_questions_that_no_night_asked_cannot_be_judged() -> None:
+    many_nights([{"data": "1"}] * 9 + [{"data": "2"}])
+    done = gate("--against", "history")
+    assert done.returncode == 7
+    assert "sql asks or scores otherwise than every night before" in done.stderr
 
 
 def test_against_its_history_an_equal_night_passes_and_a_worse_one_does_not() -> None:

@@ -8,7 +8,7 @@ from conserve.errors import UsageError
 from conserve.evals.comparison import Comparison, SuiteMetric
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
-from conserve.nightly.comparing import HISTORY, NIGHTS, Flip, comparison, flips, series_of
+from conserve.nightly.comparing import HISTORY, NIGHTS, Flip, begun_anew, comparison, flips, series_of
 from conserve.store.files import nights
 
 Document = dict[str, Any]
@@ -27,7 +27,7 @@ def document(home: Path, run: RunRecord, against: str, *, flips_of: int = 100) -
         "headline": headline(found),
         "flips": [flip_document(flip) for flip in shown],
         "flips_against": None if before is None else before.id,
-        "nights": nights_document([*keeping.history(home, run)[-NIGHTS + 1 :], run]),
+        "nights": nights_document([*keeping.history(home, run)[-NIGHTS + 1 :], run], run),
     }
 
 
@@ -94,6 +94,7 @@ def comparison_document(found: Comparison) -> Document:
             for (suite, metric), one in found.changes.items()
         ],
         "nights": list(found.nights),
+        "since": dict(found.since),
     }  # fmt: skip
 
 
@@ -135,8 +136,9 @@ def flip_document(flip: Flip) -> Document:
     return {name: getattr(flip, name) for name in type(flip).__slots__}
 
 
-def nights_document(runs: list[RunRecord]) -> list[Document]:
-    """Scores of each metric, night by night, as JSON."""
+def nights_document(runs: list[RunRecord], after: RunRecord) -> list[Document]:
+    """Scores of each metric, night by night, as JSON; `since` is the first one where others asked otherwise."""
+    since = begun_anew(runs, after)
     bounds = {
         (run.id, suite.name, score.metric): score
         for run in runs
@@ -147,6 +149,7 @@ def nights_document(runs: list[RunRecord]) -> list[Document]:
         {
             "suite": name.suite,
             "metric": name.metric,
+            "since": since.get(name.suite),
             "scores": [
                 {
                     "run": run.id,
@@ -158,7 +161,7 @@ def nights_document(runs: list[RunRecord]) -> list[Document]:
                 for run, mean in series
             ],
         }
-        for name, series in series_of(runs).items()
+        for name, series in series_of(runs, after).items()
     ]
 
 

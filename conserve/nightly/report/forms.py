@@ -45,10 +45,10 @@ def compared(document: Document) -> list[Document]:
     return [] if comparison is None else comparison["suites"]
 
 
-def charts(document: Document) -> list[tuple[str, str]]:
-    """Title and SVG of each metric's nights."""
+def charts(document: Document) -> list[tuple[str, str, str | None]]:
+    """Title and SVG of each metric's nights, and the first one where the suite asked otherwise before."""
     return [
-        (title := f"{one['suite']}: {one['metric']}", chart(one["scores"], title=title))
+        (title := f"{one['suite']}: {one['metric']}", chart(one["scores"], title=title), one["since"])
         for one in document["nights"]
     ]
 
