@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 
@@ -76,11 +76,12 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     judged, metrics = compared(level, now, plans)
     since = begun_anew([*earlier, after], after)
     unlike = {suite: UNLIKE for suite, first in since.items() if first == after.id}
-    absent = missing(earlier[-1], after, plans)
+    newest = newest_scored(earlier)
+    absent = missing(newest, after, plans)
     return Comparison(
         before=HISTORY,
         after=after.id,
-        differences=differences(earlier[-1], after),
+        differences=differences(newest, after),
         judged=judged,
         metrics=metrics,
         missing=unpaired(level, now, plans, judged, "its history") | unlike | absent,
@@ -139,6 +140,12 @@ def begun_anew(runs: Sequence[RunRecord], after: RunRecord) -> dict[str, str]:
         for name, nights_of_suite in alike(runs, after).items()
         if 0 < len(nights_of_suite) < having[name]
     }
+
+
+def newest_scored(earlier: Sequence[RunRecord]) -> RunRecord:
+    """The last night, with each suite as of the newest night in which it has scores."""
+    newest = {suite.name: suite for run in earlier for suite in run.suites if suite.error is None}
+    return replace(earlier[-1], suites=tuple(newest.values()))
 
 
 def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> dict[str, SuiteScores]:

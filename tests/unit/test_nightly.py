@@ -13,7 +13,7 @@ import conserve
 from conserve.config import load
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import RunRecord, RunState
+from conserve.evals.records import RunRecord, RunState, SuiteRecord
 from conserve.nightly import keeping
 from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.holding import held
@@ -196,6 +196,31 @@ def test_a_history_goes_on_over_another_model(fact: str) -> None:
     assert done.returncode == 6
     assert f"since {runs[6].id}" in done.stderr
     assert "its history begins" not in done.stderr
+
+
+def failed_night(*, began_at: float) -> None:
+    failed = nightly_files.kept(home(), RIGHT, began_at=began_at)
+    error = SuiteRecord(name="sql", kind="sql", error="the engine died")
+    keeping.write(home(), replace(failed, state=RunState.FAILED, suites=(error,)))
+
+
+def test_a_decline_begins_with_its_night_though_one_before_failed() -> None:
+    failed_night(began_at=1e9 - 1)
+    runs = many_nights([{"model": "1"}] * 10)
+    assert f"since {runs[6].id}" in gate("--against", "history").stderr
+
+
+def test_a_night_that_failed_is_no_doubt_about_the_next_one() -> None:
+    """Differences are told from the newest night with scores."""
+    for night in range(9):
+        nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * night, facts={"model": "1"})
+    failed_night(began_at=2e9)
+    nightly_files.kept(home(), RIGHT, began_at=2e9 + 86_400, facts={"model": "2"})
+    done = gate("--against", "history")
+    assert done.returncode == 0, done.stdout
+    assert "the engine died" not in done.stderr
+    assert "model differs (sql): 1 before, 2 now" in done.stderr
+    assert gate("--against", "previous").returncode == 7
 
 
 def test_questions_that_no_night_asked_cannot_be_judged() -> None:
