@@ -10,6 +10,7 @@ Overlap = Literal["skip", "queue", "replace"]
 Answering = Literal["run", "serve"]
 
 RESUME_S = 20 * 3600.0
+LESS_IS_BETTER = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # metrics of lm-eval's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,11 @@ class Metric:
     judged: bool = True
 
 
+def less_is_better(kind: str, metric: str) -> bool:
+    """True for a metric of a kind of suite, with or without its filter, of which less is better by default."""
+    return kind == "lm-eval" and metric.partition(",")[0] in LESS_IS_BETTER
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
     """One suite: `options` are the entries of its table that its kind alone understands."""
@@ -49,8 +55,9 @@ class SuitePlan:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def metric(self, name: str) -> Metric:
-        """Metric of this name; one without an entry of its own has the suite's standard, and higher is better."""
-        return self.metrics.get(name, Metric(standard=self.standard))
+        """Metric of this name; one without an entry has the suite's standard and its kind's direction."""
+        lower = less_is_better(self.kind, name)
+        return self.metrics.get(name, Metric(standard=self.standard, lower_is_better=lower))
 
     def unanswered(self, metrics: Iterable[str]) -> dict[str, float]:
         """Scores of an item without an answer: 0, and none by a metric of which less is better."""

@@ -18,6 +18,7 @@ from conserve.evals.plan import (
     Overlap,
     Reports,
     SuitePlan,
+    less_is_better,
 )
 
 T = TypeVar("T")
@@ -109,15 +110,20 @@ class PlanTable:
             limit=limit,
             epochs=self.number("epochs", least=1) or whole.number("epochs", least=1) or 1,
             standard=own,
-            metrics={metric: metrics.table(metric).metric(own) for metric in metrics.names},
+            metrics={
+                metric: metrics.table(metric).metric(own, lower=less_is_better(kind, metric))
+                for metric in metrics.names
+            },
         )
 
-    def metric(self, standard: Standard) -> Metric:
-        """Measure of worse by one metric."""
+    def metric(self, standard: Standard, *, lower: bool) -> Metric:
+        """Measure of worse by one metric; `lower` says whether less is better unless the table does."""
         self.only(("effect", "confidence", "power", "lower_is_better", "judged"))
-        lower, judged = self.get("lower_is_better", bool), self.get("judged", bool)
+        given, judged = self.get("lower_is_better", bool), self.get("judged", bool)
         return Metric(
-            standard=self._standard(standard), lower_is_better=bool(lower), judged=judged is not False
+            standard=self._standard(standard),
+            lower_is_better=lower if given is None else given,
+            judged=judged is not False,
         )
 
     def standard(self, otherwise: Standard) -> Standard:

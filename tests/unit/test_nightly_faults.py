@@ -1,5 +1,6 @@
 """`conserve eval` where a part of the night goes wrong: no verdict rests on what is missing."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from conserve.evals.verdict import SuiteVerdict, Verdict
 from conserve.nightly import keeping
 from conserve.nightly.asking import SuiteNight
 from conserve.nightly.comparing import mean
+from conserve.nightly.harness import lm_eval_suite
 from conserve.nightly.harness.inspect_suite import with_failed
 from conserve.nightly.kinds import waves
 from conserve.nightly.questions import Answer, whole
@@ -174,6 +176,44 @@ def test_suites_of_inspect_are_waves_of_their_own() -> None:
     kinds = {"a": "inspect", "b": "sql", "c": "inspect", "d": "lm-eval", "e": "inspect"}
     assert waves(kinds) == [["a", "b", "d"], ["c"], ["e"]]
     assert waves({}) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "score"),
+    [
+        ("acc", True, 1.0),
+        ("word_perplexity", (-32.0, 10), math.exp(3.2)),
+        ("byte_perplexity", [-8, 4], math.exp(2)),
+        ("bits_per_byte", (-8 * math.log(2), 4), 2.0),
+        ("word_perplexity", (-8.0, 0), None),
+        ("word_perplexity", (-1e6, 1), None),
+        ("f1", (1, 0), None),
+        ("mcc", (1, 1), None),
+        ("perplexity", -8.5, None),
+        ("bleu", ("a", "b"), None),
+    ],
+)
+def test_scores_of_lm_eval_are_those_of_single_items(metric: str, value: object, score: float | None) -> None:
+    found = lm_eval_suite.number(value, metric)
+    assert found is None if score is None else found == pytest.approx(score)
+
+
+def test_metrics_of_lm_eval_without_scores_of_items_are_named() -> None:
+    samples = [{"metrics": ["acc", "f1"], "acc": acc, "f1": (1, 0)} for acc in (None, 1.0)]
+    assert lm_eval_suite.unscored({"samples": {"task": samples}}) == ["f1"]
+
+
+def test_of_a_perplexity_less_is_better_unless_the_file_says_otherwise() -> None:
+    def lower(metric: str, table: str = "", kind: str = "lm-eval") -> bool:
+        (suite,) = plan_of(f'[suites.x]\nkind = "{kind}"\ntasks = ["a"]\n{table}').suites
+        return suite.metric(metric).lower_is_better
+
+    assert lower("word_perplexity")
+    assert lower("bits_per_byte,none")
+    assert lower("bits_per_byte", "[suites.x.metrics.bits_per_byte]\neffect = 0.1")
+    assert not lower("bits_per_byte", "[suites.x.metrics.bits_per_byte]\nlower_is_better = false")
+    assert not lower("acc")
+    assert not lower("bits_per_byte", kind="sql")
 
 
 HIT = {"score": 1.0}

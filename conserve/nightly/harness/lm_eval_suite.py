@@ -1,6 +1,9 @@
 """Suites of nightly.toml by lm-evaluation-harness: its tasks, prompts, filters and metrics; our queue's answers."""
 
 import hashlib
+import logging
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -10,12 +13,14 @@ from typing import Any
 
 from conserve.errors import EvaluationUnready, SettingsError, one_line
 from conserve.evals.outcome import Item, SuiteOutcome
-from conserve.evals.plan import SuitePlan
+from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
 from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import absent_hub, require
 from conserve.nightly.harness.options import typed
 from conserve.nightly.harness.place import model_tokens
 from conserve.nightly.suite import Night
+
+log = logging.getLogger(__name__)
 
 OPTIONS = {
     "tasks": list,
@@ -67,6 +72,12 @@ class LmEvalSuite:
         recorded = NotingQueue(night)
         model = ConserveLM(queue=recorded, tokens=tokens, max_gen_toks=options.get("max_tokens", 256))
         found = [evaluated(model, suite, options, night.folder) for _ in range(suite.epochs)]
+        if left_out := unscored(found[0]):
+            log.warning(
+                "suites.%s: %s is left out, since lm-eval scores no single item by it",
+                suite.name,
+                ", ".join(left_out),
+            )
         items = [item for epoch, one in enumerate(found) for item in items_of(one, epoch)]
         return SuiteOutcome(items=items, facts=facts_of(found[0]), job_ids=recorded.job_ids)
 
@@ -167,21 +178,39 @@ def scores_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for sample in samples:
         for metric in sample["metrics"]:
             name = metric if len(samples) == 1 else f"{metric},{sample['filter']}"
-            value = number(sample[metric])
+            value = number(sample[metric], metric)
             if value is not None:
                 scores[name] = value
     return scores
 
 
-def number(value: object) -> float | None:
-    """Score as a number: of a pair, as perplexities have, the first by the second; None for other things."""
-    if (
-        isinstance(value, tuple | list)
-        and len(value) == 2
-        and all(isinstance(one, int | float) for one in value)
-    ):
-        return float(value[0]) / float(value[1]) if value[1] else None
+def number(value: object, metric: str) -> float | None:
+    """Score of a sample as a number; None where lm-eval has a score of all samples together alone, as for f1."""
+    if metric in LESS_IS_BETTER and isinstance(value, tuple | list):
+        return perplexity(metric, *value)
+    if metric == "perplexity":  # of all samples; the value of one is its log-likelihood
+        return None
     return float(value) if isinstance(value, int | float) else None
+
+
+def perplexity(metric: str, loglikelihood: float, length: float) -> float | None:
+    """Perplexity of one text, or its bits, from its log-likelihood and length; None for no length, or no number."""
+    if not length:
+        return None
+    nats = -float(loglikelihood) / float(length)
+    if metric == "bits_per_byte":
+        return nats / math.log(2)
+    return math.exp(nats) if nats < math.log(sys.float_info.max) else None
+
+
+def unscored(found: Mapping[str, Any]) -> list[str]:
+    """Metrics by which no sample has a score of its own."""
+    known: dict[str, bool] = {}
+    for samples in found["samples"].values():
+        for sample in samples:
+            for metric in sample["metrics"]:
+                known[metric] = known.get(metric, False) or number(sample[metric], metric) is not None
+    return sorted(metric for metric, has_scores in known.items() if not has_scores)
 
 
 def facts_of(found: Mapping[str, Any]) -> dict[str, str]:
