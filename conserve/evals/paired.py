@@ -113,6 +113,20 @@ class Evidence:
     needed: int | None  # items that could tell; None if no number could
     test: str  # "McNemar", "bootstrap", "exact" or "t"
 
+    @property
+    def negated(self) -> "Evidence":
+        """The same evidence on the negated scores."""
+        return replace(
+            self,
+            before=0.0 - self.before,
+            after=0.0 - self.after,
+            difference=0.0 - self.difference,
+            low=0.0 - self.high,
+            high=0.0 - self.low,
+            lost=self.gained,
+            gained=self.lost,
+        )
+
 
 def evidence(pairs: Pairs, standard: Standard, rng: np.random.Generator, *, among: int = 1) -> Evidence:
     """Evidence of one suite `among` several: exact for answers of independent items, else by bootstrap."""

@@ -57,7 +57,7 @@ class SuiteVerdict(NamedTuple):
                 return "cannot tell, and no number of items of these sources would"
             return f"cannot tell: n = {seen.needed:,} needed for this effect"
         within = f"{seen.difference:+.3g} ({seen.low:+.3g} to {seen.high:+.3g})"
-        return f"{self.verdict}: {within}, {seen.lost:,} items lost and {seen.gained:,} gained"
+        return f"{self.verdict}: {within}, {seen.lost:,} items fell and {seen.gained:,} rose"
 
 
 def judge(

@@ -262,6 +262,8 @@ def test_a_metric_of_which_less_is_better_is_worse_if_it_rises() -> None:
     assert (suite["verdict"], suite["rose"], suite["fell"]) == ("worse", 20, 0)
     assert suite["after"] - suite["before"] == pytest.approx(suite["difference"]) == pytest.approx(1 / 3)
     assert suite["low"] <= suite["difference"] <= suite["high"]
+    assert suite["sentence"].startswith(f"worse: +0.333 ({suite['low']:+.3g} to {suite['high']:+.3g})")
+    assert suite["sentence"].endswith("0 items fell and 20 rose")
 
 
 def test_a_sample_is_the_same_every_night_and_a_larger_one_contains_it() -> None:

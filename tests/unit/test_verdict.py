@@ -52,7 +52,7 @@ def test_a_clear_decline_is_worse_and_says_by_how_much() -> None:
     assert found.verdict is Verdict.WORSE
     assert found.evidence.difference == pytest.approx(-0.1)
     assert found.sentence.startswith("worse: -0.1 (-0.1")
-    assert found.sentence.endswith("60 items lost and 10 gained")
+    assert found.sentence.endswith("60 items fell and 10 rose")
 
 
 def test_the_same_answers_are_no_worse_only_if_there_are_enough_of_them() -> None:

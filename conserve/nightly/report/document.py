@@ -101,21 +101,22 @@ def comparison_document(found: Comparison) -> Document:
 def suite_document(found: Comparison, name: SuiteMetric) -> Document:
     """Verdict on a metric as JSON; figures of a metric of which less is better have their own sign again."""
     judged, metric = found.judged[name], found.metrics[name]
-    seen, sign = judged.evidence, -1 if metric.lower_is_better else 1
-    low, high = sorted((sign * seen.low, sign * seen.high))
+    if metric.lower_is_better:
+        judged = judged._replace(evidence=judged.evidence.negated)
+    seen = judged.evidence
     return {
         "suite": name.suite,
         "metric": name.metric,
         "verdict": judged.verdict.value,
         "sentence": judged.sentence,
-        "before": sign * seen.before,
-        "after": sign * seen.after,
-        "difference": sign * seen.difference,
-        "low": bounded(low),
-        "high": bounded(high),
+        "before": seen.before,
+        "after": seen.after,
+        "difference": seen.difference,
+        "low": bounded(seen.low),
+        "high": bounded(seen.high),
         "items": seen.items,
-        "fell": seen.gained if sign < 0 else seen.lost,
-        "rose": seen.lost if sign < 0 else seen.gained,
+        "fell": seen.lost,
+        "rose": seen.gained,
         "p_decline": judged.p_decline,
         "p_effect": seen.p_effect,
         "needed": seen.needed,
