@@ -10,6 +10,7 @@ from conserve.errors import JobNotFound, JobRefused
 from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
+from conserve.jobs.deadlines.queue import GOING
 from conserve.nightly import keeping
 from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.running import Asking, Say, overridden
@@ -23,7 +24,7 @@ def begun(
     """The run that was begun and has not ended, if it is young enough; else a new one, and it is given up.
 
     Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
-    A run that failed in scoring goes on with the file as it is now.
+    A run that failed, and has answers to score or jobs that were put back, goes on with the file as it is now.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:
@@ -37,8 +38,8 @@ def begun(
                 )
             return left
         give_up(settings, left, now=now, say=say)
-    elif not asking.anew and (failed := failed_in_scoring(settings, asking, plan, now=now)) is not None:
-        say(f"going on with {failed.id}: its answers are kept and scored anew; ask again with: --new")
+    elif not asking.anew and (failed := can_go_on(settings, asking, plan, now=now)) is not None:
+        say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
         run = replace(
             failed, state=RunState.RUNNING, ended_at=None, plan=text, folder=folder_of(asking), suites=()
         )
@@ -63,12 +64,11 @@ def folder_of(asking: Asking) -> str:
     return str(asking.file.parent.absolute())
 
 
-def failed_in_scoring(
-    settings: Settings, asking: Asking, plan: NightlyPlan, *, now: float
-) -> RunRecord | None:
-    """The newest run, if it is young, asked the same models, and failed though all its rows were answered.
+def can_go_on(settings: Settings, asking: Asking, plan: NightlyPlan, *, now: float) -> RunRecord | None:
+    """The newest run, if it is young, asked the same models, and failed though its rows can all have answers.
 
-    What it was not asked yet, as a prompt that has changed, is asked.
+    A job that was paused, or whose rows failed, is queued again by `conserve resume` or `retry`. What was not asked
+    yet, as a prompt that has changed, is asked.
     """
     known = keeping.runs(settings.home, plan.name)
     if not known or known[-1].state is not RunState.FAILED or now - known[-1].began_at > plan.resume_s:
@@ -80,8 +80,15 @@ def failed_in_scoring(
     of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
     for job in jobs_of(settings, run, now=now):
         if (suite := job.tags.get(SUITE, "")) in of_suite:
-            of_suite[suite] += job.succeeded if job.state is JobState.COMPLETED else -job.rows
+            of_suite[suite] += answers_of(job)
     return run if all(answers > 0 for answers in of_suite.values()) else None
+
+
+def answers_of(job: JobReading) -> int:
+    """Answers that a job has or can still get; less than none if it must be put back, or is given up."""
+    if job.state in GOING:
+        return job.rows
+    return job.succeeded if job.state is JobState.COMPLETED else -job.rows
 
 
 def jobs_of(settings: Settings, run: RunRecord, *, now: float) -> list[JobReading]:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -16,9 +17,9 @@ from conserve.api.job import Job
 from conserve.errors import JobRefused, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import RunState
+from conserve.evals.records import RunState, SuiteRecord
 from conserve.nightly import keeping
-from conserve.nightly.asking import tags_of
+from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.beginning import begun, give_up
 from conserve.nightly.holding import SIGNATURE, held
 from conserve.nightly.running import Asking, overridden, plan_of_file
@@ -296,6 +297,50 @@ def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     assert done.returncode == 0, done.stderr
     assert len(conserve.open().jobs()) == 2, "the questions were asked again"
     assert states() == (["finished"] if other == "prompt" else ["failed", "finished"])
+
+
+def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path) -> None:
+    slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=30&capacity=1"}
+    running = commands.start(["-m", "conserve", "eval", "run", str(file)], env=slow)
+    commands.until(lambda: any(job.progress().done for job in conserve.open().jobs()), running)
+    (job,) = conserve.open().jobs()
+    job.pause()
+    ended = commands.ended(running)
+    assert ended.returncode == 1
+    assert f"run `conserve resume {job.id}`, then run the evaluation again" in ended.stderr
+    job.resume()
+    done = commands.conserve("eval", "run", str(file), **slow)
+    assert done.returncode == 0, done.stderr
+    assert states() == ["finished"]
+    assert [(one.id, one.progress().succeeded) for one in conserve.open().jobs()] == [(job.id, ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "goes_on"),
+    [
+        ((), True),
+        (("pause",), False),
+        (("pause", "resume"), True),
+        (("cancel",), False),
+        (("run",), False),
+        (("run", "retry"), True),
+    ],
+)
+def test_a_failed_night_goes_on_with_jobs_that_were_put_back(
+    steps: Sequence[str], goes_on: bool, file: Path
+) -> None:
+    """The only row of the job fails where it is asked."""
+    settings, asking = conserve.open()._settings, Asking(file=file, overrides={})
+    plan, text = plan_of_file(file)
+    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    tags = {**tags_of(run.id, run.token), SUITE: "sql"}
+    job = conserve.open().submit([{"q": "no"}], prompt="{{ q }}", tags=tags)
+    failed = SuiteRecord(name="sql", kind="sql", error="it was stopped")
+    keeping.write(home(), replace(run, state=RunState.FAILED, suites=(failed,)))
+    given = {"run": {"endpoint": "fake:?reject=no", "progress": False}}
+    for step in steps:
+        getattr(job, step)(**given.get(step, {}))
+    assert (begun(settings, asking, plan, text, now=1e9 + 60, say=print).id == run.id) is goes_on
 
 
 def test_a_night_without_any_answer_is_asked_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
