@@ -67,12 +67,14 @@ def run(
         done = evaluating.evaluate(context.settings(), asking, output.say)
     if done is None:
         return
-    found = evaluating.reported(context.settings(), done, output.say)
+    found, unwritten = evaluating.reported(context.settings(), done, output.say)
     if as_json:
         output.data_json(found)
     else:
         output.data(f"{done.id}: {found['headline']}")
-    raise typer.Exit(code_of(done))
+    for said in unwritten:
+        output.warn(said)
+    raise typer.Exit(exits.FAILED if unwritten else code_of(done))
 
 
 def code_of(run: "RunRecord") -> int:

@@ -11,8 +11,7 @@ from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.beginning import begun
 from conserve.nightly.holding import held
-from conserve.nightly.publishing import key_of, published
-from conserve.nightly.report.document import Document
+from conserve.nightly.publishing import Published, key_of, published
 from conserve.nightly.running import Asking, Say, check, finished, overridden, plan_of_file
 
 
@@ -47,8 +46,8 @@ def checked(asking: Asking) -> NightlyPlan:
     return plan
 
 
-def reported(settings: Settings, run: RunRecord, say: Say) -> Document:
-    """Publish a run as its file says; returns its document."""
+def reported(settings: Settings, run: RunRecord, say: Say) -> Published:
+    """Publish a run as its file says."""
     return published(settings, run, plan_of(run.plan), say)
 
 

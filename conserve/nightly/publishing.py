@@ -5,8 +5,9 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from conserve.config import Settings
 from conserve.errors import SettingsError, UsageError, one_line
@@ -25,16 +26,27 @@ SIGNATURE = "X-Conserve-Signature"
 Say = Callable[[str], None]
 
 
-def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Document:
-    """Write the reports that the file asks for, and post the verdict; returns the document."""
+class Published(NamedTuple):
+    """Document of a run, and sentences on the reports of it that could not be written."""
+
+    document: Document
+    unwritten: Sequence[str]
+
+
+def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Published:
+    """Post the verdict, and write the reports that the file asks for; one that cannot be written costs no other."""
     found = document(settings.home, run, against_of(settings.home, run, None, plan.against))
+    if plan.reports.webhook is not None:
+        say(post(found, plan.reports.webhook, plan.reports))
+    unwritten = []
     if plan.reports.folder is not None:
         folder = Path(run.folder) / Path(plan.reports.folder).expanduser()
         for form in plan.reports.forms:
-            say(f"wrote {write(found, form, folder / f'{run.id}{SUFFIXES[form]}')}")
-    if plan.reports.webhook is not None:
-        say(post(found, plan.reports.webhook, plan.reports))
-    return found
+            try:
+                say(f"wrote {write(found, form, folder / f'{run.id}{SUFFIXES[form]}')}")
+            except UsageError as error:
+                unwritten.append(str(error))
+    return Published(found, unwritten)
 
 
 def write(found: Document, form: str, path: Path) -> Path:

@@ -313,6 +313,20 @@ def test_the_verdict_is_posted_with_its_signature(hook: Any, monkeypatch: pytest
     assert len(server.posted) == 2
 
 
+def test_reports_that_cannot_be_written_cost_no_verdict(hook: Any, tmp_path: Path) -> None:
+    server = hook(204)
+    (tmp_path / "pages").write_text("a file")
+    reports = f'[reports]\nfolder = "pages/of"\nforms = ["html", "json"]\nwebhook = "{server.address}"\n'
+    file = nightly_files.written(tmp_path, rows=6, top="worse.effect = 0.1")
+    file.write_text(f"{file.read_text()}\n{reports}")
+    given = {"CONSERVE_FAKE": "1", "CONSERVE_ENDPOINT": "fake:?tokens=8"}
+    done = commands.conserve("eval", "run", str(file), **given)
+    assert done.returncode == 1
+    assert done.stdout.rstrip().endswith("The first night: there is nothing to compare with yet.")
+    assert done.stderr.count("cannot be written") == 2
+    assert len(server.posted) == 1
+
+
 def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
     server = hook(403)
     said = post(DOCUMENT, server.address, Reports(), sleep=lambda s: None)
