@@ -99,7 +99,7 @@ class Judge:
             found = value.get(self._field) if isinstance(value, dict) else None
         else:
             match = self._pattern.search(text)
-            found = None if match is None else match[match.lastindex or 0]
+            found = None if match is None else first_group(match)
         return self._number(found)
 
     def _number(self, found: object) -> float | None:
@@ -108,6 +108,11 @@ class Judge:
             return self._grades[word] if word in self._grades else float(word) / self._scale
         except ValueError:
             return None
+
+
+def first_group(match: re.Match[str]) -> str:
+    """Text of the first group that took part in a match; of the whole match without one."""
+    return next((group for group in match.groups() if group is not None), match[0])
 
 
 def verdict_of(job: Job, verdicts: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:

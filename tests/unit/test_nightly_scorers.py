@@ -13,6 +13,8 @@ from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan_file import plan_of
 from conserve.nightly import keeping, trials
 from conserve.nightly.harness.options import typed
+from conserve.nightly.judged import Judge
+from conserve.nightly.options import Options
 from conserve.nightly.running import check
 from tests import commands
 
@@ -329,3 +331,21 @@ def test_a_mistyped_entry_is_told_the_common_ones_too(entry: str, says: str, tmp
     with pytest.raises(SettingsError) as raised:
         typed(plan, {"tasks": list})
     assert f"there is no entry {says.split(', data')[0]}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "score"),
+    [
+        (r"(\d+)/(\d+)", "I give 3/5.", 3.0),
+        (r"score: (?:(\d+)|(none))", "score: 4", 4.0),
+        (r"(?:score: (\d+)|grade: (\d+) of (\d+))", "grade: 2 of 6", 2.0),
+        (r"\d+", "7 of 9", 7.0),
+        (r"(\d+)/(\d+)", "no score", None),
+    ],
+)
+def test_the_score_of_a_judge_is_the_first_group_that_matched(
+    pattern: str, text: str, score: float | None, tmp_path: Path
+) -> None:
+    entries = f"prompt = '{{{{ answer_of_model }}}}'\npattern = '{pattern}'\n"
+    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
+    assert Judge(Options(plan, tmp_path, own=("judge",))).score(text) == score
