@@ -94,6 +94,7 @@ def compared(
     after: Mapping[str, SuiteScores],
     plans: Mapping[str, SuitePlan],
     *,
+    families: int = 1,
     seed: int = 0,
 ) -> tuple[dict[SuiteMetric, SuiteVerdict], dict[SuiteMetric, Metric]]:
     """Judge all suites and metrics that both runs have, together.
@@ -118,7 +119,8 @@ def compared(
                 at_worst[name] = Pairs.of(then, now | dict.fromkeys(lost, worst), sources)
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     rng = np.random.default_rng(seed)
-    found = judge({key_of(name): one for name, one in pairs.items()}, standards, rng)
+    keyed = {key_of(name): one for name, one in pairs.items()}
+    found = judge(keyed, standards, rng, families=families)
     judged = {name: found[key_of(name)] for name in pairs}
     for name, supposed in at_worst.items():
         alpha = metrics[name].standard.alpha

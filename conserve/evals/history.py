@@ -6,6 +6,7 @@ splits. Its significance is that of a permutation test: without a change every o
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from conserve.evals.paired import Floats
 
 LEAST = 3  # nights on each side of a change
-SHUFFLES = 1999
+SHUFFLES = 1999  # at least
+FINENESS = 20  # shuffles for each that may show a larger split by chance
 
 
 class ChangePoint(NamedTuple):
@@ -32,13 +34,16 @@ def change_point(scores: Sequence[float], *, alpha: float = 0.05, seed: int = 0)
     """
     found: ChangePoint | None = None
     begin = 0
-    while (split := one_split(np.array(scores[begin:], float), seed)) is not None and split.p <= alpha:
+    shuffles = max(SHUFFLES, ceil(FINENESS / alpha))
+    while (
+        split := one_split(np.array(scores[begin:], float), seed, shuffles)
+    ) is not None and split.p <= alpha:
         found = split._replace(night=begin + split.night)
         begin = found.night
     return found
 
 
-def one_split(scores: Floats, seed: int) -> ChangePoint | None:
+def one_split(scores: Floats, seed: int, shuffles: int) -> ChangePoint | None:
     """Split of the nights with the largest difference of levels; None if there are too few nights or no spread."""
     n = len(scores)
     if n < 2 * LEAST or np.ptp(scores) == 0:
@@ -46,10 +51,10 @@ def one_split(scores: Floats, seed: int) -> ChangePoint | None:
     statistics = split_statistics(scores[None, :])[0]
     split = LEAST + int(statistics.argmax())
     rng = np.random.default_rng(seed)
-    shuffled = rng.permuted(np.tile(scores, (SHUFFLES, 1)), axis=1)
+    shuffled = rng.permuted(np.tile(scores, (shuffles, 1)), axis=1)
     larger = int((split_statistics(shuffled).max(-1) >= statistics.max() * (1 - 1e-9)).sum())
     return ChangePoint(
-        split, float(scores[:split].mean()), float(scores[split:].mean()), (1 + larger) / (1 + SHUFFLES)
+        split, float(scores[:split].mean()), float(scores[split:].mean()), (1 + larger) / (1 + shuffles)
     )
 
 

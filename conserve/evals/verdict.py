@@ -61,16 +61,23 @@ class SuiteVerdict(NamedTuple):
 
 
 def judge(
-    suites: Mapping[str, Pairs], standards: Mapping[str, Standard], rng: np.random.Generator
+    suites: Mapping[str, Pairs],
+    standards: Mapping[str, Standard],
+    rng: np.random.Generator,
+    *,
+    families: int = 1,
 ) -> dict[str, SuiteVerdict]:
     """Judge the suites of a night together: alarms without a decline have one chance for all of them.
 
-    The all-clear of each suite keeps a chance of its own. `rng` draws the bootstraps.
+    They share it with the other `families` of tests that may raise an alarm. The all-clear of each suite keeps a
+    chance of its own. `rng` draws the bootstraps.
     """
     if not suites:
         return {}
-    found = {name: evidence(pairs, standards[name], rng, among=len(suites)) for name, pairs in suites.items()}
-    adjusted = false_discovery_control([seen.p_decline for seen in found.values()], method="bh")
+    among = len(suites) * families
+    found = {name: evidence(pairs, standards[name], rng, among=among) for name, pairs in suites.items()}
+    each = false_discovery_control([seen.p_decline for seen in found.values()], method="bh")
+    adjusted = np.minimum(1.0, each * families)
     return {
         name: SuiteVerdict(decide(seen, float(p), standards[name]), seen, float(p))
         for (name, seen), p in zip(found.items(), adjusted, strict=True)

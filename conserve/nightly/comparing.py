@@ -29,6 +29,7 @@ from conserve.store.files import nights
 HISTORY = "history"
 PREVIOUS = "previous"
 NIGHTS = 60  # that a history reaches back
+FAMILIES = 2  # of tests against a history: the night against the level, and changes of level
 LEVEL_NIGHTS = 14  # that make the level which a run is compared with
 FLIPS = 200  # shown of a metric
 UNLIKE = "asks or scores otherwise than every night before; it can be judged from the next night on"
@@ -73,7 +74,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     plans = plans_of(after)
     level = level_scores(home, earlier, after)
     now = scores(home, after)
-    judged, metrics = compared(level, now, plans)
+    judged, metrics = compared(level, now, plans, families=FAMILIES)
     since = begun_anew([*earlier, after], after)
     unlike = {suite: UNLIKE for suite, first in since.items() if first == after.id}
     newest = newest_scored(earlier)
@@ -95,13 +96,13 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
 def declines(
     runs: Sequence[RunRecord], after: RunRecord, plans: Mapping[str, SuitePlan]
 ) -> dict[SuiteMetric, ChangePoint]:
-    """Lasting declines among the nights that are as large as what counts."""
+    """Lasting declines among the nights that are as large as what counts; metrics share their chance of error."""
+    every = {name: (series, metric_of(plans, *name)) for name, series in series_of(runs, after).items()}
+    judged = {name: (series, one) for name, (series, one) in every.items() if one is not None and one.judged}
     found = {}
-    for name, series in series_of(runs, after).items():
-        metric = metric_of(plans, *name)
-        if metric is None or not metric.judged:
-            continue
-        change = change_point([score for _, score in series], alpha=metric.standard.alpha)
+    for name, (series, metric) in judged.items():
+        alpha = metric.standard.alpha / (FAMILIES * len(judged))
+        change = change_point([score for _, score in series], alpha=alpha)
         sign = -1 if metric.lower_is_better else 1
         if change is not None and sign * (change.before - change.since) >= metric.standard.effect:
             found[name] = change._replace(night=runs.index(series[change.night][0]))

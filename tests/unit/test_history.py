@@ -1,10 +1,19 @@
 """Change points: a level that fell is found where it fell, and chance alone seldom makes one."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, compared
 from conserve.evals.history import change_point
 from conserve.evals.level import interval
+from conserve.evals.plan_file import plan_of
+from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
+from conserve.evals.verdict import Verdict
+from conserve.nightly.comparing import FAMILIES, HISTORY, LEVEL_NIGHTS, declines, mean
 
 
 def noisy(rng: np.random.Generator, *levels: float) -> list[float]:
@@ -43,6 +52,83 @@ def test_chance_makes_a_change_in_at_most_one_of_twenty_histories() -> None:
     rng = np.random.default_rng(4)
     found = sum(change_point(list(rng.normal(0.6, 0.01, 30))) is not None for _ in range(400))
     assert found <= 400 * 0.05 + 3 * (400 * 0.05 * 0.95) ** 0.5
+
+
+def run_of(night: int, means: Mapping[str, float]) -> RunRecord:
+    """Run whose suites have these mean scores."""
+    suites = tuple(
+        SuiteRecord(
+            name=name, kind="sql", scores=(MeanScore(metric="score", mean=one, low=0, high=1, items=1),)
+        )
+        for name, one in means.items()
+    )
+    state = RunState.FINISHED
+    return RunRecord(
+        id=str(night), evaluation="x", state=state, began_at=night, plan="", folder="", suites=suites
+    )
+
+
+def plan(suites: Sequence[str]) -> str:
+    return "".join(f'[suites.{name}]\nkind = "sql"\n' for name in suites)
+
+
+@pytest.mark.parametrize(("suites", "found"), [(1, True), (3, False)])
+def test_all_metrics_share_the_chance_of_a_decline_that_is_none(suites: int, found: bool) -> None:
+    """One of 105 orders of ten nights has such a split: less than 0.05 / 2, and not less than 0.05 / 2 / 3."""
+    names = [f"s{number}" for number in range(suites)]
+    runs = [
+        run_of(night, dict.fromkeys(names, 0.5) | {"s0": 0.75 if night < 6 else 0.5}) for night in range(10)
+    ]
+    assert bool(declines(runs, runs[-1], plan_of(plan(names)).standards())) is found
+
+
+@pytest.mark.parametrize(("families", "found"), [(1, Verdict.WORSE), (FAMILIES, Verdict.CANNOT_TELL)])
+def test_the_night_itself_has_half_of_the_chance(families: int, found: Verdict) -> None:
+    """Five items that fell, and none that rose, are one case of 32: less than 0.05, and not less than 0.05 / 2."""
+    plans = plan_of(plan(["s0"])).standards()
+    items = {item: f"item {item}" for item in range(60)}
+    then, now = (
+        {"s0": SuiteScores({"score": {item: float(item >= lost) for item in items}}, items)}
+        for lost in (0, 5)
+    )
+    judged, _ = compared(then, now, plans, families=families)
+    assert judged[SuiteMetric("s0", "score")].verdict is found
+
+
+def scores_by_item(scores: NDArray[np.float64]) -> SuiteScores:
+    """Level of each item over these nights: (nights, items)."""
+    items = {item: f"item {item}" for item in range(scores.shape[1])}
+    return SuiteScores({"score": {item: mean(scores[:, item].tolist()) for item in items}}, items)
+
+
+def night_against_history(rng: np.random.Generator, *, suites: int, items: int, nights: int) -> Verdict:
+    """Verdict on the last of equal nights of answers that are right by chance."""
+    names = [f"s{number}" for number in range(suites)]
+    plans = plan_of(plan(names)).standards()
+    answers = {
+        name: (rng.random((nights, items)) < rng.beta(0.6, 0.4, items)).astype(float) for name in names
+    }
+    runs = [
+        run_of(night, {name: float(one[night].mean()) for name, one in answers.items()})
+        for night in range(nights)
+    ]
+    level, now = {}, {}
+    for name, one in answers.items():
+        change = change_point(one[:-1].mean(1).tolist())
+        level[name] = scores_by_item(one[change.night if change else 0 : -1][-LEVEL_NIGHTS:])
+        now[name] = scores_by_item(one[-1:])
+    judged, metrics = compared(level, now, plans, families=FAMILIES)
+    changes = declines(runs, runs[-1], plans)
+    return Comparison(
+        before=HISTORY, after=runs[-1].id, differences=(), judged=judged, metrics=metrics, changes=changes
+    ).verdict
+
+
+@pytest.mark.full
+def test_a_thousand_nights_against_equal_ones_hold_at_most_5_percent_alarms() -> None:
+    rng = np.random.default_rng(5)
+    found = Counter(night_against_history(rng, suites=3, items=150, nights=30) for _ in range(1000))
+    assert found[Verdict.WORSE] <= 50, found
 
 
 def test_an_interval_of_right_answers_is_wilsons() -> None:
