@@ -1,5 +1,6 @@
 """`conserve eval init` and `schedule`: the first file, and the timer that runs it."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -100,6 +101,11 @@ def schedule(
         command=schedules.own_command(),
         within_s=None if within is None else length_of(within),
     )
+    if absent := schedules.absent_at_night(os.environ, plan.reports.secret_variable):
+        output.warn(
+            f"{', '.join(absent)}: set here, and not at night; cron: write NAME=value above the line (crontab -e); "
+            f"systemd: name a file of them by EnvironmentFile= (systemctl --user edit {night.unit}.service)"
+        )
     lines = (
         f"# crontab -e\n{schedules.crontab_line(night)}\n\n"
         f"# ~/.config/systemd/user/{night.unit}.service\n{schedules.service(night)}\n"

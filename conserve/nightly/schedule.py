@@ -1,5 +1,6 @@
 """Schedules: the crontab line, or the systemd timer and service, that run an evaluation every night."""
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -28,9 +29,19 @@ class Schedule:
     within_s: int | None = None  # a run that takes longer is stopped
 
     @property
+    def key(self) -> str:
+        """Name that tells it from evaluations of the same name in other files."""
+        return f"{self.name}-{hashlib.blake2b(str(self.file).encode(), digest_size=4).hexdigest()}"
+
+    @property
     def unit(self) -> str:
         """Name of the systemd units."""
-        return f"conserve-{self.name}"
+        return f"conserve-{self.key}"
+
+    @property
+    def mark(self) -> str:
+        """End of its line in a crontab."""
+        return f"# conserve eval {self.key}"
 
     @property
     def words(self) -> list[str]:
@@ -95,14 +106,21 @@ def quoted(word: str) -> str:
 
 
 def install_crontab(schedule: Schedule) -> str:
-    """Add the line to the user's crontab, in place of an earlier one of this evaluation; returns a sentence."""
-    mark = f"# conserve eval {schedule.name}"
+    """Add the line to the user's crontab, in place of an earlier one that runs this file; returns a sentence."""
     known = ran(["crontab", "-l"], unless="no crontab for")
     known_lines = known.removesuffix("\n").split("\n") if known else []
-    kept = [line for line in known_lines if not line.endswith(mark)]
-    lines = [*kept, f"{crontab_line(schedule)} {mark}"]
+    kept = [line for line in known_lines if not runs_this(schedule, line)]
+    lines = [*kept, f"{crontab_line(schedule)} {schedule.mark}"]
     ran(["crontab", "-"], stdin="\n".join(lines) + "\n")
     return "added to your crontab; look with: crontab -l"
+
+
+def runs_this(schedule: Schedule, line: str) -> bool:
+    """True for a line of a crontab that runs this file; a mark of earlier versions has the name alone."""
+    words = f" {shlex.join(schedule.words[-3:])} >> ".replace("%", r"\%")
+    return line.endswith(schedule.mark) or (
+        line.endswith(f"# conserve eval {schedule.name}") and words in line
+    )
 
 
 def install_units(schedule: Schedule, folder: Path | None = None) -> str:
@@ -122,7 +140,41 @@ def install_units(schedule: Schedule, folder: Path | None = None) -> str:
     except (ConserveError, OSError):
         put_back(schedule, before)
         raise
-    return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer"
+    remove_earlier(schedule, folder)
+    return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer{until_logout()}"
+
+
+def remove_earlier(schedule: Schedule, folder: Path) -> None:
+    """Remove units of an earlier version, named by the evaluation alone, if they run this file."""
+    stem = f"conserve-{schedule.name}"
+    old = [folder / f"{stem}.service", folder / f"{stem}.timer"]
+    words = " ".join(quoted(word) for word in schedule.words[-3:])
+    if old[0].exists() and f" {words}\n" in old[0].read_text(encoding="utf-8"):
+        with suppress(ConserveError):
+            ran(["systemctl", "--user", "disable", "--now", f"{stem}.timer"])
+        for path in old:
+            path.unlink(missing_ok=True)
+        with suppress(ConserveError):
+            ran(["systemctl", "--user", "daemon-reload"])
+
+
+def until_logout() -> str:
+    """Further sentence where the user's timers stop at the end of the last session."""
+    try:
+        said = ran(["loginctl", "show-user", str(os.getuid()), "--property=Linger"])
+    except ConserveError:
+        return ""
+    return "; it stops when you log out; keep it with: loginctl enable-linger" if "Linger=no" in said else ""
+
+
+def absent_at_night(environment: Mapping[str, str], secret_variable: str | None) -> list[str]:
+    """Names of variables that change a run and are set here alone; the store's folder is in the command."""
+    named = {"PYTHONPATH", secret_variable}
+    return sorted(
+        name
+        for name, value in environment.items()
+        if value and (name in named or (name.startswith("CONSERVE_") and name != "CONSERVE_HOME"))
+    )
 
 
 def put_back(schedule: Schedule, before: Mapping[Path, bytes | None]) -> None:

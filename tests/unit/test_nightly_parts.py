@@ -26,7 +26,15 @@ from conserve.nightly.holding import end, held
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.redacted import address_of, flags_of, host_of
 from conserve.nightly.running import Asking
-from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
+from conserve.nightly.schedule import (
+    Schedule,
+    absent_at_night,
+    crontab_line,
+    install_crontab,
+    install_units,
+    service,
+    timer,
+)
 from conserve.store.files import nights
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
@@ -125,8 +133,26 @@ def test_installing_twice_leaves_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     install_crontab(NIGHT)
     assert table.read_text().splitlines() == [
         "1 2 3 4 5 other",
-        f"{crontab_line(NIGHT)} # conserve eval small",
+        f"{crontab_line(NIGHT)} {NIGHT.mark}",
     ]
+
+
+def test_lines_of_other_files_stay_whatever_their_evaluations_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(NIGHT, file=Path("/srv/b/100%.toml"))
+    table, old = tmp_path / "table", "# conserve eval small"
+    table.write_text(f"{crontab_line(other)} {old}\n{crontab_line(NIGHT)} {old}\n")
+    script = tmp_path / "crontab"
+    script.write_text(f'#!/bin/sh\nif [ "$1" = -l ]; then cat {table}; else cat > {table}; fi\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install_crontab(NIGHT)
+    lines = [f"{crontab_line(other)} {old}", f"{crontab_line(NIGHT)} {NIGHT.mark}"]
+    assert table.read_text().splitlines() == lines
+    install_crontab(other)
+    assert table.read_text().splitlines() == [lines[1], f"{crontab_line(other)} {other.mark}"]
+    assert other.unit != NIGHT.unit
 
 
 @pytest.mark.parametrize(("said", "kept"), [("no crontab for me", False), ("permission denied", True)])
@@ -157,15 +183,26 @@ def test_lines_of_a_crontab_stay_byte_for_byte(tmp_path: Path, monkeypatch: pyte
     assert table.read_bytes().startswith(b"# caf\xe9 \xc3\xa9\n")
 
 
-def test_units_are_written_and_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("linger", ["yes", "no"])
+def test_units_are_written_and_started(linger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = tmp_path / "calls"
-    script = tmp_path / "systemctl"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
-    script.chmod(0o755)
+    for name, said in (("systemctl", ""), ("loginctl", f"Linger={linger}")):
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho {said}\n')
+        script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    install_units(NIGHT, tmp_path / "units")
-    assert (tmp_path / "units" / "conserve-small.service").read_text() == service(NIGHT)
-    assert "enable --now conserve-small.timer" in calls.read_text()
+    units = tmp_path / "units"
+    installed = install_units(NIGHT, units)
+    assert (units / f"{NIGHT.unit}.service").read_text() == service(NIGHT)
+    assert f"enable --now {NIGHT.unit}.timer" in calls.read_text()
+    assert ("loginctl enable-linger" in installed) is (linger == "no")
+    earlier = units / "conserve-small.service", units / "conserve-small.timer"
+    for night, stay in ((replace(NIGHT, file=Path("/srv/b/100%.toml")), True), (NIGHT, False)):
+        for path, text in zip(earlier, (service(night), timer(night)), strict=True):
+            path.write_text(text)
+        install_units(NIGHT, units)
+        assert [path.exists() for path in earlier] == [stay, stay]
+    assert "disable --now conserve-small.timer" in calls.read_text()
 
 
 @pytest.mark.parametrize("fails", ["daemon-reload", "enable"])
@@ -178,11 +215,12 @@ def test_units_that_cannot_be_started_leave_the_files_as_before_and_are_printed(
     script.chmod(0o755)
     units = tmp_path / ".config" / "systemd" / "user"
     units.mkdir(parents=True)
-    names = ("conserve-small.service", "conserve-small.timer")
+    file = nightly_files.written(tmp_path)
+    unit = replace(NIGHT, file=file).unit
+    names = (f"{unit}.service", f"{unit}.timer")
     for name in names if earlier else ():
         (units / name).write_text(earlier or "")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    file = nightly_files.written(tmp_path)
     done = commands.conserve(
         "eval", "schedule", str(file), "--at", "01:30", "--install", "systemd", HOME=str(tmp_path)
     )
@@ -201,6 +239,23 @@ def test_schedule_prints_both_ways(tmp_path: Path) -> None:
     assert "59 23 * * *" in done.stdout
     assert "OnCalendar=*-*-* 23:59:00" in done.stdout
     assert commands.conserve("eval", "schedule", str(file), "--at", "24:00").returncode == 2
+
+
+def test_variables_that_a_night_will_lack_are_named_without_their_values(tmp_path: Path) -> None:
+    file = nightly_files.written(tmp_path)
+    hook = 'webhook = "http://127.0.0.1:9"\nsecret_variable = "HOOK_KEY"\n'
+    file.write_text(f"{file.read_text()}\n[reports]\n{hook}")
+    given = {
+        "CONSERVE_STORE": f"sqlite:///{tmp_path}/hidden.db",
+        "CONSERVE_API_KEY": "",
+        "HOOK_KEY": "hidden",
+    }
+    done = commands.conserve("eval", "schedule", str(file), **given)
+    named = done.stderr.partition(":")[2].partition(": set here, and not at night")[0]
+    assert {"CONSERVE_STORE", "HOOK_KEY"} <= set(named.strip().split(", "))
+    assert not {"CONSERVE_HOME", "CONSERVE_API_KEY"} & set(named.strip().split(", "))
+    assert "hidden" not in done.stdout + done.stderr
+    assert absent_at_night({"PYTHONPATH": "x", "PATH": "y", "CONSERVE_HOME": "z"}, None) == ["PYTHONPATH"]
 
 
 def test_a_bounded_night_is_stopped_and_then_killed(tmp_path: Path) -> None:
