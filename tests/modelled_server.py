@@ -65,6 +65,7 @@ class ModelledServer:
         if self.failing is not None:
             raise self.failing()
         assert call.identity == self.identity, "a call for another server"
+        assert call.model in (None, self.model), "a row of another model"
         self.begun += 1
         self.running += 1
         try:

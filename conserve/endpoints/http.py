@@ -33,7 +33,7 @@ from conserve.endpoints.exchange import (
     whole,
 )
 from conserve.endpoints.other_routes import read
-from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
 from conserve.endpoints.window import CongestionWindow, MetricsPressure, SlownessWindow
@@ -198,7 +198,7 @@ class HttpEndpoint:
                         await self._discover()
                     except EndpointUnusable as error:
                         raise EndpointUnavailable(str(error)) from error
-        if call.identity not in (None, self.identity):
+        if call.identity not in (None, self.identity) or call.model not in (None, model_of(self)):
             raise EndpointUnavailable(f"{self.base_url} serves something else now")
 
     # One call.

@@ -27,6 +27,7 @@ class Call(Struct, frozen=True, kw_only=True):
     attempt on the same endpoint generated; the completion covers them too, as if it had not been interrupted.
     It is set only if `resumable(body)`. `identity` is the endpoint's when the call was made: an endpoint that has
     become another must neither continue tokens of the first, nor report its own under the first one's name.
+    `model` is the name of the one that the row's job is bound to (see `model_of`): no other may answer it.
     `pushes` is for a row whose job would miss its deadline: a server may let it take more than other rows.
     """
 
@@ -35,6 +36,7 @@ class Call(Struct, frozen=True, kw_only=True):
     body: Mapping[str, Any]
     resume_from: Sequence[int] = ()
     identity: str | None = None
+    model: str | None = None
     pushes: bool = False
     traceparent: str | None = None  # W3C trace context, which an HTTP endpoint sends along
 

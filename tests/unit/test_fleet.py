@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+from sqlalchemy import text
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
@@ -29,6 +31,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.prompt_key import prompt_key
+from conserve.store.books import catalog
 from conserve.store.books import servers as notes
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
@@ -123,12 +126,15 @@ def send(
 
 
 def harvest(
-    store: Store, servers: Sequence[ModelledServer], happens: Callable[[Play], None] = lambda play: None
+    store: Store,
+    servers: Sequence[ModelledServer],
+    happens: Callable[[Play], None] = lambda play: None,
+    changing: ChangingList | None = None,
 ) -> Tally:
     """Run a harvester over a fleet of these servers to the end of its queue."""
 
     async def run() -> Tally:
-        play = Play(servers)
+        play = Play(servers, changing)
         harvester = Harvester(store, play.fleet, clock=asyncio.get_running_loop().time, say=play.said.append)
         happens(play)
         return await harvester.run(asyncio.Event())
@@ -262,6 +268,49 @@ def test_a_server_of_another_model_gets_no_row() -> None:
     play = send(servers, SHORT[:40])
     assert not servers[1].begun
     assert any(f"{B} serves other and gets no rows" in line for line in play.said)
+
+
+@pytest.mark.parametrize("old_dies", [True, False])
+def test_rows_of_a_job_that_is_bound_to_one_model_go_back_where_the_servers_have_another_by_now(
+    store: Store, write_input: WriteInput, old_dies: bool
+) -> None:
+    """A rolling upgrade: the last server of a model leaves the list as the first one of another joins."""
+    job_id = queue_up(store, write_input, SHORT[:40])
+    old, new = ModelledServer(A, tokens_per_s=1.5), ModelledServer(B, model="new", identity="new")
+    changing = ChangingList(A)
+
+    def happens(play: Play) -> None:
+        play.at(20.0, lambda: setattr(changing, "urls", [B]))
+        if old_dies:
+            play.at(23.0, old.die)
+
+    tally = harvest(store, [old, new], happens, changing)
+    assert not new.begun
+    assert "bound to m and this run has new" in tally.refused[job_id]
+    with store.read() as tx:
+        assert catalog.get(tx, job_id).failed == 0
+        saved = tx.scalars(text("select tokens from request where tokens is not null")).all()
+    assert saved, "rows go back with their tokens"
+
+
+def test_rows_that_wait_for_a_server_go_back_once_it_has_another_model() -> None:
+    async def run() -> None:
+        server = ModelledServer(A, places=1, tokens_per_s=1.0)
+        fleet = fleet_of(server)
+        await fleet.start()
+        asked = [fleet.complete(msgspec.structs.replace(call(f"row {n}"), model="m")) for n in range(3)]
+        tasks = [asyncio.create_task(one) for one in asked]
+        await asyncio.sleep(1.0)
+        server.die()
+        server.up, server.model, server.identity = True, "new", "new"
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in errors] == [EndpointUnavailable] * 3
+        assert str(errors[-1]) == "the servers answer for new now; rows for m go back"
+        assert server.begun == 1
+        assert (await fleet.complete(msgspec.structs.replace(call("row"), model="new", identity=None))).engine
+        await fleet.close()
+
+    virtual_time.run(run())
 
 
 def test_tokens_continue_only_under_the_identity_that_they_are_from() -> None:

@@ -882,6 +882,7 @@ class Known(list[Member]):
     """Servers of a dispatch; a block is 16 tokens."""
 
     kv_cache = KvCache(block_tokens=16)
+    model = "m"
 
     def open(self) -> list[Member]:
         return [one for one in self if one.is_open]

@@ -334,9 +334,10 @@ def test_an_answer_that_the_server_gave_up_is_none() -> None:
         ask(answering(200, {"choices": [choice]}))
 
 
-def test_a_call_made_for_another_server_goes_back() -> None:
+@pytest.mark.parametrize("made_for", [{"identity": "another"}, {"model": "another"}])
+def test_a_call_made_for_another_server_goes_back(made_for: dict[str, Any]) -> None:
     with pytest.raises(EndpointUnavailable, match="something else"):
-        ask(answering(200), Call(key="1", url=Url.CHAT, body={}, identity="another"))
+        ask(answering(200), Call(key="1", url=Url.CHAT, body={}, **made_for))
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
+from conserve.errors import EndpointUnavailable
 from conserve.jobs.fleet.member import Errand, Member
 from conserve.jobs.fleet.membership import Membership
 from conserve.jobs.fleet.pieces import Piece, pieces
@@ -18,6 +19,7 @@ class Dispatch:
         self._arrived: list[Errand] = []
         self._pieces = count()
         self._due = False
+        self._model = servers.model  # that rows wait for
 
     @property
     def waits(self) -> bool:
@@ -39,10 +41,13 @@ class Dispatch:
         """Place the rows that came, and send as many as the servers have places for."""
         self._due = False
         now = asyncio.get_running_loop().time()
+        switched, self._model = self._model != self._servers.model, self._servers.model
         takers = [member for member in self._servers.open() if now >= member.held_until]
         for member in self._servers:
-            if member.queue and member not in takers and (takers or not member.is_open):
+            left = member not in takers and (takers or not member.is_open)
+            if member.queue and (switched or left):
                 self._arrived += member.give_up_queue()
+        self._turn_away()
         arrived, self._arrived = [errand for errand in self._arrived if not errand.turn.done()], []
         if arrived and takers:
             self._place(arrived, takers)
@@ -56,6 +61,15 @@ class Dispatch:
         for member in takers:
             if member.free and not member.queue and any(one.queue for one in takers):
                 self._take_over(member, takers, now)
+
+    def _turn_away(self) -> None:
+        """End the turns of rows that are for another model than the servers are used for by now."""
+        for errand in self._arrived:
+            model = errand.call.model
+            if model not in (None, self._model) and not errand.turn.done():
+                errand.turn.set_exception(
+                    EndpointUnavailable(f"the servers answer for {self._model} now; rows for {model} go back")
+                )
 
     def _place(self, errands: Sequence[Errand], takers: Sequence[Member]) -> None:
         """Let each row wait for the server where its piece is done soonest, other than those that it avoids."""

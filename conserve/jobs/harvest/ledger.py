@@ -263,7 +263,8 @@ class Ledger:
             return []
         self._tally.begin(lease.job_id)
         try:
-            return self._workload.load(lease, identity, pushes=lease.job_id in self._turns.pushing)
+            pushes = lease.job_id in self._turns.pushing
+            return self._workload.load(lease, identity, model=self.model, pushes=pushes)
         except StoreDamaged as error:
             self._refuse(lease.job_id, str(error), lease.epoch)
             return []

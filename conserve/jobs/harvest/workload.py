@@ -86,16 +86,18 @@ class Workload:
             )
         return RequestFile(home.requests_file(self._store.data, job.id))
 
-    def load(self, lease: Lease, identity: str, *, pushes: bool = False) -> list[ReadyRow]:
+    def load(
+        self, lease: Lease, identity: str, *, model: str | None = None, pushes: bool = False
+    ) -> list[ReadyRow]:
         """The lease's rows with their requests; saved tokens count only if `identity` generated them.
 
-        `pushes` is for rows of a job that would miss its deadline.
+        `model` is the one that they were leased for. `pushes` is for rows of a job that would miss its deadline.
         """
         opened = self._open[lease.job_id]
         with home.explained(self._store.data):
             requests = opened.requests.read([row.position for row in lease.rows])
         return [
-            to_work(opened, lease.epoch, row, request, identity, pushes=pushes)
+            to_work(opened, lease.epoch, row, request, identity, model=model, pushes=pushes)
             for row, request in zip(lease.rows, requests, strict=True)
         ]
 
@@ -122,6 +124,7 @@ def to_work(
     request: StoredRequest,
     identity: str,
     *,
+    model: str | None = None,
     pushes: bool = False,
 ) -> ReadyRow:
     """Make the call for one leased row; saved tokens count only if `identity` generated them."""
@@ -141,6 +144,7 @@ def to_work(
             body=body,
             resume_from=unpack_tokens(row.tokens) if usable and row.tokens else (),
             identity=identity,
+            model=model,
             pushes=pushes,
         )
     return ReadyRow(
