@@ -293,6 +293,25 @@ def test_rows_of_a_job_that_is_bound_to_one_model_go_back_where_the_servers_have
     assert saved, "rows go back with their tokens"
 
 
+def test_servers_of_another_model_are_used_once_the_last_one_of_the_first_model_has_left_the_list(
+    store: Store, write_input: WriteInput
+) -> None:
+    first = queue_up(store, write_input, SHORT[:8])
+    second = submit(store, str(write_input("more.parquet", q=SHORT[:20])), TASK, model="new").job_id
+    servers = [ModelledServer(A, tokens_per_s=4.0), ModelledServer(B, model="new", identity="new")]
+    changing, plays = ChangingList(A, B), list[Play]()
+
+    def happens(play: Play) -> None:
+        plays.append(play)
+        play.at(8.0, lambda: setattr(changing, "urls", [B]))
+
+    tally = harvest(store, servers, happens, changing)
+    check(store, first, SHORT[:8])
+    check(store, second, SHORT[:20])
+    assert tally.retried == 0, "rows with tokens end on the server that they are on"
+    assert "no server in the list serves m any more; rows are for new now" in plays[0].said
+
+
 def test_rows_that_wait_for_a_server_go_back_once_it_has_another_model() -> None:
     async def run() -> None:
         server = ModelledServer(A, places=1, tokens_per_s=1.0)

@@ -728,6 +728,7 @@ class Cared:
     def __init__(self, *servers: Member) -> None:
         self.lost: list[tuple[Member, str]] = []
         known = SimpleNamespace(
+            model="m",
             open=lambda: [one for one in servers if one.is_open],
             lost=lambda one, why: self.lost.append((one, str(why))),
         )

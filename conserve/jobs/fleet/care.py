@@ -33,7 +33,7 @@ class Care:
             member.recall_at = None
             return
         member.recall_at = now + DRAIN_S
-        if self._servers.open():
+        if member.model == self._servers.model and self._servers.open():
             member.recall([errand for errand in member.running if errand.tokens])
 
     def tend(self, member: Member, now: float) -> None:

@@ -112,6 +112,11 @@ class Fleet:
             self._care.release(member, now_s())
             self._dispatch.soon()
 
+    @property
+    def _any_ready(self) -> bool:
+        """True if a server of the model is ready."""
+        return any(member.ready and member.model == self.model for member in self.servers)
+
     # Start and end.
 
     async def start(self) -> None:
@@ -123,7 +128,7 @@ class Fleet:
         self._tasks |= starts
         while starts and not self._some_ready.is_set():
             _, starts = await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
-        if any(member.ready and member.model == self.model for member in self.servers):
+        if self._any_ready:
             return
         error = self.servers.roster.failure or self.servers.none_left(now_s())
         if not self._patient:
@@ -278,14 +283,19 @@ class Fleet:
         for member in await self.servers.look():
             self._care.release(member, now_s())
         self._look_at = now_s() + (self.servers.roster.every_s or 0.0)
+        self._feed()
 
     async def _reach(self, member: Member, *, elsewhere: bool = False) -> bool:
         """Try to use a server, whose rows go `elsewhere` if it is gone; returns True if it is ready."""
         ready = await self.servers.reach(member, now_s(), elsewhere=elsewhere)
-        if ready and member.model == self.model:
+        self._feed()
+        return ready
+
+    def _feed(self) -> None:
+        """Send rows to the servers that are ready by now."""
+        if self._any_ready:
             self._some_ready.set()
         self._dispatch.soon()
-        return ready
 
     def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
         self._tasks.add(asyncio.create_task(work))

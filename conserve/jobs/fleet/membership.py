@@ -90,6 +90,7 @@ class Membership:
         for member in changed:
             member.listed = not member.listed
             self._say(f"{member.url} is {'back in' if member.listed else 'no longer in'} the list of servers")
+        self._choose_model()
         return changed
 
     def drain(self, urls: frozenset[str]) -> list[Member]:
@@ -133,6 +134,8 @@ class Membership:
         """Take the model of the first server, and another one only once no server in the list has that."""
         models = [member.model for member in self if member.listed and member.model]
         if not self._given and models and self.model not in models:
+            if self.model:
+                self._say(f"no server in the list serves {self.model} any more; rows are for {models[0]} now")
             self.model = models[0] or ""
 
     def none_left(self, now: float) -> EndpointUnavailable:
