@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,9 +16,7 @@ from conserve.endpoints.discovery import (
     Mode,
     ServerFacts,
     discover,
-    healthy,
     metrics,
-    served_models,
     vllm_version,
 )
 from conserve.endpoints.exchange import (
@@ -33,6 +31,7 @@ from conserve.endpoints.exchange import (
     whole,
 )
 from conserve.endpoints.other_routes import read
+from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
@@ -44,6 +43,7 @@ from conserve.errors import (
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
+    RequestRejected,
     one_line,
 )
 
@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
-PROBE_S = 30.0  # for the answer to a probe request
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
+DOUBTFUL = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)  # about one request, or about all of them
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
 
@@ -87,14 +87,14 @@ class HttpEndpoint:
         self._server: ServerFacts | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
-        self._answered = False  # with this key, this model
+        self._answered: set[Url] = set()  # with this key, this model
         self._in_flight = 0
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self._health: asyncio.Task[object] | None = None
         self._client = open_client(self.base_url, api_key, transport)
+        self._probes = Probes(self._client)
 
     @property
     def server(self) -> ServerFacts:
@@ -167,10 +167,10 @@ class HttpEndpoint:
         return ", ".join(filter(None, told)) or None
 
     async def close(self) -> None:
-        for task in (self._watch, self._health):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._probes.close()
         await self._client.aclose()
         await asyncio.sleep(0)
 
@@ -186,7 +186,9 @@ class HttpEndpoint:
         )
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
-        self._server, self._look_again, self._answered = server, False, False
+        if self._server is None or server.identity != self._server.identity:
+            self._answered.clear()
+        self._server, self._look_again = server, False
         self.notice = server.notice(self.base_url, steady=self._steady)
 
     async def _see_that_it_is_the_same(self, call: Call) -> None:
@@ -254,7 +256,7 @@ class HttpEndpoint:
                 async for payload in found:
                     pieces.add(payload)
             gained = pieces.tokens > len(call.resume_from)
-            if not pieces.ended and not gained and await self._is_up():
+            if not pieces.ended and not gained and await self._probes.is_up(self.server):
                 # The next attempt would be no further, nor the one after.
                 raise EndpointFault("the stream ended before the answer did, and brought no token")
             return pieces.completion()
@@ -273,19 +275,26 @@ class HttpEndpoint:
             self._client.stream("POST", call.url, json=body, headers=trace_headers(call)) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
-                said = await complaint(answer)
-                doubtful = answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
-                answers = doubtful and await self._answers_others()
-                raise refusal(said, answer.request.url, call.url, now=time.time(), answers=answers)
+                said, url = await complaint(answer), answer.request.url
+                if said.status in DOUBTFUL:
+                    raise await self._doubtful(call, said, url)
+                raise refusal(said, url, call.url, now=time.time())
             yield answer
-        self._answered = True
+        self._answered.add(call.url)
 
-    async def _answers_others(self) -> bool:
-        """True if the server answers with this key and this model, so that a refusal is about one request."""
-        if not self._answered:
-            with suppress(httpx.HTTPError):
-                self._answered = (await self._probe()).status == httpx.codes.OK
-        return self._answered
+    async def _doubtful(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
+        """The error for a refusal, which is the row's only if the server answers another request right now."""
+        route = call.url if call.url in self._answered else min(self._answered, default=call.url)
+        status, known = await self._probes.status(self.server.model, route), bool(self._answered)
+        answers = status == httpx.codes.OK
+        if not answers:
+            self._look_again = True
+            await self._see_that_it_is_the_same(call)
+        error = refusal(said, url, call.url, now=time.time(), answers=answers)
+        unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
+        if unclear or (not answers and known and isinstance(error, RequestRejected)):
+            return EndpointUnavailable(f"{self.base_url} answers no other request either: {error}")
+        return error
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
         """The error for a connection that broke or took too long."""
@@ -295,7 +304,7 @@ class HttpEndpoint:
         if (refused := untrusted(error, self.base_url)) is not None:
             return refused
         said = one_line(error) or type(error).__name__
-        if isinstance(error, BROKEN) and await self._is_up():
+        if isinstance(error, BROKEN) and await self._probes.is_up(self.server):
             return EndpointFault(f"the connection broke: {said}")
         return EndpointUnavailable(f"cannot reach {self.base_url}: {said}")
 
@@ -309,17 +318,6 @@ class HttpEndpoint:
         )
         waited = self.server.mode is Mode.COSERVING and (silent or not begun)
         return EndpointUnavailable(said) if waited else EndpointFault(said)
-
-    async def _is_up(self) -> bool:
-        """True if the server answers; calls at the same time share one check."""
-        if self._health is None or self._health.done():
-            is_vllm = self.server.has_metrics or self.server.mode is Mode.COSERVING
-            self._health = asyncio.create_task((healthy if is_vllm else served_models)(self._client))
-        try:
-            await asyncio.shield(self._health)
-        except EndpointUnusable:
-            return False
-        return True
 
     # Rows in flight.
 
@@ -342,17 +340,11 @@ class HttpEndpoint:
         """Time of a completion of one token, in seconds; None if the server is in trouble."""
         begun = time.monotonic()
         try:
-            answer = await self._probe()
+            answer = await self._probes.smallest(self.server.model, Url.CHAT)
         except httpx.HTTPError:
             return None
         in_trouble = answer.status == httpx.codes.TOO_MANY_REQUESTS or answer.status >= 500
         return None if in_trouble else time.monotonic() - begun
-
-    async def _probe(self) -> WholeResponse:
-        """The answer to a chat of one token; raises `httpx.HTTPError` without one."""
-        message = {"role": "user", "content": "a"}
-        body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
-        return await look(self._client, "POST", Url.CHAT, json=body, seconds=PROBE_S)
 
 
 def put_push(body: dict[str, Any], *, on: bool) -> None:

@@ -328,6 +328,100 @@ def test_a_refusal_is_one_rows_where_others_are_answered(status: int, said: str,
         asyncio.run(go())
 
 
+class Changeable:
+    """A server that answers rows until a test changes what its routes say."""
+
+    def __init__(self) -> None:
+        self.models = httpx.Response(200, json={"data": [{"id": "served"}]})
+        self.refusals: dict[str, httpx.Response] = {}  # by route
+        self.probes = 0
+        self.endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(self.serve))
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return self.models if request.url.path == "/v1/models" else httpx.Response(404)
+        asked = json.loads(request.content)
+        if asked.get("max_tokens") == 1:
+            self.probes += 1
+            await asyncio.sleep(1.0)
+        if asked.get("user") == "refused":
+            return httpx.Response(403, json={"error": {"message": "blocked"}})
+        if request.url.path in self.refusals:
+            return self.refusals[request.url.path]
+        if request.url.path == Url.EMBEDDINGS:
+            return httpx.Response(200, json={"data": [{"embedding": [0.5]}]})
+        return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}, "text": "yes"}]})
+
+    async def ask(self, number: int = 1, *, url: Url = Url.CHAT, **body: Any) -> list[Any]:
+        """What comes of so many rows that are sent at the same time."""
+        call = Call(key="1", url=url, body=body, identity=self.endpoint.identity)
+        rows = [self.endpoint.complete(call) for _ in range(number)]
+        return await asyncio.gather(*rows, return_exceptions=True)
+
+
+def no_such_model() -> httpx.Response:
+    return httpx.Response(404, json={"error": {"message": "The model `served` does not exist."}})
+
+
+def not_found(status: int = 404) -> httpx.Response:
+    return httpx.Response(status, json={"detail": "Not Found"})
+
+
+@pytest.mark.parametrize(
+    ("models", "refusal", "error", "said"),
+    [
+        ("new", no_such_model(), EndpointUnavailable, "serves something else now"),
+        ("served", no_such_model(), EndpointUnusable, "correct the name of the model"),
+        ("served", not_found(), EndpointUnavailable, "answers no other request either: HTTP 404"),
+        ("served", not_found(403), EndpointUnusable, "check CONSERVE_API_KEY"),
+        (None, not_found(), EndpointUnavailable, "/v1/models answered 404"),
+    ],
+)
+def test_a_refusal_is_no_rows_where_the_server_answers_no_others_any_more(
+    models: str | None, refusal: httpx.Response, error: type[EndpointError], said: str
+) -> None:
+    async def go() -> None:
+        server = Changeable()
+        await server.endpoint.start()
+        (answer,) = await server.ask()
+        assert isinstance(answer, Completion)
+        server.refusals[Url.CHAT] = refusal
+        server.models = httpx.Response(200 if models else 404, json={"data": [{"id": models}]})
+        found = await server.ask(8)
+        assert {type(one) for one in found} == {error}
+        assert said in str(found[0])
+        assert server.probes == 1
+        await server.endpoint.close()
+
+    virtual_time.run(go())
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_row_that_is_refused_by_a_server_in_trouble_waits(status: int) -> None:
+    async def go() -> None:
+        server = Changeable()
+        await server.endpoint.start()
+        server.refusals[Url.CHAT] = httpx.Response(status)
+        assert [type(one) for one in await server.ask(user="refused")] == [EndpointUnavailable]
+        server.refusals.clear()
+        assert [type(one) for one in await server.ask(user="refused")] == [RequestRejected]
+        await server.endpoint.close()
+
+    virtual_time.run(go())
+
+
+def test_a_route_that_a_server_lacks_is_its_rows_fault_where_it_answers_another() -> None:
+    async def go() -> None:
+        server = Changeable()
+        server.refusals[Url.CHAT] = not_found()
+        await server.endpoint.start()
+        await server.ask(url=Url.EMBEDDINGS, input="a")
+        assert [type(one) for one in await server.ask(3)] == [RequestRejected] * 3
+        await server.endpoint.close()
+
+    virtual_time.run(go())
+
+
 def test_an_answer_that_the_server_gave_up_is_none() -> None:
     choice = {"message": {"content": "hal"}, "finish_reason": "abort"}
     with pytest.raises(EndpointUnavailable):

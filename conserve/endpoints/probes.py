@@ -1,0 +1,71 @@
+"""Small requests that tell whether a server answers: a look at its health, and completions of one token."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+
+from conserve.endpoints.discovery import Mode, ServerFacts, healthy, served_models
+from conserve.endpoints.exchange import WholeResponse, look
+from conserve.endpoints.protocol import Url
+from conserve.errors import EndpointUnusable
+
+PROBE_S = 30.0  # for the answer to a completion of one token
+SMALLEST: dict[Url, dict[str, Any]] = {
+    Url.CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    Url.COMPLETIONS: {"prompt": "a", "max_tokens": 1},
+    Url.EMBEDDINGS: {"input": "a"},
+    Url.RESPONSES: {"input": "a", "max_output_tokens": 16},  # OpenAI takes no fewer
+}
+T = TypeVar("T")
+
+
+class Probes:
+    """Asks one server; rows that want to know the same thing at the same time share a request."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._under_way: dict[str, asyncio.Task[Any]] = {}
+
+    async def is_up(self, server: ServerFacts) -> bool:
+        """True if the server answers a request that needs no work."""
+        is_vllm = server.has_metrics or server.mode is Mode.COSERVING
+
+        async def up() -> bool:
+            try:
+                await (healthy if is_vllm else served_models)(self._client)
+            except EndpointUnusable:
+                return False
+            return True
+
+        return await self._shared("health", up)
+
+    async def status(self, model: str, route: Url) -> int | None:
+        """Status of the response to a small request on this route; None without a response."""
+
+        async def status() -> int | None:
+            try:
+                return (await self.smallest(model, route)).status
+            except httpx.HTTPError:
+                return None
+
+        return await self._shared(f"{route} {model}", status)
+
+    async def smallest(self, model: str, route: Url) -> WholeResponse:
+        """The response to a small request on this route; raises `httpx.HTTPError` without one."""
+        body = {"model": model, **SMALLEST[route]}
+        return await look(self._client, "POST", route, json=body, seconds=PROBE_S)
+
+    async def _shared(self, about: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = self._under_way.get(about)
+        if task is None or task.done():
+            task = self._under_way[about] = asyncio.create_task(ask())
+        found: T = await asyncio.shield(task)
+        return found
+
+    async def close(self) -> None:
+        """Withdraw the requests that are under way."""
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
