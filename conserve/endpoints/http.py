@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
+PROXY_S = 20.0  # longer than a proxy looks for a server; its timeouts of requests are longer
 DOUBTFUL = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)  # about one request, or about all of them
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
@@ -270,17 +271,29 @@ class HttpEndpoint:
     @asynccontextmanager
     async def _exchange(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[httpx.Response, None]:
         """A response of status 200, with its body in time; raises `TimeoutError` if it is late."""
+        sent_at = asyncio.get_running_loop().time()
         async with (
             asyncio.timeout(self._limits.seconds),
             self._client.stream("POST", call.url, json=body, headers=trace_headers(call)) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
+                waited_s = asyncio.get_running_loop().time() - sent_at
                 said, url = await complaint(answer), answer.request.url
+                if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
+                    raise EndpointFault(
+                        f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
+                        f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
+                    )
                 if said.status in DOUBTFUL:
                     raise await self._doubtful(call, said, url)
                 raise refusal(said, url, call.url, now=time.time())
             yield answer
         self._answered.add(call.url)
+
+    async def _outlives_a_proxy(self, waited_s: float) -> bool:
+        """True if the server is up, and a proxy gave up a row that did not wait for live requests."""
+        may_wait = self.server.mode is Mode.COSERVING
+        return waited_s > PROXY_S and not may_wait and await self._probes.is_up(self.server)
 
     async def _doubtful(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
         """The error for a refusal, which is the row's only if the server answers another request right now."""

@@ -550,6 +550,44 @@ def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
         assert seconds(error) == pytest.approx(30, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("begins_s", "coserving", "up", "error"),
+    [
+        (60.0, False, True, EndpointFault),
+        (60.0, False, False, EndpointUnavailable),
+        (60.0, True, True, EndpointUnavailable),
+        (10.0, False, True, EndpointUnavailable),
+    ],
+)
+def test_a_row_that_outlives_a_proxys_timeout_is_to_blame(
+    begins_s: float, coserving: bool, up: bool, error: type[EndpointError]
+) -> None:
+    """Unless the server is gone, or let the row wait for live requests."""
+    sent: list[str] = []
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            sent.append(request.url.path)
+            await asyncio.sleep(begins_s)
+            return httpx.Response(504, text="<html>")
+        if request.url.path == "/v1/models":
+            return httpx.Response(200 if up or not sent else 504, json={"data": [{"id": "served"}]})
+        return httpx.Response(200, json=COSERVING if coserving else {})
+
+    async def go() -> EndpointError:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        (found,) = await asyncio.gather(endpoint.complete(CHAT), return_exceptions=True)
+        await endpoint.close()
+        assert isinstance(found, EndpointError)
+        return found
+
+    found = virtual_time.run(go())
+    assert type(found) is error
+    said = "HTTP 504 after 60 s, and the server is up: this row takes longer than a proxy in front of http://server"
+    assert str(found).startswith(said if error is EndpointFault else "HTTP 504: ")
+
+
 @pytest.mark.parametrize("coserving", [True, False])
 @pytest.mark.parametrize("chunk", [b"x" * 10_000, b"data: {}\n" * 1_000, b"\n" * 10_000])
 def test_an_answer_that_floods_is_a_fault_once_it_is_too_long(chunk: bytes, coserving: bool) -> None:
