@@ -254,6 +254,32 @@ def test_a_server_that_does_not_answer_at_all_gives_its_rows_back() -> None:
     assert f"{B} does not answer; its rows go elsewhere" in play.said
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_server_without_rows_that_does_not_answer_is_down_until_it_is_back(drained: bool) -> None:
+    async def run() -> None:
+        servers = three()
+        play = Play(servers)
+        await play.fleet.start()
+        play.fleet.drain([B] if drained else [])
+        fine = "drained" if drained else "serving"
+
+        async def seen_after(seconds: float) -> list[tuple[str, bool]]:
+            await asyncio.sleep(seconds)
+            return [(one.state, one.alive) for one in play.fleet.sightings()][:2]
+
+        assert await seen_after(100.0) == [("serving", True), (fine, True)]
+        servers[1].responds = servers[1].up = False
+        assert await seen_after(40.0) == [("serving", True), (fine if drained else "down", False)]
+        assert f"{B} does not answer" in play.said
+        servers[1].responds = servers[1].up = True
+        servers[1].model = servers[1].identity = "new"
+        back = fine if drained else "other model"
+        assert await seen_after(6.0) == [("serving", True), (back, True)]
+        await play.fleet.close()
+
+    virtual_time.run(run())
+
+
 def test_a_long_row_is_not_moved_for_ever() -> None:
     """A row that takes longer than its server may be silent goes elsewhere twice, and comes to its end."""
     servers = [ModelledServer(A, streams=False), ModelledServer(B, streams=False)]

@@ -136,17 +136,19 @@ def test_a_suspect_gets_one_row_at_a_time_until_it_answers() -> None:
     assert server.fault() == 1
 
 
-def test_a_server_owes_a_sign_while_rows_run_and_nothing_comes() -> None:
+def test_a_server_owes_a_sign_while_nothing_comes_and_later_if_it_has_no_row() -> None:
     def test() -> None:
         server = member()
-        assert not server.owes_sign(100.0, 5.0), "it has no row"
+        server.seen_at = 70.0
+        assert not server.owes_sign(100.0, 5.0, idle_s=30.0), "it has no row"
+        assert server.owes_sign(100.1, 5.0, idle_s=30.0)
         server.running.add(errand())
-        assert server.owes_sign(100.0, 5.0)
+        assert server.owes_sign(100.0, 5.0, idle_s=30.0)
         server.seen_at = 95.0
-        assert not server.owes_sign(100.0, 5.0)
-        assert server.owes_sign(100.1, 5.0)
+        assert not server.owes_sign(100.0, 5.0, idle_s=30.0)
+        assert server.owes_sign(100.1, 5.0, idle_s=30.0)
         server.ready = False
-        assert not server.owes_sign(100.1, 5.0)
+        assert not server.owes_sign(100.1, 5.0, idle_s=30.0)
 
     in_loop(test)
 
@@ -1240,6 +1242,7 @@ def test_a_server_out_of_reach_is_told_unless_the_caller_is(
         away.up = False
         listed = Listed(*urls, first=away)
         await listed.servers.look()
+        listed.servers.by_url[A].running.update([errand()] * elsewhere)
         for _ in range(2):
             for server in listed.servers:
                 assert await listed.servers.reach(server, now_s(), elsewhere=elsewhere) is (server.url == B)

@@ -9,6 +9,7 @@ from conserve.jobs.fleet.member import Errand, Member
 from conserve.jobs.fleet.membership import Membership
 
 CHECK_S = 5.0  # without a sign of life until a server is asked for one
+IDLE_S = 30.0  # the same of a server without rows
 DRAIN_S = 10.0  # for rows that cannot continue elsewhere to end on a server that is drained
 SILENT_S = 5.0  # least time without a token after which a server is suspected
 SILENT_TIMES = 3.0  # the time that the slowest of others' last rows took
@@ -56,14 +57,19 @@ class Care:
         return may_move and now - member.seen_at > max(SILENT_S, SILENT_TIMES * slowest_s)
 
     async def check(self, member: Member) -> None:
-        """Ask a server with rows in flight for a sign of life; its rows go elsewhere if it gives none."""
+        """Ask a server for a sign of life; one that gives none is out of reach, and its rows go elsewhere.
+
+        Its rows stay if there is no other server.
+        """
         alive = getattr(member.endpoint, "alive", None)
         if alive is None or await alive():
             member.misses = 0
+            if not member.running:
+                member.seen_at = asyncio.get_running_loop().time()
             return
         member.misses += 1
-        elsewhere = any(one is not member for one in self._servers.open())
-        if member.misses >= MOST_MISSES and member.ready and elsewhere:
+        leaves = not member.running or any(one is not member for one in self._servers.open())
+        if member.misses >= MOST_MISSES and member.ready and leaves:
             error = EndpointUnavailable(f"{member.url} does not answer")
             member.fail(error, asyncio.get_running_loop().time())
             self._servers.lost(member, error)

@@ -26,7 +26,7 @@ from conserve.errors import (
     EndpointUnusable,
     EngineDied,
 )
-from conserve.jobs.fleet.care import CHECK_S, Care
+from conserve.jobs.fleet.care import CHECK_S, IDLE_S, Care
 from conserve.jobs.fleet.dispatch import Dispatch
 from conserve.jobs.fleet.estimate import AnswerLength
 from conserve.jobs.fleet.member import Errand, Member
@@ -271,7 +271,7 @@ class Fleet:
             elif now >= member.try_at and not member.ready and member.listed:
                 member.try_at = now + CHECK_S
                 self._in_background(self._reach(member))
-            elif now >= member.try_at and member.owes_sign(now, CHECK_S):
+            elif now >= member.try_at and member.owes_sign(now, CHECK_S, idle_s=IDLE_S):
                 member.try_at = now + CHECK_S
                 self._in_background(self._care.check(member))
             self._care.tend(member, now)

@@ -106,9 +106,9 @@ class Member:
         """Number of rows that may be sent now."""
         return max(0, self.places - len(self.running))
 
-    def owes_sign(self, now: float, within_s: float) -> bool:
-        """True if it has rows in flight, and brought nothing for this long."""
-        return self.ready and bool(self.running) and now - (self.seen_at or 0.0) > within_s
+    def owes_sign(self, now: float, within_s: float, *, idle_s: float) -> bool:
+        """True if it brought nothing for this long: with rows in flight, or without any."""
+        return self.ready and now - (self.seen_at or 0.0) > (within_s if self.running else idle_s)
 
     def state(self, model: str | None, now: float) -> MemberState:
         """State of the server, to a harvester for this model."""

@@ -122,8 +122,8 @@ class Membership:
         return True
 
     def lost(self, member: Member, why: object) -> None:
-        """Say that the rows of a server go elsewhere."""
-        self._say_once(member.url, f"{why}; its rows go elsewhere")
+        """Say why a server is lost, and that its rows go elsewhere."""
+        self._say_once(member.url, f"{why}; its rows go elsewhere" if member.running else str(why))
 
     def _say_once(self, about: str, said: str) -> None:
         if self._said.get(about) != said:
