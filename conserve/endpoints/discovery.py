@@ -21,6 +21,7 @@ OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
 START_S = 60.0  # for the first answer of a server that may be under load
 REJECTED = (400, 422)
+LACKS_ROUTE = (404, 405, 501)
 
 
 class Mode(StrEnum):
@@ -100,7 +101,8 @@ async def discover(
     has_metrics = await metrics(client) is not None
     if has_metrics:
         await healthy(client)
-    prioritised = considerate and has_metrics and await takes_priority(client, found)
+    asks = considerate and has_metrics
+    prioritised = asks and await takes_priority(client, found, listed=found in served)
     return ServerFacts(
         mode=Mode.PRIORITY if prioritised else Mode.PLAIN,
         model=found,
@@ -222,8 +224,11 @@ async def kv_cache(client: httpx.AsyncClient) -> KvCache:
     return KvCache(block_tokens=block_tokens or KvCache().block_tokens, num_blocks=num_blocks or None)
 
 
-async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
-    """True if vLLM accepts a request with a priority; raises `EndpointUnusable` if that cannot be told."""
+async def takes_priority(client: httpx.AsyncClient, model: str, *, listed: bool) -> bool:
+    """True if vLLM accepts a completion with a priority; raises `EndpointUnusable` if that cannot be told.
+
+    A server whose model only embeds lacks the route. The answer for a model that is not `listed` looks alike.
+    """
     body = {"model": model, "prompt": "a", "max_tokens": 1, "priority": OFFLINE_PRIORITY}
     try:
         reply = await look(client, "POST", Url.COMPLETIONS, json=body, seconds=LOOK_S)
@@ -231,7 +236,7 @@ async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
         return True  # the request waits behind live ones; a rejection would come at once
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if reply.status == 200 or reply.status in REJECTED:
+    if reply.status == 200 or reply.status in REJECTED or (listed and reply.status in LACKS_ROUTE):
         return reply.status == 200
     raise EndpointUnusable(
         f"{base_url_of(client)}{Url.COMPLETIONS} answered {reply.status}: {error_message(reply.content)}"

@@ -1,6 +1,8 @@
 """Rows that ask for embeddings and for OpenAI's Responses: over HTTP, in results and in OpenAI Batch output."""
 
+import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import httpx
 import msgspec
 import pytest
 
+from conserve.endpoints.discovery import Mode
+from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Url, resumable
-from conserve.errors import EndpointFault, RequestRejected
+from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, RequestRejected
 from conserve.jobs.requests.fault import request_fault
 from conserve.store.sql.openai_lines import openai_line
 from tests.acceptance.scripted_server import ScriptedServer
@@ -46,6 +50,39 @@ def test_embeddings_in_base64_stay_what_they_are() -> None:
     call = Call(key="1", url=Url.EMBEDDINGS, body={"input": [1, 2, 3], "encoding_format": "base64"})
     answer = ask(answering({"data": [{"index": 0, "embedding": "AACAPw=="}]}), call)
     assert answer.choices[0].text == '"AACAPw=="'
+
+
+@pytest.mark.parametrize(
+    ("status", "model", "fault"),
+    [
+        (404, None, None),
+        (405, "embedder", None),
+        (501, None, None),
+        (404, "wrong", EndpointUnusable),
+        (500, None, EndpointUnusable),
+    ],
+)
+def test_a_server_that_only_embeds_takes_rows_without_a_priority(
+    status: int, model: str | None, fault: type[EndpointError] | None
+) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "embedder"}]})
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text="vllm:num_requests_waiting 0")
+        if request.url.path == Url.COMPLETIONS:
+            return httpx.Response(status, json={"detail": "Not Found"})
+        return httpx.Response(404 if request.url.path == "/v1/conserve" else 200)
+
+    async def start() -> Mode:
+        transport = httpx.MockTransport(serve)
+        endpoint = HttpEndpoint("http://server", model=model, considerate=True, transport=transport)
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.server.mode
+
+    with pytest.raises(fault) if fault else nullcontext():
+        assert asyncio.run(start()) is Mode.PLAIN
 
 
 @pytest.mark.parametrize(
