@@ -68,6 +68,16 @@ def test_a_file_becomes_a_batch_becomes_answers(store: Store, api: openai.OpenAI
     assert done.usage.output_tokens == 12
 
 
+def test_lines_may_have_fields_that_a_batch_does_not_know(store: Store, api: openai.OpenAI) -> None:
+    content = lines(["one", "two"]).replace(b"}\n", b', "metadata": {"set": 1}}\n', 1)
+    file = api.files.create(file=("extra.jsonl", content), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert reaches(api, batch.id, "in_progress", "failed").status == "in_progress"
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert answered(api, done.output_file_id).keys() == {"r-0", "r-1"}
+
+
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
 def test_other_endpoints(store: Store, api: openai.OpenAI, endpoint: str) -> None:
     batch = create(api, ["one", "two"], endpoint)

@@ -44,6 +44,11 @@ def packed(path: Path, content: bytes) -> Path:
     return path
 
 
+def openai_line(custom_id: str) -> str:
+    request = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
+    return json.dumps({**request, "body": {"messages": [{"role": "user", "content": "hi"}]}})
+
+
 def payloads(store: Store, job_id: str, rows: int) -> list[str | None]:
     file = RequestFile(home.requests_file(store.home, job_id))
     found = [row.payload for row in file.read(range(rows))]
@@ -128,9 +133,7 @@ def test_packed_lines_are_read_as_they_would_be_unpacked(store: Store, tmp_path:
         Task(kind=Kind.PROMPT, template="{{ q.a }}"),
     )
     assert payloads(store, done.job_id, 5) == [str(n) for n in range(5)]
-    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
-    line = {**request, "body": {"messages": [{"role": "user", "content": "hi"}]}}
-    path = packed(tmp_path / f"batch.jsonl{suffix}", json.dumps(line).encode())
+    path = packed(tmp_path / f"batch.jsonl{suffix}", openai_line("a").encode())
     assert submit(store, str(path), Task(kind=Kind.OPENAI)).rows == 1
 
 
@@ -196,6 +199,15 @@ def test_folders_of_partitions_have_their_columns(store: Store, tmp_path: Path, 
         (2, "z", 3.5, 2024, None, None),
         (3, "u", None, 2024, "pt/BR", "e"),
     ]
+
+
+def test_folders_of_openai_lines_have_the_columns_of_their_names(store: Store, tmp_path: Path) -> None:
+    for day in (1, 2):
+        (tmp_path / f"day={day}").mkdir()
+        (tmp_path / f"day={day}" / "a.jsonl").write_text(openai_line(f"r-{day}"))
+    done = submit(store, f"{tmp_path}/day=*/a.jsonl", Task(kind=Kind.OPENAI))
+    assert inputs(store, "day, input_custom_id") == [(0, 1, "r-1"), (1, 2, "r-2")]
+    assert done.unrendered == 0
 
 
 @pytest.mark.parametrize("pattern", ["year=*", "year=*/", "**/"])
@@ -442,10 +454,8 @@ def test_a_byte_order_mark_is_no_part_of_the_text(
 
 
 def test_openai_lines_may_begin_with_a_byte_order_mark(store: Store, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     path = tmp_path / "batch.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line).encode())
+    path.write_bytes(b"\xef\xbb\xbf" + openai_line("1").encode())
     assert submit(store, str(path), Task(kind=Kind.OPENAI)).rows == 1
 
 

@@ -224,6 +224,19 @@ def test_openai_lines_keep_their_body_but_for_streaming(store: Store, tmp_path: 
     assert second.error_type == "unsupported_url"
 
 
+def test_fields_that_an_openai_line_has_besides_are_columns_of_the_input(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join([line("a", metadata={"set": 1}), line("b", note="x")]))
+    done = submit(store, str(path), OPENAI)
+    assert done.unrendered == 0
+    kept = pq.read_table(home.inputs_file(store.home, done.job_id))
+    assert kept.column_names == ["custom_id", "method", "url", "body", "metadata", "note"]
+    assert kept["metadata"].to_pylist() == ['{"set":1}', None]
+    assert kept["note"].to_pylist() == [None, "x"]
+
+
 def test_mixed_and_nested_jsonl_columns_become_text(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     rows = [{"q": "a", "n": 1, "x": {"y": [1]}}, {"q": 2, "n": 2.5}, {"q": None, "n": None, "big": 2**70}]

@@ -142,10 +142,6 @@ class OpenAILines(JsonLines):
         if row["method"] != "POST":
             raise InputError(f"{where} has method {row['method']!r}; only POST is possible")
 
-    @property
-    def columns(self) -> Sequence[str]:
-        return OPENAI_COLUMNS
-
 
 class CsvRows(TextRows):
     """Rows of CSV files. Every value stays text, so that 007 stays 007.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.inputs.source import InputRows, check_columns, other_separator
+from conserve.jobs.inputs.text_rows import OPENAI_COLUMNS
 from conserve.jobs.requests.fault import DECIDED, parameter_fault
 from conserve.jobs.requests.rendering import odd_name_hint, template_names
 from conserve.jobs.task import Kind, Task
@@ -86,7 +87,7 @@ def check_template(rows: InputRows, names: set[str], *, constant_prompt: bool) -
 def needed_columns(task: Task, rows: InputRows) -> list[str]:
     """The columns that rendering reads."""
     if task.kind is Kind.OPENAI:
-        return list(rows.columns)
+        return list(OPENAI_COLUMNS)
     names = {task.column or ""}
     if task.kind is Kind.PROMPT:
         names = template_names(task.template or "", rows.columns)
