@@ -41,6 +41,8 @@ from conserve.store.files import home
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
 
+TOOL_CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
 
 def lines(path: Path, *rows: Any) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -237,9 +239,13 @@ def test_columns_of_lines_keep_their_type_or_become_text(
         ([{"role": "user", "content": "x"}, {"content": "x"}], "message 1 has no role"),
         ([{"role": "user", "content": None}], "message 0 has no content"),
         ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}], None),
+        ([{"role": "assistant", "function_call": TOOL_CALL["function"]}], None),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "message 0 has no content"),
+        ([{"role": "assistant", "content": None, "tool_calls": None}], "message 0 has no content"),
     ],
 )
-def test_messages_have_a_role_and_a_content_each(messages: object, fault: str | None) -> None:
+def test_messages_have_a_role_and_a_content_or_calls_each(messages: object, fault: str | None) -> None:
     found = messages_fault(messages)
     assert (found is None) if fault is None else (found is not None and fault in found)
 

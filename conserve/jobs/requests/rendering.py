@@ -21,6 +21,9 @@ Row = Mapping[str, Any]
 ROW = "row"
 """The whole row in a template, for columns whose names are no words: `row['a b']`. A column called so wins."""
 
+CALLS = ("tool_calls", "function_call")
+"""Fields of a message that may stand in place of its content."""
+
 
 class RenderedRow(NamedTuple):
     """A row's payload, or why it has none; `url` only where the row names its own route."""
@@ -141,7 +144,7 @@ def unreadable(values: Row) -> str:
 
 
 def messages_renderer(column: str) -> Renderer:
-    """Take a chat from a column: a non-empty list of objects with a role and a content."""
+    """Take a chat from a column: a non-empty list of objects with a role and a content or calls."""
 
     def render(row: Row) -> RenderedRow:
         messages = row[column]
@@ -172,7 +175,7 @@ def messages_fault(messages: object) -> str | None:
             return f"message {number} is no object"
         if not isinstance(message.get("role"), str):
             return f"message {number} has no role"
-        if message.get("content") is None:
+        if message.get("content") is None and not any(map(message.get, CALLS)):
             return f"message {number} has no content"
     return None
 
