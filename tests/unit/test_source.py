@@ -20,10 +20,11 @@ from conserve.jobs.inputs import parquet_rows, source, text_rows
 from conserve.jobs.inputs.cells import holds_times, in_microseconds
 from conserve.jobs.inputs.files import form_of_name, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
-from conserve.jobs.inputs.parquet_rows import ParquetRows
+from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
 from conserve.jobs.inputs.source import Input, open_input, spool
 from conserve.jobs.inputs.text_rows import JsonLines, column_kinds
 from conserve.jobs.requests import file as request_file
+from conserve.jobs.requests import submit as submit_module
 from conserve.jobs.requests.file import RequestFile, RequestWriter, first_waiting, to_table
 from conserve.jobs.requests.rendering import (
     RenderedRow,
@@ -32,6 +33,7 @@ from conserve.jobs.requests.rendering import (
     renderer,
     template_names,
 )
+from conserve.jobs.requests.submit import rendered_tables
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.catalog import Source
@@ -154,7 +156,7 @@ def test_an_input_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 def test_batches_hold_every_row_once_with_the_wanted_columns(
     write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[str]
 ) -> None:
-    monkeypatch.setattr(parquet_rows, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(parquet_rows, "READ_ROWS", 2)
     monkeypatch.setattr(text_rows, "ROWS_PER_GROUP", 2)
     rows = [{"q": str(n), "n": n} for n in range(5)]
     path = write_input(q=[row["q"] for row in rows], n=[row["n"] for row in rows])
@@ -179,6 +181,37 @@ def test_long_rows_come_fewer_at_a_time(
     assert [row["q"] for batch in parquet.batches(["q"]) for row in batch] == values
     monkeypatch.setattr(parquet_rows, "GROUP_BYTES", 1)
     assert parquet.batch_rows() == 1
+
+
+def test_a_text_that_many_rows_share_fills_no_memory(
+    write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = "x" * 1000
+    rows = ParquetRows(write_input(context=[context] * 2000, q=[str(n) for n in range(2000)]), "x")
+    assert max(batch.nbytes for batch in rows.arrow(["context"])) <= parquet_rows.READ_ROWS * 1010
+    monkeypatch.setattr(submit_module, "GROUP_BYTES", 10_000)
+    for template in ("{{ context }} {{ q }}", f"{context} {{{{ q }}}}"):
+        told: list[int] = []
+        task = Task(kind=Kind.PROMPT, template=template, id_column="q")
+        tables = list(rendered_tables(rows, task, None, told.append))
+        assert {table.num_rows for table in tables} == {10}
+        assert told == list(range(10, 2001, 10))
+        found = pa.concat_tables(tables)
+        assert found["row_index"].to_pylist() == list(range(2000))
+        assert found["custom_id"].to_pylist() == [str(n) for n in range(2000)]
+        assert found["payload"].to_pylist() == [f"{context} {n}" for n in range(2000)]
+
+
+def test_copies_of_several_files_have_whole_row_groups(tmp_path: Path, write_input: WriteInput) -> None:
+    paths = [write_input(q=[str(n)] * 3000).rename(tmp_path / f"{n}.parquet") for n in range(4)]
+    paths.append(write_input(q=["x" * 100_000] * 300).rename(tmp_path / "long.parquet"))
+    ParquetParts(paths, "x", [{} for _ in paths]).copy_to(tmp_path / "copy")
+    with pq.ParquetFile(tmp_path / "copy") as copy:
+        groups = [copy.metadata.row_group(n).num_rows for n in range(copy.num_row_groups)]
+        assert copy.read() == pa.concat_tables(map(pq.read_table, paths))
+    assert len(groups) == 3
+    assert 8192 <= groups[0] < 8192 + parquet_rows.READ_ROWS
+    assert groups[1] > 12_000 - groups[0], "the long rows that fill it"
 
 
 def test_a_parquet_file_without_rows_has_no_batches(write_input: WriteInput) -> None:

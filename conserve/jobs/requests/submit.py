@@ -13,6 +13,7 @@ import pyarrow as pa
 from conserve.config import model_name
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.inputs.cells import Unreadable
+from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
 from conserve.jobs.requests.admission import (
@@ -25,7 +26,7 @@ from conserve.jobs.requests.admission import (
 from conserve.jobs.requests.external_sort import ExternalSort
 from conserve.jobs.requests.file import SCHEMA, RequestWriter, to_table
 from conserve.jobs.requests.order import SortKey, sort_key
-from conserve.jobs.requests.rendering import renderer
+from conserve.jobs.requests.rendering import RenderedRow, renderer
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog
 from conserve.store.books.states import OnLate
@@ -147,20 +148,34 @@ def rendered_tables(
     rows: InputRows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
 ) -> Iterator[pa.Table]:
     """Yield the requests of all rows in input order, with their sort keys."""
-    render = renderer(task)
-    id_column = id_column_of(task)
     index = 0
-    for batch in rows.batches(needed_columns(task, rows)):
-        ids = [
-            custom_id(row[id_column], n) if id_column else None for n, row in enumerate(batch, start=index)
-        ]
-        rendered = [render(row) for row in batch]
-        table = to_table(range(index, index + len(batch)), ids, rendered)
+    for ids, rendered in rendered_groups(rows, task):
+        table = to_table(range(index, index + len(rendered)), ids, rendered)
         if key is not None and key.of is not None:
             table = table.append_column(key.column, pa.array(map(key.of, rendered), key.kind))
         yield table
-        index += len(batch)
+        index += len(rendered)
         on_rows(index)
+
+
+def rendered_groups(rows: InputRows, task: Task) -> Iterator[tuple[list[str | None], list[RenderedRow]]]:
+    """Yield custom ids and requests of all rows, as many at a time as fill a row group."""
+    # A template or a text that many rows share makes requests far larger than the rows that were read.
+    render = renderer(task)
+    id_column = id_column_of(task)
+    ids: list[str | None] = []
+    rendered: list[RenderedRow] = []
+    size = 0
+    every = (row for batch in rows.batches(needed_columns(task, rows)) for row in batch)
+    for index, row in enumerate(every):
+        ids.append(custom_id(row[id_column], index) if id_column else None)
+        rendered.append(one := render(row))
+        size += len(one.payload or "")
+        if len(rendered) == ROWS_PER_GROUP or size >= GROUP_BYTES:
+            yield ids, rendered
+            ids, rendered, size = [], [], 0
+    if rendered:
+        yield ids, rendered
 
 
 def id_column_of(task: Task) -> str | None:
