@@ -17,7 +17,7 @@ from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
 from conserve.jobs.inputs import parquet_rows, source, text_rows
-from conserve.jobs.inputs.cells import holds_times, in_microseconds
+from conserve.jobs.inputs.cells import Unreadable, for_python, holds_times
 from conserve.jobs.inputs.files import form_of_name, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
 from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
@@ -288,6 +288,7 @@ def test_messages_have_a_role_and_a_content_or_calls_each(messages: object, faul
     [
         (pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])), True),
         (pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.int8())])), True),
+        (pa.list_(pa.struct([("role", pa.binary()), ("content", pa.binary())])), True),
         (pa.list_(pa.struct([("role", pa.string())])), False),
         (pa.list_(pa.struct([("role", pa.int8()), ("content", pa.string())])), False),
         (pa.list_(pa.string()), False),
@@ -465,6 +466,10 @@ def test_types_that_hold_times_are_known_at_any_depth(kind: pa.DataType, times: 
         (pa.timestamp("us", "UTC"), pa.timestamp("ns", "UTC")),
         (pa.time64("us"), pa.time64("ns")),
         (pa.duration("us"), pa.duration("ns")),
+        (pa.string(), pa.binary()),
+        (pa.string(), pa.binary_view()),
+        (pa.large_string(), pa.large_binary()),
+        (pa.binary(16), pa.binary(16)),
         (pa.date64(), pa.date64()),
         (pa.duration("s"), pa.duration("s")),
     ],
@@ -482,16 +487,30 @@ def test_types_that_hold_times_are_known_at_any_depth(kind: pa.DataType, times: 
         lambda kind: pa.list_(pa.list_(kind)),
     ],
 )
-def test_nanoseconds_become_microseconds_at_any_depth_and_nothing_else_changes(
+def test_nanoseconds_become_microseconds_and_bytes_text_at_any_depth_and_nothing_else_changes(
     kind: pa.DataType, finer: pa.DataType, nested: Any
 ) -> None:
-    assert in_microseconds(nested(finer)) == nested(kind)
+    assert for_python(nested(finer)) == nested(kind)
 
 
 def test_values_of_a_dictionary_become_microseconds_too() -> None:
-    assert in_microseconds(pa.dictionary(pa.int8(), pa.timestamp("ns"))) == pa.timestamp("us")
+    assert for_python(pa.dictionary(pa.int8(), pa.timestamp("ns"))) == pa.timestamp("us")
     kept = pa.dictionary(pa.int8(), pa.string())
-    assert in_microseconds(kept) == kept
+    assert for_python(kept) == kept
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view(), "dictionary"], ids=str)
+def test_bytes_are_text_and_fail_their_row_alone_where_they_are_not(
+    write_input: WriteInput, kind: pa.DataType | str
+) -> None:
+    texts = pa.array(["é".encode(), b"\xff", None, b"", b"b"])
+    column = texts.dictionary_encode() if isinstance(kind, str) else texts.cast(kind)
+    chats = pa.array([[{"role": b"user", "content": text.as_py()}] for text in texts])
+    rows = next(ParquetRows(write_input(q=column, m=chats), "x").batches(["q", "m"]))
+    assert [row["q"] for row in rows] == ["é", Unreadable("text that is not UTF-8"), None, "", "b"]
+    render = renderer(Task(kind=Kind.MESSAGES, column="m"))
+    assert render(rows[0]).payload == '[{"role":"user","content":"é"}]'
+    assert render(rows[1]).error == "m: text that is not UTF-8"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from conserve.errors import InputError, UsageError
-from conserve.jobs.inputs.cells import Unreadable, in_microseconds, python_values
+from conserve.jobs.inputs.cells import Unreadable, for_python, python_values
 from conserve.jobs.requests.admission import HIGHEST, LOWEST
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.submit import submit
@@ -101,8 +101,8 @@ def test_the_values_around_an_unreadable_one_are_read() -> None:
     ],
     ids=str,
 )
-def test_types_are_in_microseconds_at_every_depth(kind: pa.DataType, expected: pa.DataType) -> None:
-    assert in_microseconds(kind) == expected
+def test_types_are_for_python_at_every_depth(kind: pa.DataType, expected: pa.DataType) -> None:
+    assert for_python(kind) == expected
 
 
 def test_chats_that_hold_unreadable_text_fail_alone(store: Store, write_input: WriteInput) -> None:

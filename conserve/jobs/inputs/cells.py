@@ -12,7 +12,7 @@ class Unreadable(NamedTuple):
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a batch as dictionaries; times finer than a microsecond are cut to microseconds."""
+    """The rows of a batch as dictionaries; times finer than a microsecond are cut, and bytes are read as text."""
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
     columns = [python_values(column) for column in batch.columns]
@@ -22,7 +22,7 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 def python_values(column: pa.Array) -> list[Any]:
     """The values of a column; `Unreadable` for each that Python cannot hold."""
-    kind = in_microseconds(column.type)
+    kind = for_python(column.type)
     try:
         plain = column if kind == column.type else column.cast(kind, safe=False)
     except pa.ArrowException:  # a nested type that Arrow does not cast
@@ -55,14 +55,18 @@ def holds_times(kind: pa.DataType) -> bool:
     return bool(pa.types.is_temporal(kind)) or any(holds_times(part) for part in parts)
 
 
-def in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """Type with microseconds in place of nanoseconds, which Python lacks, at any depth."""
+def for_python(kind: pa.DataType) -> pa.DataType:
+    """Type that Python reads: microseconds for nanoseconds, which it lacks, and text for bytes, at any depth."""
     types = pa.types
     if types.is_nested(kind):
-        return nested_in_microseconds(kind)
+        return nested_for_python(kind)
     if types.is_dictionary(kind):
-        inner = in_microseconds(kind.value_type)
+        inner = for_python(kind.value_type)
         return kind if inner == kind.value_type else inner
+    if types.is_large_binary(kind):
+        return pa.large_string()
+    if types.is_binary(kind) or types.is_binary_view(kind):  # text of writers that do not annotate it
+        return pa.string()
     if getattr(kind, "unit", None) != "ns":
         return kind
     if types.is_timestamp(kind):
@@ -72,22 +76,22 @@ def in_microseconds(kind: pa.DataType) -> pa.DataType:
     return pa.duration("us") if types.is_duration(kind) else kind
 
 
-def nested_in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """`in_microseconds` for lists, structs and maps."""
+def nested_for_python(kind: pa.DataType) -> pa.DataType:
+    """`for_python` for lists, structs and maps."""
     types = pa.types
     if types.is_list(kind):
-        return pa.list_(field_in_microseconds(kind.value_field))
+        return pa.list_(field_for_python(kind.value_field))
     if types.is_large_list(kind):
-        return pa.large_list(field_in_microseconds(kind.value_field))
+        return pa.large_list(field_for_python(kind.value_field))
     if types.is_fixed_size_list(kind):
-        return pa.list_(field_in_microseconds(kind.value_field), kind.list_size)
+        return pa.list_(field_for_python(kind.value_field), kind.list_size)
     if types.is_struct(kind):
-        return pa.struct([field_in_microseconds(field) for field in kind])
+        return pa.struct([field_for_python(field) for field in kind])
     if types.is_map(kind):
-        return pa.map_(field_in_microseconds(kind.key_field), field_in_microseconds(kind.item_field))
+        return pa.map_(field_for_python(kind.key_field), field_for_python(kind.item_field))
     return kind
 
 
-def field_in_microseconds(field: pa.Field) -> pa.Field:
-    """`in_microseconds` for a part of a nested type."""
-    return field.with_type(in_microseconds(field.type))
+def field_for_python(field: pa.Field) -> pa.Field:
+    """`for_python` for a part of a nested type."""
+    return field.with_type(for_python(field.type))

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError, first_line
-from conserve.jobs.inputs.cells import python_rows
+from conserve.jobs.inputs.cells import for_python, python_rows
 from conserve.jobs.inputs.files import Partition
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task
@@ -212,5 +212,5 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """True if a column's type is text, of any of Arrow's widths."""
-    return kind in (pa.string(), pa.large_string(), pa.string_view())
+    """True if a column's type is text, of any of Arrow's widths, or bytes, which are read as text."""
+    return for_python(kind) in (pa.string(), pa.large_string(), pa.string_view())
