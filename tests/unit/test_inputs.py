@@ -237,6 +237,53 @@ def test_fields_that_an_openai_line_has_besides_are_columns_of_the_input(
     assert kept["note"].to_pylist() == [None, "x"]
 
 
+HALF = "text with half of a surrogate pair"
+
+
+def test_text_that_was_cut_within_an_emoji_fails_its_row_alone(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    rows = [{"q": "a", "n": 1}, {"q": "bad \ud83d", "n": 2}, {"q": "\U0001f600", "n": 3}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    done = submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}", id_column="n"))
+    assert (done.rows, done.unrendered) == (3, 1)
+    first, second, third = sorted(requests(store, done.job_id, 3))
+    assert (second.error_type, second.error) == ("template", f"column 'q' holds {HALF}")
+    assert (first.payload, third.payload) == ("a", "\U0001f600")
+    kept = pq.read_table(home.inputs_file(store.home, done.job_id)).to_pylist()
+    assert kept == [rows[0], {"q": None, "n": 2}, rows[2]]
+    with pytest.raises(InputError, match=f"the id of row 1 is {HALF}"):
+        submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ n }}", id_column="q"))
+
+
+def test_chats_and_bodies_with_half_an_emoji_fail_alone(store: Store, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("cut \ud83d", "hi")]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"m": chat}) for chat in chats))
+    done = submit(store, str(tmp_path / "chats.jsonl"), CHAT)
+    assert done.first_error == f"m: {HALF}"
+    bodies = [line(str(n), body={"messages": chat}) for n, chat in enumerate(chats)]
+    (tmp_path / "batch.jsonl").write_text("\n".join(bodies))
+    done = submit(store, str(tmp_path / "batch.jsonl"), OPENAI)
+    assert (done.unrendered, done.first_error) == (1, f"the body holds {HALF}")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        r'{"q": "a", "\ud83d": 1}',
+        r'{"q": "\ud83d", "n": NaN}',
+        r'["\ud83d"]',
+        r'{"q": "\ud83d"',
+        '{"q": NaN}',
+        r'{"q": "\ud83d", "n": ' + "[" * 200_000,
+    ],
+    ids=["name", "constant", "list", "cut", "NaN", "deep"],
+)
+def test_half_an_emoji_excuses_no_other_mistake(store: Store, tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "a"}\n' + content)
+    with pytest.raises(InputError, match=r"line 2 of .* is not JSON"):
+        submit(store, str(tmp_path / "a.jsonl"), PROMPT)
+
+
 def test_mixed_and_nested_jsonl_columns_become_text(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     rows = [{"q": "a", "n": 1, "x": {"y": [1]}}, {"q": 2, "n": 2.5}, {"q": None, "n": None, "big": 2**70}]

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError
+from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.files import Partition, opened
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
@@ -28,6 +30,7 @@ KINDS = {
     str: "string",
     list: "list",
     dict: "object",
+    Unreadable: "null",  # in the copy
 }
 
 SEPARATORS = {";": "';'", "\t": r"'\t'", "|": "'|'"}
@@ -114,7 +117,10 @@ class JsonLines(TextRows):
                 except (msgspec.DecodeError, ValueError) as error:  # not UTF-8, or a number of 5,000 digits
                     if first and line.lstrip().startswith(b"["):
                         raise one_array(path, name) from error
-                    raise InputError(f"{where} is not JSON ({error}); correct it and submit again") from error
+                    row = row_with_halves(line)
+                    if row is None:
+                        said = f"{where} is not JSON ({error})"
+                        raise InputError(f"{said}; correct it and submit again") from error
                 except RecursionError as error:
                     raise too_deep(where) from error
                 if first and holds_rows(row) and all(map(bytes.isspace, file)):
@@ -136,7 +142,7 @@ class OpenAILines(JsonLines):
 
     def check_line(self, row: dict[str, Any], where: str) -> None:
         hint = "an OpenAI Batch line has custom_id, method, url and body; for other rows add --prompt or --messages"
-        for name, kind in zip(OPENAI_COLUMNS, (str, str, str, dict), strict=True):
+        for name, kind in zip(OPENAI_COLUMNS, (str, str, str, dict | Unreadable), strict=True):
             if not isinstance(row.get(name), kind):
                 raise InputError(f"{where} has no valid {name!r}; {hint}")
         if row["method"] != "POST":
@@ -203,6 +209,38 @@ def header_of(names: list[str], file: str) -> list[str]:
     return header
 
 
+def row_with_halves(line: bytes) -> dict[str, Any] | None:
+    """The row of a line with half of a surrogate pair, `Unreadable` in place of such values; None if it has none.
+
+    Other encoders write such halves for text that was cut within an emoji, and msgspec takes none.
+    """
+    try:
+        row = json.loads(line.decode(), parse_constant=no_json)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not is_utf8(list(row)):
+        return None
+    marked = {
+        name: value if is_utf8(value) else Unreadable("text with half of a surrogate pair")
+        for name, value in row.items()
+    }
+    return marked if Unreadable in map(type, marked.values()) else None
+
+
+def no_json(constant: str) -> None:
+    """Raise `ValueError` for NaN and Infinity, which JSON lacks."""
+    raise ValueError(constant)
+
+
+def is_utf8(value: object) -> bool:
+    """True if UTF-8 can write every text of a JSON value."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def holds_rows(value: object) -> bool:
     """True if a line's value is a list of objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
@@ -265,7 +303,7 @@ def arrow_type(kinds: set[str]) -> pa.DataType:
 
 def column_array(batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
     """One column of a batch; in a text column, values that are not strings become JSON text."""
-    values = [row[field.name] for row in batch]
+    values = [None if isinstance(value := row[field.name], Unreadable) else value for row in batch]
     if pa.types.is_string(field.type):
         values = [v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values]
     elif pa.types.is_floating(field.type):

@@ -199,5 +199,7 @@ def render_openai_line(row: Row) -> RenderedRow:
     url = row["url"]
     if url not in tuple(Url):
         return RenderedRow(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")
+    if isinstance(row["body"], Unreadable):
+        return RenderedRow(error_type="invalid_request", error=f"the body holds {row['body'].reason}")
     body = {key: value for key, value in row["body"].items() if key not in ("stream", "stream_options")}
     return RenderedRow(msgspec.json.encode(body).decode(), url=url)
