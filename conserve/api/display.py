@@ -25,7 +25,7 @@ class SilentDisplay:
     def step(self, words: str) -> None:
         """Show a step of an engine's start."""
 
-    def show(self, progress: Progress) -> None:
+    async def show(self, progress: Progress) -> None:
         """Show how the run stands."""
 
     def end(self, summary: str) -> None:
@@ -46,8 +46,8 @@ class PlainLines(SilentDisplay):
             self._step = words
             say(words)
 
-    def show(self, progress: Progress) -> None:
-        if (line := progress.line()) is not None:
+    async def show(self, progress: Progress) -> None:
+        if (line := await progress.line()) is not None:
             say(line)
 
     def end(self, summary: str) -> None:
@@ -60,8 +60,8 @@ class Terminal(SilentDisplay):
     def step(self, words: str) -> None:
         print(f"\r{words}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def show(self, progress: Progress) -> None:
-        step, done, total, pace = progress.standing()
+    async def show(self, progress: Progress) -> None:
+        step, done, total, pace = await progress.standing()
         self.step(step or f"{done:,}/{total:,} rows, {pace}")
 
     def end(self, summary: str) -> None:
@@ -83,8 +83,8 @@ class Notebook(SilentDisplay):
     def step(self, words: str) -> None:
         self._update(html.escape(words))
 
-    def show(self, progress: Progress) -> None:
-        step, done, total, pace = progress.standing()
+    async def show(self, progress: Progress) -> None:
+        step, done, total, pace = await progress.standing()
         self._update(html.escape(step) if step else bar(done, total, pace))
 
     def end(self, summary: str) -> None:

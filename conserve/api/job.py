@@ -16,7 +16,7 @@ from conserve.api.results import Results
 from conserve.api.running import Outcome
 from conserve.api.runs import JobWatch, RunArguments, ended, reading_of, run_now, started, under_way
 from conserve.api.twins import awaited, blocking
-from conserve.api.waiting import outlast
+from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
@@ -228,10 +228,5 @@ class Job:
 
 
 async def next_look(looks: "Iterator[list[Result]]") -> "list[Result] | None":
-    """Make the next item in a thread; None at the end. If cancelled, wait for it: the generator is closed next."""
-    looking = asyncio.ensure_future(asyncio.to_thread(next, looks, None))
-    try:
-        return await asyncio.shield(looking)
-    except asyncio.CancelledError:
-        await outlast(looking)
-        raise
+    """Make the next item in a thread; None at the end."""
+    return await in_thread(lambda: next(looks, None))

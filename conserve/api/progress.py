@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.words import count
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester, Tally
 
 LINE_S = 30.0
+COUNT_S = 1.0  # at least, between two counts of the rows left
 
 
 def first_step(settings: Settings) -> str:
@@ -46,18 +48,20 @@ class Progress:
     ) -> None:
         from conserve.jobs.harvest.forecast import Rate
 
-        self._harvester, self._rows_left, self._clock = harvester, rows_left, clock
+        self._harvester, self._count_rows_left, self._clock = harvester, rows_left, clock
         self._begun = clock()
         self._rate = Rate()
         self._per_s = 0.0
         self._key: object = said
         self._line_at = self._begun + LINE_S
+        self._rows = 0  # done and left at the last count
+        self._count_at = self._begun
 
     @property
     def _tally(self) -> "Tally":
         return self._harvester.tally
 
-    def line(self) -> str | None:
+    async def line(self) -> str | None:
         """Line that is due: at a new step, or 30 s after the last one; else None."""
         now = self._clock()
         step = self._harvester.doing
@@ -70,17 +74,27 @@ class Progress:
         self._key, self._line_at = key, now + LINE_S
         if step is not None:
             return f"{step} ({now - self._begun:.0f} s)"
-        done, rows_left = self._tally.done, self._rows_left()
+        rows_left = await self._rows_left()
+        done = self._tally.done
         return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.progress(rows_left))}"
 
-    def standing(self) -> ProgressNow:
+    async def standing(self) -> ProgressNow:
         """Progress just now."""
         if (step := self._harvester.doing) is not None:
             return ProgressNow(step)
-        done, rows_left = self._tally.done, self._rows_left()
+        rows_left = await self._rows_left()
+        done = self._tally.done
         seen = self._harvester.progress(rows_left)
         self._per_s = self._rate.look(self._clock(), seen.tokens)
         return ProgressNow(None, done, done + rows_left, self._pace(seen))
+
+    async def _rows_left(self) -> int:
+        """Rows without a result, counted in a thread: the harvester's loop does not wait for the store."""
+        if self._clock() >= self._count_at:
+            self._count_at = self._clock() + COUNT_S
+            done = self._tally.done
+            self._rows = done + await in_thread(self._count_rows_left)
+        return max(0, self._rows - self._tally.done)
 
     def _pace(self, seen: "QueueProgress") -> str:
         """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""

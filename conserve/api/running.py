@@ -78,9 +78,12 @@ def unfinished(settings: Settings, only: Collection[str] | None) -> list[JobRead
     return [r for r in readings if r.state in states and (only is None or r.id in only)]
 
 
-def unfinished_rows(settings: Settings, only: Collection[str] | None) -> int:
+def unfinished_rows(store: "Store", only: Collection[str] | None) -> int:
     """Number of queued rows without a result."""
-    return sum(reading.rows - reading.done for reading in unfinished(settings, only))
+    from conserve.store.books import queue
+
+    with store.read() as tx:
+        return queue.rows_left(tx, only)
 
 
 def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:

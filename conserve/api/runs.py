@@ -78,8 +78,10 @@ def reading_of(settings: Settings, job_id: str) -> JobReading:
     """Reading of one job; raises `JobNotFound` if it was removed."""
     from conserve.store.books.readings import resolve
 
-    found = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
-    return found[resolve(list(found), job_id)]
+    if found := read_jobs(settings, now=time.time(), only=[job_id]):
+        return found[0]
+    every = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
+    return every[resolve(list(every), job_id)]
 
 
 def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending[Outcome]:
@@ -183,7 +185,7 @@ async def shown(
 ) -> Outcome:
     """Run a harvester beside its display."""
     begun = time.monotonic()
-    progress = Progress(harvester, lambda: unfinished_rows(settings, job_ids))
+    progress = Progress(harvester, lambda: unfinished_rows(harvester.store, job_ids))
     showing = asyncio.create_task(show(display, progress))
     stop = asyncio.Event()
     working = asyncio.create_task(stoppable(harvester, stop))
@@ -230,7 +232,7 @@ def at_exit(stop: asyncio.Event, working: "asyncio.Task[None]") -> Iterator[None
 async def show(display: SilentDisplay, progress: Progress) -> None:
     """Show the progress until cancelled."""
     while True:
-        display.show(progress)
+        await display.show(progress)
         await asyncio.sleep(SHOW_S)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from conserve.api.binding import Binding
 from conserve.api.running import ProfileFlags, make_endpoint, outcome, unfinished, unfinished_rows
+from conserve.api.waiting import in_thread
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
@@ -252,7 +253,7 @@ async def show(harvester: "Harvester", settings: Settings, only: list[str] | Non
     """
     if not lines:
         await Announcer(harvester, settings).announce()
-    progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+    progress = RunProgress(harvester, lambda: unfinished_rows(harvester.store, only), sys.stderr)
     await asyncio.gather(progress.show(), Announcer(harvester, settings, jobs=False).announce())
 
 
@@ -270,20 +271,20 @@ class Announcer:
         """Look every `LOOK_S`; ends by cancellation, with a last look."""
         try:
             while True:
-                self._look()
+                await self._look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            self._look()
+            await self._look()
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         notice = getattr(self._harvester.endpoint, "notice", None)
         if notice is not None and notice != self._notice:
             self._notice = notice
             output.say(notice)
         if self._jobs:
-            self._look_at_jobs()
+            await self._look_at_jobs()
 
-    def _look_at_jobs(self) -> None:
+    async def _look_at_jobs(self) -> None:
         tally = self._harvester.tally
         for job_id in tally.refused.keys() - self._refused:
             output.say(f"left alone: {tally.refused[job_id]}", job=job_id)
@@ -293,18 +294,17 @@ class Announcer:
         for job_id in sorted(running - self._running):
             output.say(f"{job_id}: harvesting", job=job_id)
         if news := ended - self._ended:
-            self._say_how_they_ended(news)
+            await self._say_how_they_ended(news)
         self._running, self._ended = running, ended
 
-    def _say_how_they_ended(self, job_ids: set[str]) -> None:
+    async def _say_how_they_ended(self, job_ids: set[str]) -> None:
         try:
-            readings = read_jobs(self._settings, now=time.time())
+            readings = await in_thread(
+                partial(read_jobs, self._settings, now=time.time(), only=sorted(job_ids))
+            )
         except ConserveError:
             return  # the harvester says that the store is out of reach
         for reading in readings:
-            if reading.id in job_ids:
-                failed = f", {reading.failed:,} failed" if reading.failed else ""
-                said = (
-                    f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
-                )
-                output.say(said, job=reading.id)
+            failed = f", {reading.failed:,} failed" if reading.failed else ""
+            said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
+            output.say(said, job=reading.id)

@@ -35,7 +35,7 @@ class RunProgress(Progress):
         if output.colourful(self._stream):
             await self._bar()
         while True:
-            line = self.line()
+            line = await self.line()
             if line is not None:
                 output.say(line)
             await asyncio.sleep(LOOK_S)
@@ -55,7 +55,7 @@ class RunProgress(Progress):
         with Bar(*columns, console=Console(file=self._stream), transient=True) as bar:
             shown = bar.add_task(self._harvester.doing or "", total=None, pace="")
             while True:
-                step, done, total, pace = self.standing()
+                step, done, total, pace = await self.standing()
                 if step is not None:
                     bar.update(shown, description=step, total=None, pace="")
                 else:

@@ -166,7 +166,7 @@ def drain(
         )
         watching.watch(harvester)
         begun = time.monotonic()
-        progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
+        progress = RunProgress(harvester, lambda: unfinished_rows(store, only), sys.stderr, said=said)
         with sending(store):
             interrupted = asyncio.run(supervise(harvester, progress.show))
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ import pytest
 
 import conserve
 from conserve.api.display import in_notebook, job_html, table_html
+from conserve.api.running import unfinished_rows
 from conserve.api.speech import in_python
+from conserve.config import load
 from conserve.errors import (
     EndpointUnusable,
     InputError,
@@ -35,6 +38,8 @@ from conserve.errors import (
     SettingsError,
     UsageError,
 )
+from conserve.store.books import readings
+from conserve.store.database.store import Store
 from tests import commands
 
 QUESTIONS = [f"question {number}" for number in range(5)]
@@ -568,6 +573,19 @@ def test_progress_is_said_on_stderr(opened: conserve.Store, capsys: pytest.Captu
     said = capsys.readouterr()
     assert said.out == ""
     assert f"{job.id}: completed, 5 of 5 rows done; 5 in " in said.err.splitlines()[-1]
+
+
+def test_a_job_is_read_alone(opened: conserve.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, _ = opened.submit(TABLE, prompt="{{ q }}"), opened.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    read: list[str] = []
+    to_reading = readings.to_reading
+    monkeypatch.setattr(readings, "to_reading", lambda row: read.append(row[0]) or to_reading(row))
+    assert job.wait() == job.status == "completed"
+    assert len(list(job)) == 5
+    with closing(Store.open(load())) as store:
+        assert [unfinished_rows(store, only) for only in ([job.id], None)] == [0, 5]
+    assert set(read) == {job.id}
 
 
 def test_a_terminal_has_one_line_that_is_written_over(

@@ -364,6 +364,18 @@ def test_status_reads_the_counters_of_every_job(store: Store, read_settings: Set
     assert untaken(read_settings, "second") == [0]
 
 
+def test_jobs_that_are_asked_for_are_read_alone(store: Store, read_settings: Settings) -> None:
+    for name in ("first", "second", "third"):
+        add_job(store, name, 1)
+    leased(store, now=10.0)
+    everything = read_jobs(read_settings, now=11.0)
+    assert read_jobs(read_settings, now=11.0, only=["third", "none", "first"]) == [
+        everything[2],
+        everything[0],
+    ]
+    assert read_jobs(read_settings, now=11.0, only=[]) == []
+
+
 def test_a_reading_has_all_that_the_catalogue_has_but_where_the_job_came_from() -> None:
     named = {field.name for field in fields(catalog.JobRecord)} - {
         "seq",

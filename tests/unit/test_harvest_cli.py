@@ -1,15 +1,21 @@
 """`conserve harvest` as a user meets it: what it says, when it ends, what it exits with."""
 
+import asyncio
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from conserve.config import load
-from conserve.store.books.readings import read_jobs
+from conserve.cli import harvest
+from conserve.config import Settings, load
+from conserve.jobs.harvest.tally import Tally
+from conserve.store.books.readings import JobReading, read_jobs
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer
@@ -62,6 +68,31 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
     for job_id in (first, second):
         assert f"{job_id}: completed" in stderr
     assert server.most_in_flight == 1
+
+
+def test_jobs_that_ended_are_read_alone_and_in_another_thread(
+    write_input: WriteInput, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_job, _ = submit(write_input(q=["a"])), submit(write_input(q=["b"]))
+    read: list[tuple[list[str], threading.Thread]] = []
+
+    def noted(settings: Settings, *, now: float, only: list[str]) -> list[JobReading]:
+        read.append((only, threading.current_thread()))
+        return read_jobs(settings, now=now, only=only)
+
+    monkeypatch.setattr(harvest, "read_jobs", noted)
+    harvester: Any = SimpleNamespace(endpoint=None, tally=Tally(jobs=[ended_job], completed=[ended_job]))
+
+    async def announced() -> None:
+        announcing = asyncio.create_task(harvest.Announcer(harvester, load()).announce())
+        await asyncio.sleep(0)  # the announcer begins its first look
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+    asyncio.run(announced())
+    assert {thread is threading.current_thread() for _, thread in read} == {False}
+    assert [only for only, _ in read] == [[ended_job]] * len(read)
+    assert f"{ended_job}: queued, 0 of 1 rows done" in capsys.readouterr().err
 
 
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:

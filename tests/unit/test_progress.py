@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.api.progress import LINE_S, first_step, rounded
+from conserve.api.progress import COUNT_S, LINE_S, ProgressNow, first_step, rounded
 from conserve.api.running import ProfileFlags, make_endpoint
 from conserve.cli.progress import RunProgress
 from conserve.config import load
@@ -33,9 +34,10 @@ class Run:
         self.endpoint = FakeEndpoint()
         self.harvester = Harvester(store, self.endpoint)
         self.tally = self.harvester.tally
+        self.counted_in: list[threading.Thread] = []
         self.display = RunProgress(
             self.harvester,
-            lambda: self.rows - self.tally.done,
+            self.rows_left,
             io.StringIO(),
             said=said,
             clock=lambda: self.now,
@@ -43,7 +45,15 @@ class Run:
 
     def line(self, *, after_s: float = 0.0) -> str | None:
         self.now += after_s
-        return self.display.line()
+        return asyncio.run(self.display.line())
+
+    def standing(self, *, after_s: float = 0.0) -> ProgressNow:
+        self.now += after_s
+        return asyncio.run(self.display.standing())
+
+    def rows_left(self) -> int:
+        self.counted_in.append(threading.current_thread())
+        return self.rows - self.tally.done
 
     def compute(self, rows: int, tokens: int, most: int | None = None) -> None:
         """The endpoint is ready and has computed so much of so many rows in flight."""
@@ -119,6 +129,27 @@ def test_trouble_is_said_when_it_begins(run: Run) -> None:
     assert run.line(after_s=1) == (
         "3/200 rows, first wave of 1: 0 tokens so far, 3 failed (the endpoint is busy)"
     )
+
+
+def test_rows_left_are_counted_once_a_second_in_another_thread(run: Run) -> None:
+    run.compute(rows=8, tokens=0)
+    stands = []
+    for _ in range(9):
+        stands.append(run.standing(after_s=COUNT_S / 4))
+        run.finish(10, 100)
+    assert [(now.done, now.total) for now in stands] == [(done, 200) for done in range(0, 90, 10)]
+    assert len(run.counted_in) == 3
+    assert threading.current_thread() not in run.counted_in
+
+
+def test_rows_left_are_none_until_the_count_knows_of_later_ones(run: Run) -> None:
+    run.rows = 3
+    run.compute(rows=8, tokens=0)
+    assert run.standing().total == 3
+    run.finish(5, 100)
+    assert run.standing() == ProgressNow(None, 5, 5, "8 running")
+    run.rows = 9
+    assert run.standing(after_s=COUNT_S).total == 9
 
 
 @pytest.mark.parametrize(

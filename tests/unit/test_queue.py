@@ -62,6 +62,16 @@ def test_only_the_wanted_jobs_are_claimed(store: Store) -> None:
     assert claim(store, only=["other"]) is None
 
 
+def test_rows_left_are_those_of_queued_jobs_without_a_result(store: Store) -> None:
+    for name, rows in (("one", 5), ("other", 3), ("paused", 9)):
+        add_job(store, name, rows=rows)
+    finish(store, leased(store, limit=3), of=[0, 1], failed=[1])
+    with store.write() as tx:
+        catalog.move(tx, "paused", "pause", now=0.0)
+        asked = (None, ["other", "paused"], ["paused"], [])
+        assert [queue.rows_left(tx, only) for only in asked] == [6, 3, 0, 0]
+
+
 def test_rows_are_claimed_of_the_jobs_at_hand_where_there_are_some(store: Store) -> None:
     for name in ("one", "other"):
         add_job(store, name, rows=1)

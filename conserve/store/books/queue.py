@@ -179,6 +179,14 @@ def lock_runnable(tx: Connection, job_id: str, model: str | None) -> bool:
     return tx.scalar(found) is not None
 
 
+def rows_left(tx: Connection, only: Collection[str] | None) -> int:
+    """Number of rows without a result in queued jobs, of these or of all."""
+    left = select(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed)).where(is_runnable(None))
+    if only is not None:
+        left = left.where(job.c.id.in_(only))
+    return int(tx.scalar(left) or 0)
+
+
 def is_runnable(model: str | None) -> ColumnElement[bool]:
     """Condition that a job is queued, and that the model may answer it, if one is given."""
     queued = job.c.state == JobState.QUEUED.value

@@ -6,7 +6,7 @@ longer than all the rest. So an SQLite store is read through the standard librar
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,10 +122,16 @@ class JobReading:
         return self.succeeded + self.failed
 
 
-def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
-    """All jobs, oldest first; none where there is no store yet."""
+def read_jobs(settings: Settings, *, now: float, only: Collection[str] | None = None) -> list[JobReading]:
+    """All jobs, oldest first, or those that are there of `only`; none where there is no store yet."""
     with opened(settings) as query:
-        return [to_reading(row) for row in query(jobs_query(query), {"now": now})] if query else []
+        if query is None:
+            return []
+        sql = jobs_query(query)
+        if only is None:
+            return [to_reading(row) for row in query(sql, {"now": now})]
+        one = sql.replace("order by seq", "where id = :id")
+        return [to_reading(row) for job_id in only for row in query(one, {"now": now, "id": job_id})]
 
 
 def jobs_query(query: Query) -> str:
