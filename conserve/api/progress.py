@@ -1,11 +1,13 @@
 """Progress of a run in words: a line at each new step and every 30 s, or how it stands just now."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from conserve.api.waiting import in_thread
 from conserve.config import Settings
+from conserve.errors import StoreError
 from conserve.words import count
 
 if TYPE_CHECKING:
@@ -93,7 +95,9 @@ class Progress:
         if self._clock() >= self._count_at:
             self._count_at = self._clock() + COUNT_S
             done = self._tally.done
-            self._rows = done + await in_thread(self._count_rows_left)
+            # The harvester says that the store is out of reach; until it is back, the last count stands.
+            with contextlib.suppress(StoreError):
+                self._rows = done + await in_thread(self._count_rows_left)
         return max(0, self._rows - self._tally.done)
 
     def _pace(self, seen: "QueueProgress") -> str:

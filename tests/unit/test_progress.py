@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.api.progress import COUNT_S, LINE_S, ProgressNow, first_step, rounded
+from conserve.api import runs
+from conserve.api.display import SilentDisplay
+from conserve.api.progress import COUNT_S, LINE_S, Progress, ProgressNow, first_step, rounded
 from conserve.api.running import ProfileFlags, make_endpoint
 from conserve.cli.progress import RunProgress
 from conserve.config import load
@@ -20,6 +22,7 @@ from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.endpoints.stream import AnswerPieces
 from conserve.engine.vllm.launching import phases
 from conserve.engine.vllm.requests.token_watch import in_flight
+from conserve.errors import StoreUnreachable
 from conserve.jobs.harvest.forecast import WINDOW_S, QueueProgress, Rate, left_s, tokens_left
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.database.store import Store
@@ -34,6 +37,7 @@ class Run:
         self.endpoint = FakeEndpoint()
         self.harvester = Harvester(store, self.endpoint)
         self.tally = self.harvester.tally
+        self.store_is_gone = False
         self.counted_in: list[threading.Thread] = []
         self.display = RunProgress(
             self.harvester,
@@ -52,6 +56,8 @@ class Run:
         return asyncio.run(self.display.standing())
 
     def rows_left(self) -> int:
+        if self.store_is_gone:
+            raise StoreUnreachable("the database is starting up")
         self.counted_in.append(threading.current_thread())
         return self.rows - self.tally.done
 
@@ -150,6 +156,37 @@ def test_rows_left_are_none_until_the_count_knows_of_later_ones(run: Run) -> Non
     assert run.standing() == ProgressNow(None, 5, 5, "8 running")
     run.rows = 9
     assert run.standing(after_s=COUNT_S).total == 9
+
+
+def test_the_last_count_stands_while_the_store_is_out_of_reach(run: Run) -> None:
+    run.compute(rows=8, tokens=0)
+    assert run.standing().total == 200
+    run.store_is_gone = True
+    run.finish(5, 100)
+    assert run.standing(after_s=COUNT_S)[:3] == (None, 5, 200)
+    assert run.line(after_s=LINE_S) is not None
+    run.store_is_gone, run.rows = False, 300
+    assert run.standing(after_s=COUNT_S).total == 300
+
+
+def test_a_display_goes_on_after_the_store_was_out_of_reach(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "SHOW_S", 0)
+    run.compute(rows=8, tokens=0)
+    shown: list[int] = []
+
+    class Shown(SilentDisplay):
+        async def show(self, progress: Progress) -> None:
+            run.store_is_gone = not run.store_is_gone
+            run.now += COUNT_S
+            shown.append((await progress.standing()).total)
+            if len(shown) == 2:
+                raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(runs.show(Shown(), run.display))
+    assert shown == [0, 200]
 
 
 @pytest.mark.parametrize(
