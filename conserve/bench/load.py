@@ -23,7 +23,7 @@ import numpy as np
 
 from conserve.bench import raw
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.stream import StreamedReply, post
+from conserve.bench.stream import StreamedReply, port_of, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
 
@@ -31,6 +31,7 @@ SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent loo
 HEAD_START_S = 0.05
 SHARED_SEED = 1
 DETAIL_CHARACTERS = 300
+CONNECT_S = 1.0  # to an address of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +259,22 @@ def _completions(base_url: str) -> SplitResult:
 
 
 async def _resolved(url: SplitResult) -> str:
-    """Address of the server, looked up once: a look-up per request would take a thread each."""
+    """Address of the server, looked up once: a look-up per request would take a thread each.
+
+    Of several addresses it is the first that takes a connection: `localhost` may name one on which none listens.
+    """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(url.hostname, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(f"there is no host {url.hostname} ({error}); correct the URL") from error
-    return str(found[0][4][0])
+    addresses = [str(address[0]) for *_, address in found]
+    for address in addresses if len(addresses) > 1 else []:
+        with suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(address, port_of(url))
+            writer.close()
+            return address
+    return addresses[0]
 
 
 def main(plan_name: str, answers_name: str) -> None:

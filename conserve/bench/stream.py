@@ -44,6 +44,11 @@ class StreamedReply:
                 yield piece
 
 
+def port_of(url: SplitResult) -> int:
+    """Port of a server's URL."""
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
 @asynccontextmanager
 async def post(
     url: SplitResult, host: str, headers: Mapping[str, str], body: bytes
@@ -55,7 +60,7 @@ async def post(
     secure = url.scheme == "https"
     reader, writer = await asyncio.open_connection(
         host,
-        url.port or (443 if secure else 80),
+        port_of(url),
         limit=LINE_BYTES,
         ssl=ssl.create_default_context() if secure else None,
         server_hostname=url.hostname if secure else None,

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import xml.dom.minidom
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -177,7 +177,7 @@ async def serve(handler: Handler, reader: asyncio.StreamReader, writer: asyncio.
         length = re.search(rb"Content-Length: (\d+)", head)
         assert length
         await handler(json.loads(await reader.readexactly(int(length[1]))), writer)
-    except (ConnectionError, asyncio.CancelledError):
+    except (ConnectionError, EOFError, asyncio.CancelledError):
         pass
     finally:
         writer.transport.abort()
@@ -354,6 +354,23 @@ def test_a_server_that_is_not_there_fails_every_request() -> None:
         return await play(even(3), LoadTarget(base_url=base_url, model="m"), seed=0)
 
     assert [answer.status for answer in asyncio.run(go())] == [RequestEnd.BROKEN] * 3
+
+
+@pytest.mark.parametrize("addresses", [("::1", "127.0.0.1"), ("127.0.0.1", "::1")])
+def test_a_name_with_several_addresses_is_asked_where_it_answers(
+    addresses: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look_up(*_: Any, **__: Any) -> list[Any]:
+        kinds = {"::1": socket.AF_INET6, "127.0.0.1": socket.AF_INET}
+        return [(kinds[one], socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+
+    async def go() -> list[LoadAnswer]:
+        async with serving(three_tokens) as base_url:
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+            target = LoadTarget(base_url=base_url.replace("127.0.0.1", "localhost"), model="m")
+            return await play(even(3), target, seed=0)
+
+    assert [answer.status for answer in asyncio.run(go())] == [RequestEnd.OK] * 3
 
 
 @pytest.mark.parametrize("base_url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port"])
