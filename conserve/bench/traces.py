@@ -2,9 +2,11 @@
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +69,8 @@ class Trace:
         """Part of the trace from `start_s` on, for `duration_s` or to its end; its time starts at 0."""
         _require_positive(duration_s=duration_s)
         end_s = min(start_s + duration_s, self.duration_s)
-        kept = tuple(a._replace(at_s=a.at_s - start_s) for a in self if start_s <= a.at_s < end_s)
+        first, end = (bisect_left(self.arrivals, at_s, key=attrgetter("at_s")) for at_s in (start_s, end_s))
+        kept = tuple(a._replace(at_s=a.at_s - start_s) for a in self.arrivals[first:end])
         if start_s < 0 or not kept:
             raise InputError(
                 f"{self.name} has no arrival from {start_s:g} s for {duration_s:g} s; "

@@ -267,6 +267,28 @@ def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
     assert len(recorded.parts(trace, 10.0, 50)) == 15, "empty ones are left out"
 
 
+class CountedArrivals(tuple[Arrival, ...]):
+    """Arrivals that count how often one is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        CountedArrivals.looks += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Arrival]:
+        CountedArrivals.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_day_is_cut_into_minutes_without_looking_at_all_of_it_for_each() -> None:
+    day = CountedArrivals(Arrival(at * 28.8, 1, 1) for at in range(3000))
+    found = recorded.parts(Trace(name="t", duration_s=86_400.0, arrivals=day), 60.0, 2000)
+    assert sum(map(len, found)) == 3000
+    assert CountedArrivals.looks <= 3000 + 1440 * 2 * 12, "a bisection of 3,000 looks at twelve"
+
+
 def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
     file = tmp_path / "8000.csv"
     recording = LineAppender(file, most_bytes=100, what="arrivals", turns=True)
