@@ -167,6 +167,10 @@ class Deployment:
         except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
             return None
 
+    async def engines(self) -> int:
+        """Number of data parallel engines behind the server."""
+        return int((await self._ask("GET")).get("engines", 1))
+
     async def hygen_model(self) -> HyGenModel | None:
         """HyGen's latency predictor on this engine; None if the server does not tell it."""
         try:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from operator import attrgetter
@@ -128,6 +128,12 @@ class Trace:
             for arrival, at_s in zip(group, np.sort(rng.uniform(start_s, end_s, len(group))), strict=True)
         ]
         return replace(self, duration_s=max(self.duration_s, ends[-1]), arrivals=tuple(arrivals))
+
+
+def together(parts: Sequence[Trace]) -> Trace:
+    """The requests of all these traces in one, each at its time."""
+    arrivals = sorted(arrival for part in parts for arrival in part)
+    return replace(parts[0], duration_s=max(part.duration_s for part in parts), arrivals=tuple(arrivals))
 
 
 def read(path: Path, *, seed: int = 0) -> Trace:

@@ -57,7 +57,9 @@ def tune(
             "the last day.",
         ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second; as recorded by default.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second of an engine; as recorded by default.")
+    ] = None,
     lengths: Annotated[
         float, typer.Option(metavar="TIMES", help="Prompts and answers so many times as long as recorded.")
     ] = 1.0,
@@ -142,28 +144,29 @@ def blocks_of(
     block_s: float,
     machine: "BenchMachine",
 ) -> "list[Trace]":
-    """Blocks of the trace, from its quietest to its busiest; raises `InputError` and `Overloaded`."""
+    """Blocks of an engine's requests, from the quietest to the busiest; raises `InputError` and `Overloaded`."""
     from conserve.bench import recorded, traces
     from conserve.bench.forecast import play
 
     if name is None:
-        trace = recorded.read(arrivals_folder(settings, model), now=time.time())
+        engines = recorded.read(arrivals_folder(settings, model), now=time.time())
     else:
-        trace = traces.read(traces.find_trace(name))
+        engines = [traces.read(traces.find_trace(name))]
+    mean = sum(trace.rate for trace in engines) / len(engines)
     if rate is not None:
-        trace = trace.at_rate(rate)
+        engines, mean = [trace.scaled(rate / mean) for trace in engines], rate
     longest = machine.flags["max_model_len"]
-    trace = trace.shortened(lengths, lengths, max_input=longest * 3 // 4, max_output=longest // 4)
-    blocks = recorded.parts(trace, block_s, BLOCKS)
+    most = {"max_input": longest * 3 // 4, "max_output": longest // 4}
+    blocks = recorded.parts([trace.shortened(lengths, lengths, **most) for trace in engines], block_s, BLOCKS)
     busy = sum(play(one, machine.engine, block_s, until_s=block_s).busy for one in blocks) / len(blocks)
     if busy > BUSIEST:
         raise Overloaded(
-            f"at {trace.rate:.3g} requests/s online-only alone keeps the engine {busy:.0%} busy, which leaves "
-            f"queued rows nothing; give a lower --rate, such as {trace.rate * 0.5 / busy:.2g}, or shorter --lengths"
+            f"at {mean:.3g} requests/s online-only alone keeps the engine {busy:.0%} busy, which leaves "
+            f"queued rows nothing; give a lower --rate, such as {mean * 0.5 / busy:.2g}, or shorter --lengths"
         )
-    requests = sum(map(len, blocks))
+    requests, whose = sum(map(len, blocks)), engines[0].name
     output.say(
-        f"{output.count(len(blocks), 'block')} of {block_s:g} s from {trace.name}, {requests:,} live requests; "
+        f"{output.count(len(blocks), 'block')} of {block_s:g} s from {whose}, {requests:,} live requests; "
         f"online-only alone keeps the engine about {busy:.0%} busy"
     )
     return blocks

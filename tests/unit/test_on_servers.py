@@ -13,7 +13,7 @@ import pytest
 from conserve.bench import compare, tuning
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
-from conserve.bench.compare import Design
+from conserve.bench.compare import Design, Source
 from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
 from conserve.bench.load import LoadPlan, LoadTarget
@@ -60,6 +60,9 @@ class FakeServers:
     async def engine(self) -> Any:
         return MACHINE.engine
 
+    async def engines(self) -> int:
+        return 1
+
     async def close(self) -> None:
         self.ended = True
 
@@ -69,6 +72,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.designs: list[Design] = []
+        self.sources: list[Source] = []
         self.fails: str | None = None  # beginning of the policies whose requests time out
 
     async def __call__(
@@ -82,6 +86,7 @@ class Measured:
     ) -> None:
         self.designs.append(design)
         source = measurement.offered.source(preset, None)
+        self.sources.append(source)
         measurement.sized = Sized(
             preset=preset,
             design=design,
@@ -369,6 +374,20 @@ def test_a_promise_that_the_engine_keeps_is_confirmed(tmp_path: Path, measured: 
     (design,) = measured.designs
     assert design.policies == ["online-only/planned", "conserve/harm-5"]
     assert FakeServers.made[0].ended
+
+
+def test_each_engine_of_a_server_has_a_block_of_the_search(
+    tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def two(self: Any) -> int:
+        return 2
+
+    confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    monkeypatch.setattr(FakeServers, "engines", two)
+    confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    one, other = measured.sources
+    assert len(other(0)) == len(one(0)) + len(one(1))
+    assert [arrival.at_s for arrival in other(0)] == sorted(arrival.at_s for arrival in (*one(0), *one(1)))
 
 
 def test_one_that_it_does_not_keep_is_lowered(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -232,13 +233,27 @@ def test_promises_are_flags_of_serve() -> None:
 def test_live_requests_of_the_last_day_are_a_trace(tmp_path: Path) -> None:
     lines = [arrival_line(NOW - 10.0 * n, 100 + n, 20) for n in range(60)]
     (tmp_path / "8000.csv").write_bytes(b"\n".join([arrival_line(NOW - 90_000, 1, 1), *lines, b"176390"]))
-    (tmp_path / f"8001.csv{FULL}").write_bytes(arrival_line(NOW - 5, 900, 7) + b"\n")
-    trace = recorded.read(tmp_path, now=NOW)
-    assert len(trace) == 61
+    (tmp_path / f"8000.csv{FULL}").write_bytes(arrival_line(NOW - 5, 900, 7) + b"\n")
+    (trace,) = recorded.read(tmp_path, now=NOW)
+    assert (trace.name, len(trace)) == ("the last day", 61)
     assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
     assert (trace.arrivals[0].at_s, trace.arrivals[0].input_tokens) == (0.0, 159)
     assert Arrival(585.0, 900, 7) in trace.arrivals
     assert trace.duration_s > trace.arrivals[-1].at_s
+
+
+def test_each_engine_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    """Two data parallel engines of one server, and one of another that was started later."""
+    for name, first, last in (("8000", 0, 120), ("8000-1", 0, 120), ("8001", 60, 120)):
+        lines = b"\n".join(arrival_line(NOW - 1200 + 10.0 * n, 100, 20) for n in range(first, last))
+        (tmp_path / f"{name}.csv").write_bytes(lines)
+    engines = recorded.read(tmp_path, now=NOW)
+    assert [len(trace) for trace in engines] == [120, 120, 60]
+    assert {trace.name for trace in engines} == {"the last day of 3 engines"}
+    assert len({trace.duration_s for trace in engines}) == 1
+    assert engines[2].arrivals[0].at_s == 600.0
+    blocks = recorded.parts(engines, 100.0, 50)
+    assert [len(one) for one in blocks] == [10] * (11 + 11 + 5), "no block has the requests of two engines"
 
 
 def test_too_few_are_said_with_what_to_do(tmp_path: Path) -> None:
@@ -256,15 +271,15 @@ def test_requests_of_other_models_are_left_out_and_named(tmp_path: Path) -> None
     ):
         recorded.read(folder, now=NOW)
     tuned.arrivals_file(settings, "a/model", 8000).write_bytes(lines)
-    assert len(recorded.read(folder, now=NOW)) == 60
+    assert [len(trace) for trace in recorded.read(folder, now=NOW)] == [60]
 
 
 def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
     at_s = [10.0 * block + n / 10 for block in range(20) if block % 4 for n in range(block + 1)]
     trace = Trace(name="t", duration_s=200.0, arrivals=tuple(Arrival(at, 1, 1) for at in at_s))
-    found = recorded.parts(trace, 10.0, 5)
+    found = recorded.parts([trace], 10.0, 5)
     assert [len(one) for one in found] == [4, 8, 12, 16, 20]
-    assert len(recorded.parts(trace, 10.0, 50)) == 15, "empty ones are left out"
+    assert len(recorded.parts([trace], 10.0, 50)) == 15, "empty ones are left out"
 
 
 class CountedArrivals(tuple[Arrival, ...]):
@@ -284,7 +299,7 @@ class CountedArrivals(tuple[Arrival, ...]):
 
 def test_a_day_is_cut_into_minutes_without_looking_at_all_of_it_for_each() -> None:
     day = CountedArrivals(Arrival(at * 28.8, 1, 1) for at in range(3000))
-    found = recorded.parts(Trace(name="t", duration_s=86_400.0, arrivals=day), 60.0, 2000)
+    found = recorded.parts([Trace(name="t", duration_s=86_400.0, arrivals=day)], 60.0, 2000)
     assert sum(map(len, found)) == 3000
     assert CountedArrivals.looks <= 3000 + 1440 * 2 * 12, "a bisection of 3,000 looks at twelve"
 
@@ -310,6 +325,20 @@ def test_engines_that_share_a_server_write_files_of_their_own(tmp_path: Path) ->
         assert one is not None
         one.close()
     assert ARRIVALS_BYTES == 64 << 20
+
+
+def test_four_engines_with_half_a_load_each_are_not_one_with_twice_a_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, gap_s = Settings(home=tmp_path), 2.0
+    for number in range(4):
+        file = tuned.arrivals_file(settings, "a/model", 8000 + number)
+        file.write_bytes(b"\n".join(arrival_line(time.time() - gap_s * n, 128, 32) for n in range(1, 200)))
+    blocks = blocks_of(settings, "a/model", None, None, 1.0, 60.0, MACHINE)
+    assert max(map(len, blocks)) <= 31
+    assert "of 4 engines" in capsys.readouterr().err
+    slower = blocks_of(settings, "a/model", None, 0.1, 1.0, 60.0, MACHINE)
+    assert max(map(len, slower)) <= 7
 
 
 def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path: Path) -> None:

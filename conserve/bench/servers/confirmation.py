@@ -1,6 +1,7 @@
 """Confirmation of a tuned promise on the engine itself: blocks with it beside blocks of live requests alone."""
 
 from dataclasses import replace
+from itertools import cycle, islice
 from math import inf
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from conserve.bench.profiler import excess
 from conserve.bench.servers.servers import Servers
 from conserve.bench.servers.sweep import MakePlan
 from conserve.bench.sizing import Offered
+from conserve.bench.traces import together
 from conserve.bench.tune import TriedValue, Tuning, latencies, words
 from conserve.engine.vllm.settings import PREEMPTION
 
@@ -59,15 +61,19 @@ class Confirmation:
             await servers.close()
 
     async def _excess(self, servers: Servers, found: TriedValue) -> float:
-        """Largest ratio of what may be harmed to its limit, beside blocks of live requests alone."""
+        """Largest ratio of what may be harmed to its limit, beside blocks of live requests alone.
+
+        A round has a block of the search for each engine of the server, from the busiest on.
+        """
         self._say(f"confirming {words(found.promises)} on the engine")
-        blocks = self._tuning.blocks
-        busiest = blocks[::-1]
+        blocks, engines = self._tuning.blocks, await servers.deployment.engines()
+        busiest = cycle(blocks[::-1])
+        rounds = [together([*islice(busiest, engines)]) for _ in range(self._rounds)]
         offered = Offered(
             name="",
-            source=lambda preset, rate: lambda number: busiest[number % len(busiest)],
+            source=lambda preset, rate: rounds.__getitem__,
             flags=lambda rate: "",
-            rate=sum(map(len, blocks)) / len(blocks) / self._preset.block_s,
+            rate=sum(map(len, rounds)) / len(rounds) / self._preset.block_s,
         )
         measurement = Measurement(offered=offered)
         wishes = PlayWishes(overload=True, say=self._say)
