@@ -22,7 +22,7 @@ from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import Call, Choice, Completion
 from conserve.nightly.harness import inspect_provider
 from conserve.nightly.harness.asking import HarnessAnswer
-from conserve.nightly.harness.inspect_model import body_of, completion_of
+from conserve.nightly.harness.inspect_model import body_of, completion_of, seeded
 
 FAKE = "fake:?tokens=6"
 
@@ -145,6 +145,23 @@ def test_parameters_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (body,) = bodies
     assert body.pop("messages") == [{"role": "user", "content": "What is question 0?"}]
     assert body == {"temperature": 0.5, "max_tokens": 3, "stop": ["x"], "seed": 7, "top_k": 5}
+
+
+def test_each_epoch_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    complete = FakeEndpoint.complete
+
+    async def noted(self: FakeEndpoint, call: Call, on_tokens: Any = None) -> Completion:
+        seeds.append(call.body.get("seed"))
+        return await complete(self, call, on_tokens)
+
+    monkeypatch.setattr(FakeEndpoint, "complete", noted)
+    work = lambda: Task(dataset=capitals(1), solver=generate(), epochs=3)  # noqa: E731
+    asked(work(), tmp_path, seed=7)
+    assert sorted(seeds) == [7, 8, 9]
+    asked(work(), tmp_path, run="without")
+    assert seeds[3:] == [None] * 3
+    assert seeded({"seed": 7}, None) == {"seed": 7}
 
 
 def test_several_choices_with_log_probabilities_are_an_output_of_inspect() -> None:

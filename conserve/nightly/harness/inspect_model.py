@@ -122,7 +122,8 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
             return ModelOutput.from_content(self.model_name, content=str(error), stop_reason="model_length")
 
     async def _generate_completion(self, request: dict[str, Any], config: GenerateConfig) -> ChatCompletion:
-        body = body_of(request)
+        sample = sample_active()
+        body = seeded(body_of(request), None if sample is None else sample.epoch)
         name = self._name(body)
         answer = await asyncio.wrap_future(self._gatherer.ask(Line(Url.CHAT, body, name)))
         return completion_of(answer, name, self.model_name)
@@ -155,6 +156,13 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in request.items() if name not in NOT_BODY}
     body = {**given, **(request.get("extra_body") or {})}
     return {name: value for name, value in body.items() if type(value).__name__ not in ("NotGiven", "Omit")}
+
+
+def seeded(body: Mapping[str, Any], epoch: int | None) -> dict[str, Any]:
+    """Body with a seed of its own in each epoch, counted from 1; without a seed epochs differ by themselves."""
+    if epoch is None or not isinstance(body.get("seed"), int):
+        return dict(body)
+    return {**body, "seed": body["seed"] + epoch - 1}
 
 
 def completion_of(answer: HarnessAnswer, name: str, model: str) -> ChatCompletion:
