@@ -15,6 +15,7 @@ from conserve.api.running import ProfileFlags, check_endpoint, make_endpoint
 from conserve.api.twins import awaited
 from conserve.config import Settings, load
 from conserve.errors import UsageError
+from conserve.hosts import split_login
 from conserve.words import duration
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Engine:
 
     @property
     def _named(self) -> str:
-        return self._settings.endpoint or self._settings.model
+        return split_login(self._settings.endpoint or self._settings.model)[0]
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
+from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
@@ -127,7 +128,9 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags)
             f"would meet: conserve run --dry-run (tests set {FAKE}=1)"
         )
     if not address.startswith(ADDRESSES):
-        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
+        raise SettingsError(
+            f"--endpoint takes an http:// or https:// address, not {split_login(address)[0]!r}"
+        )
 
 
 def make_endpoint(

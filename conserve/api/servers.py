@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conserve.config import Settings
+from conserve.hosts import split_login
 from conserve.jobs.harvest.services import running
 
 ANSWER_S = 2.0
@@ -21,7 +22,8 @@ def addresses(settings: Settings, endpoints: Sequence[str] = ()) -> list[str]:
     Without `endpoints` the one of the settings counts as named. All that show servers take them from here.
     """
     named = endpoints or ([settings.endpoint] if settings.endpoint else [])
-    urls = [url.rstrip("/").removesuffix("/v1") for url in named if url.startswith(("http://", "https://"))]
+    shown = [split_login(url)[0] for url in named]
+    urls = [url.rstrip("/").removesuffix("/v1") for url in shown if url.startswith(("http://", "https://"))]
     return list(dict.fromkeys([*(server.url for server in running(settings)), *urls]))
 
 

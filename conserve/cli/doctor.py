@@ -18,6 +18,7 @@ from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError
+from conserve.hosts import split_login
 
 EXAMPLE = """
 conserve doctor
@@ -100,12 +101,13 @@ def endpoint(address: str, api_key: str | None) -> Finding:
 
     if address.startswith("fake:"):
         return Finding("endpoint", f"{address} answers")
-    url = address.rstrip("/").removesuffix("/v1")
+    shown, login = split_login(address)
+    url = shown.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def ask() -> list[str]:
         check_address(url)
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_S) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, auth=login, timeout=ANSWER_S) as client:
             return await served_models(client)
 
     try:

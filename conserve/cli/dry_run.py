@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conserve.api.running import engine_flags
 from conserve.cli import exits, output
 from conserve.config import DEMO_MODEL, Settings, model_name
+from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
 
     model = None if settings.model == DEMO_MODEL else settings.model
     tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=model)
-    return Counter(tokens, f"{settings.endpoint} has no /tokenize", tokens.model)
+    return Counter(tokens, f"{split_login(settings.endpoint)[0]} has no /tokenize", tokens.model)
 
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:

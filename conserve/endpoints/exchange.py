@@ -87,7 +87,11 @@ def check_address(base_url: str) -> None:
 
 
 def open_client(
-    base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None
+    base_url: str,
+    api_key: str | None,
+    transport: httpx.AsyncBaseTransport | None,
+    *,
+    login: tuple[str, str] | None = None,
 ) -> httpx.AsyncClient:
     """A client for the server at this address; raises `SettingsError` for a malformed address or key."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -96,6 +100,7 @@ def open_client(
         return httpx.AsyncClient(
             base_url=base_url,
             headers=headers,
+            auth=login,
             timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN),
             transport=transport,

@@ -46,6 +46,7 @@ from conserve.errors import (
     RequestRejected,
     one_line,
 )
+from conserve.hosts import split_login
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class HttpEndpoint:
         limits: AnswerLimits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        url, login = split_login(base_url)
+        self.base_url = url.rstrip("/").removesuffix("/v1")
         self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
         self._steady, self._listed_only = steady, listed_only
@@ -94,7 +96,7 @@ class HttpEndpoint:
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self._client = open_client(self.base_url, api_key, transport)
+        self._client = open_client(self.base_url, api_key, transport, login=login)
         self._probes = Probes(self._client)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from conserve.errors import EndpointUnusable, SettingsError, one_line
+from conserve.hosts import split_login
 
 FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
@@ -135,7 +136,7 @@ def server_url(text: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {text!r}")
+        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {split_login(text)[0]!r}")
     return url
 
 

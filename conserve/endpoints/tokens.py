@@ -7,6 +7,7 @@ import httpx
 
 from conserve.endpoints.discovery import served_models
 from conserve.endpoints.exchange import check_address
+from conserve.hosts import split_login
 
 ANSWER_S = 60.0
 FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -31,11 +32,13 @@ class ServerTokens:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
         """Find out the server's model; raises `EndpointUnusable` if no server answers."""
-        check_address(base_url)
+        url, login = split_login(base_url)
+        check_address(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         client = httpx.AsyncClient(
-            base_url=base_url.rstrip("/").removesuffix("/v1"),
+            base_url=url.rstrip("/").removesuffix("/v1"),
             headers=headers,
+            auth=login,
             timeout=ANSWER_S,
             transport=transport,
         )

@@ -1166,6 +1166,29 @@ def test_a_server_that_leaves_the_list_or_comes_back_is_told_once() -> None:
     virtual_time.run(run())
 
 
+def test_a_server_with_a_password_in_its_address_is_known_without_it() -> None:
+    async def run() -> None:
+        login, made = "http://ann:pass@gpu-a:8000", list[str]()
+        changing = ChangingList(login)
+
+        def make(address: str) -> ModelledServer:
+            made.append(address)
+            return ModelledServer(A)
+
+        fleet = Fleet(Joined([changing]), make)
+        fleet.drain([A])
+        await fleet._look()
+        assert fleet.doing == f"asking {A} what they serve"
+        assert [(seen.url, seen.state) for seen in fleet.sightings()] == [(A, "drained")]
+        await fleet.start()
+        changing.urls = [B]
+        await asyncio.sleep(3.0)
+        assert (made, [server.url for server in fleet.servers]) == ([login, B], [B])
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
 def test_servers_are_drained_before_they_are_known_too() -> None:
     async def run() -> None:
         listed = Listed(A, B)

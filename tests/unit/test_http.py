@@ -27,6 +27,7 @@ from conserve.errors import (
     RequestRejected,
     SettingsError,
 )
+from conserve.hosts import split_login
 from tests import virtual_time
 
 CHAT = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "hi"}], "model": "ignored"})
@@ -79,6 +80,48 @@ def test_a_chat_is_sent_and_read_in_the_openai_form() -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].logprobs == {"content": []}
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (3, 2, 1)
+
+
+def test_a_password_in_the_address_is_sent_and_shown_nowhere() -> None:
+    asked: list[str | None] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers.get("authorization"))
+        assert str(request.url).startswith("http://server:8000/")
+        known = request.url.path == "/v1/models"
+        return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+
+    async def go() -> HttpEndpoint:
+        transport = httpx.MockTransport(serve)
+        endpoint = HttpEndpoint("http://ann:p%40ss@server:8000/v1", transport=transport)
+        await endpoint.start()
+        with pytest.raises(RequestRejected):
+            await endpoint.complete(BARE)
+        await endpoint.close()
+        return endpoint
+
+    endpoint = asyncio.run(go())
+    assert set(asked) == {httpx.BasicAuth("ann", "p@ss")._auth_header}
+    assert (endpoint.base_url, endpoint.identity) == ("http://server:8000", "http://server:8000 served")
+    assert "ann" not in f"{endpoint.notice}"
+    with pytest.raises(SettingsError, match=r"'http://x:65536' is no address"):
+        HttpEndpoint("http://ann:pass@x:65536")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "login"),
+    [
+        ("http://ann:p%40s:s@a:1/v1?q=@", "http://a:1/v1?q=@", ("ann", "p@s:s")),
+        ("https://ann@[::1]", "https://[::1]", ("ann", "")),
+        ("http://a:8000/x@y", "http://a:8000/x@y", None),
+        ("/models/x@y", "/models/x@y", None),
+        ("http://ann:pass@[::1", "http://[::1", ("ann", "pass")),
+    ],
+)
+def test_an_address_is_split_into_what_may_be_shown_and_the_login(
+    url: str, shown: str, login: tuple[str, str] | None
+) -> None:
+    assert split_login(url) == (shown, login)
 
 
 def test_a_bare_prompt_goes_to_its_own_route() -> None:

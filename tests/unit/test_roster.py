@@ -34,6 +34,12 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         Given([url])
 
 
+def test_a_password_goes_along_with_an_address_and_is_in_no_sentence() -> None:
+    assert look(Given(["http://ann:pass@a:8000/v1"])) == ["http://ann:pass@a:8000"]
+    with pytest.raises(SettingsError, match="address, not 'ftp://a'"):
+        Given(["ftp://ann:pass@a"])
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file, as its editor should; its time differs whatever the clock's resolution."""
     new = path.with_suffix(".new")

@@ -90,7 +90,7 @@ class Fleet:
         """Step of the start; None once a server is ready."""
         if self._some_ready.is_set():
             return None
-        urls = list(self.servers.by_url)
+        urls = [member.url for member in self.servers]
         if not urls:
             return "waiting for a first server"
         return f"asking {urls[0] if len(urls) == 1 else f'{len(urls)} servers'} what they serve"
@@ -266,7 +266,7 @@ class Fleet:
         for member in self.servers:
             member.pace.elapse(now, len(member.running))
             if not member.listed and not member.running and not member.queue:
-                del self.servers.by_url[member.url]
+                del self.servers.by_url[member.address]
                 self._in_background(member.close())
             elif now >= member.try_at and not member.ready and member.listed:
                 member.try_at = now + CHECK_S

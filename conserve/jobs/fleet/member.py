@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, KvCache, OnTokens, model_of
 from conserve.errors import EndpointError, EndpointUnusable, one_line
+from conserve.hosts import split_login
 from conserve.jobs.fleet.pace import Pace
 from conserve.jobs.fleet.pieces import UnplacedRow
 from conserve.jobs.fleet.prefixes import CachedPrefixes
@@ -61,10 +62,11 @@ class Errand:
 
 
 class Member:
-    """A server, known by its URL."""
+    """A server, known by its URL, which is shown; its `address` in the list may have a password in it."""
 
-    def __init__(self, url: str, endpoint: Endpoint) -> None:
-        self.url, self.endpoint = url, endpoint
+    def __init__(self, address: str, endpoint: Endpoint) -> None:
+        self.address, self.endpoint = address, endpoint
+        self.url, _ = split_login(address)
         self.ready = self.drained = self.suspected = False
         self.listed = True
         self.error: EndpointError | None = None  # why it is not ready, or is suspected

@@ -12,7 +12,7 @@ from conserve.store.books.servers import Sighting
 
 
 class Membership:
-    """Servers by URL. All rows of a fleet are for one model: the given one, else that of the first server."""
+    """Servers by address. All rows of a fleet are for one model: the given one, else that of the first server."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Membership:
     def _list(self, urls: Sequence[str]) -> list[Member]:
         for url in urls:
             if url not in self.by_url:
-                self.by_url[url] = Member(url, self._make(url))
-                self.by_url[url].drained = url in self.drained
-        changed = [member for member in self if member.listed != (member.url in urls)]
+                self.by_url[url] = member = Member(url, self._make(url))
+                member.drained = member.url in self.drained
+        changed = [member for member in self if member.listed != (member.address in urls)]
         for member in changed:
             member.listed = not member.listed
             self._say(f"{member.url} is {'back in' if member.listed else 'no longer in'} the list of servers")
