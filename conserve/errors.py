@@ -182,7 +182,11 @@ class StoreFull(StoreError):
 
 
 class StoreMoved(StoreError):
-    """The store is in another database now, or on its way there."""
+    """The store is in another database now, or on its way there; `for_good` once it has arrived."""
+
+    def __init__(self, message: str, *, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
 
 
 class StoreInUse(StoreError):

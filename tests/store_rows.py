@@ -11,6 +11,8 @@ from conserve.store.books.catalog import Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import Lease
 from conserve.store.books.results import Result
+from conserve.store.database import guard
+from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 
@@ -103,3 +105,10 @@ def live(store: Store, job_id: str = "job-1") -> dict[int, int | None]:
             text("select position, epoch from request where job_id = :job_id"), {"job_id": job_id}
         )
         return held | {row.position: row.epoch for row in records}
+
+
+def add_mark(store: Store, state: MoveState | None) -> None:
+    """Let the database have part in a move, as `conserve store move` does; None ends that."""
+    mark = None if state is None else MoveMark(id="m", state=state, other="there", store_id=store.id)
+    with store.write() as tx, guard.lifted(tx):
+        guard.put_mark(tx, mark)

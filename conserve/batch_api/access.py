@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from conserve.batch_api import refusals
 from conserve.batch_api.api import CALLER, ApiCaller
+from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.reads import Reads
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback, is_proxied
@@ -28,6 +29,8 @@ AGAIN_S = 0.1  # between two reads for keys that are unknown
 WHO = "/caller"  # asked by a live server alone
 SAID_OF = "x-conserve-caller"  # as in the engine's plug-in, which is not imported here
 KEPT_S = 0.5  # for which keys that were read are used; a live server beside keeps the answer as long again
+SAID_TO_ALL = "the store of this API was moved, or is being moved; the API's log says where to"
+"""Answer to those who sent no key: the address of the other database is not theirs."""
 
 
 class KeyRing:
@@ -98,6 +101,22 @@ class Access:
         if known:
             return caller_with_key(headers, known)
         return keys_required() if said_of == "far" else caller_of_this_machine(headers)
+
+
+class StoreHere:
+    """Layer behind the keys: answers 503 while the store is not in this database."""
+
+    def __init__(self, app: App, moves: MoveWatch) -> None:
+        self._app, self._moves = app, moves
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        moved = self._moves.moved
+        if scope["type"] != "http" or moved is None:
+            await self._app(scope, receive, send)
+            return
+        said = str(moved) if CALLER in scope else SAID_TO_ALL
+        answer = JSONResponse(refusals.body(said, kind="server_error"), HTTPStatus.SERVICE_UNAVAILABLE)
+        await answer(scope, receive, send)
 
 
 def uses(headers: Headers, known: Sequence[ApiKey]) -> Response:

@@ -6,6 +6,7 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from conserve.batch_api.foresight import Foresight
+from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.polls import Polls
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.streams import Streams
@@ -32,6 +33,7 @@ class Api:
     limits: Limits
     admissions: Admissions
     deliveries: Deliveries
+    moves: MoveWatch
     streams: Streams
     foresight: Foresight
     reads: Reads

@@ -11,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from conserve.batch_api import batches, files, metrics, openapi, refusals
-from conserve.batch_api.access import FREE, Access, KeyRing
+from conserve.batch_api.access import FREE, Access, KeyRing, StoreHere
 from conserve.batch_api.api import Api
 from conserve.batch_api.foresight import Foresight
+from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.polls import Polls
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
@@ -50,6 +51,13 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
+OTHERS = [
+    Route("/health", health),
+    Route("/openapi.json", description),
+    Route(metrics.PATH, metrics.show),
+]
+
+
 def application(
     store: Store, limits: Limits | None = None, *, beside: bool = False, open_metrics: bool = False
 ) -> Starlette:
@@ -59,13 +67,15 @@ def application(
     no key.
     """
     limits = limits or Limits()
-    courier, deliveries = Courier(store), Deliveries(store)
+    moves = MoveWatch(store)
+    courier, deliveries = Courier(store), Deliveries(store, moves)
     reads, foresight = Reads(store), Foresight(store)
     api = Api(
         store=store,
         limits=limits,
         admissions=Admissions(store, limits),
         deliveries=deliveries,
+        moves=moves,
         streams=Streams(store, deliveries.ask),
         foresight=foresight,
         reads=reads,
@@ -86,12 +96,7 @@ def application(
                 worker.stop(STOP_S)
             api.reads.close()
 
-    routes = [
-        Route("/health", health),
-        Route("/openapi.json", description),
-        Route(metrics.PATH, metrics.show),
-        *ROUTES,
-    ]
+    routes = [*OTHERS, *ROUTES]
     paths = {route.endpoint: route.path for route in routes}
     measured = metrics.ApiMetrics(lambda: api.foresight.now().queue, paths, beside=beside)
     free = FREE | {metrics.PATH} if open_metrics else FREE
@@ -101,6 +106,7 @@ def application(
         middleware=[
             Middleware(metrics.Measured, metrics=measured),
             Middleware(Access, ring=KeyRing(reads), beside=beside, free=free),
+            Middleware(StoreHere, moves=moves),
         ],
         exception_handlers={
             Refused: refusals.refused,

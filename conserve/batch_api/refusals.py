@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from conserve.errors import ConserveError, StoreError, one_line
+from conserve.errors import ConserveError, StoreError, StoreMoved, one_line
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ async def failed(request: Request, error: Exception) -> Response:
     """Answer for a store that is out of reach, full or locked: the same request may succeed later."""
     assert isinstance(error, ConserveError)
     log.warning("%s %s: %s", request.method, request.url.path, error)
-    said = "the store cannot be used now; try again" if isinstance(error, StoreError) else one_line(error)
+    told = isinstance(error, StoreMoved) or not isinstance(error, StoreError)
+    said = one_line(error) if told else "the store cannot be used now; try again"
     status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, StoreError) else HTTPStatus.BAD_REQUEST
     return JSONResponse(body(said, kind="server_error" if status >= 500 else INVALID), status)
 

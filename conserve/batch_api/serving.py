@@ -29,7 +29,11 @@ def serve(
     open_metrics: bool = False,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first."""
+    """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first.
+
+    Raises `StoreMoved` at an address, once the store is in another database. A socket is a live server's, which
+    goes on.
+    """
     app = application(store, limits, beside=socket is not None, open_metrics=open_metrics)
     config = uvicorn.Config(
         app,
@@ -42,8 +46,12 @@ def serve(
     )
     with ExitStack() as opened:
         sockets = None if socket is None else [opened.enter_context(closing(at_path(socket)))]
-        streams = app.state.conserve_api.streams
-        asyncio.run(until_signalled(SignalledServer(config), on_ready, sockets, on_stop=streams.close))
+        server, api = SignalledServer(config), app.state.conserve_api
+        if socket is None:
+            api.moves.on_gone = server.end
+        asyncio.run(until_signalled(server, on_ready, sockets, on_stop=api.streams.close))
+    if server.ended and api.moves.moved is not None:
+        raise api.moves.moved
 
 
 def at_path(path: Path) -> net.socket:
@@ -61,7 +69,13 @@ def at_path(path: Path) -> net.socket:
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server, whose signals are handled by `until_signalled`."""
+    """uvicorn's server, whose signals are handled by `until_signalled`; `ended` if the program ends it itself."""
+
+    ended = False
+
+    def end(self) -> None:
+        """End in order; any thread may ask for that."""
+        self.ended = self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from conserve.batch_api.moved import MoveWatch
 from conserve.errors import ConserveError, StoreError, one_line
 from conserve.jobs.batches.admission import admit, refuse
 from conserve.jobs.batches.delivery import deliver
@@ -108,8 +109,8 @@ class Later:
 class Deliveries:
     """Results become files, and files that have expired go."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, moves: MoveWatch | None = None) -> None:
+        self._store, self._moves = store, moves or MoveWatch(store)
         self._asked: dict[str, None] = {}
         self._later: dict[str, Later] = {}
         self._cleaned_at = 0.0
@@ -136,7 +137,9 @@ class Deliveries:
         self.worker.wake()
 
     def step(self, now: float) -> None:
-        """Deliver every batch whose job has ended."""
+        """Deliver every batch whose job has ended; nothing while the store is in another database."""
+        if self._moves.look() is not None:
+            return
         asked = list(self._asked)
         expire(self._store, now)
         with self._store.read() as tx:

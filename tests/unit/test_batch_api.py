@@ -10,20 +10,22 @@ from openai.types import Batch
 from sqlalchemy import text
 
 from conserve.batch_api import workers
+from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import load
-from conserve.errors import JobRefused, StoreError
+from conserve.errors import JobRefused, StoreError, StoreMoved
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
+from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import trash
 from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
-from tests.commands import conserve
-from tests.store_rows import add_job, finish, leased
+from tests.commands import conserve, until
+from tests.store_rows import add_job, add_mark, finish, leased
 
 
 @pytest.fixture
@@ -420,3 +422,30 @@ def test_a_method_that_is_not_answered_is_told_all_that_are(store: Store) -> Non
         answer = patient.options(f"{url}/files")
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
         assert patient.put(f"{url}/files/file-1").headers["allow"] == "DELETE, GET, HEAD"
+
+
+@pytest.mark.parametrize("state", [MoveState.LEAVING, MoveState.LEFT])
+def test_callers_are_told_of_a_store_that_is_elsewhere(store: Store, state: MoveState) -> None:
+    said = MoveMark(id="m", state=state, other="there", store_id=store.id).sentence
+    with live(store) as url:
+        api = client(url)
+        batch = create(api, ["one"])
+        reaches(api, batch.id, "in_progress")
+        add_mark(store, state)
+        with pytest.raises(openai.InternalServerError, match="there") as refused:
+            api.files.create(file=("a.jsonl", lines(["one"])), purpose="batch")
+        assert (refused.value.status_code, refused.value.body["message"]) == (503, said)  # type: ignore[index]
+        health = url.replace("/v1", "/health")
+        until(lambda: patient.get(health).status_code == 503)
+        assert "there" not in patient.get(health).text, "those who need no key learn no address"
+        for path in ("files", f"batches/{batch.id}", f"batches/{batch.id}/events", "nowhere"):
+            answer = patient.get(f"{url}/{path}")
+            assert (answer.status_code, answer.json()["error"]["message"]) == (503, said)
+        add_mark(store, None)
+        until(lambda: patient.get(health).status_code == 200)
+        assert api.batches.retrieve(batch.id).status == "in_progress"
+
+
+def test_an_api_by_itself_ends_once_its_store_is_elsewhere(store: Store) -> None:
+    with pytest.raises(StoreMoved, match="this store was moved to there"):
+        serve(store, Limits(), on_ready=lambda: add_mark(store, MoveState.LEFT))

@@ -11,6 +11,7 @@ import duckdb
 import pytest
 from sqlalchemy import text
 
+from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.objects import batch_object
 from conserve.batch_api.workers import Deliveries, StepThread
 from conserve.config import load
@@ -25,12 +26,13 @@ from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import OnLate
 from conserve.store.books.uploads import NewFile
+from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
-from tests.store_rows import add_job, finish, leased
+from tests.store_rows import add_job, add_mark, finish, leased
 from tests.tiers import in_full
 
 
@@ -310,6 +312,30 @@ def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: Bat
         found = batches.page(tx, "default", before=None, limit=9)
     assert [batch.state for batch in found] == [BatchState.IN_PROGRESS, BatchState.FINALIZING]
     assert all(map(batch_object, found))
+
+
+def test_a_store_that_is_elsewhere_is_left_alone_and_goes_on_once_it_is_back(
+    store: Store, ended: BatchRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    moves, gone = MoveWatch(store), list[str]()
+    moves.on_gone = lambda: gone.append(str(moves.moved))
+    deliveries = Deliveries(store, moves)
+    deliveries.ask(ended.id)
+    for state, said in (
+        (MoveState.LEAVING, "this store is being moved to there"),
+        (MoveState.LEFT, "this store was moved to there"),
+        (MoveState.ARRIVING, "this store is being filled from there"),
+    ):
+        add_mark(store, state)
+        for now in (1.0, 2.0):
+            deliveries.step(now)
+            assert str(moves.moved).startswith(said)
+        assert only_batch(store).state is BatchState.FINALIZING
+    assert gone == ["this store was moved to there; set CONSERVE_STORE to that address"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    add_mark(store, None)
+    deliveries.step(3.0)
+    assert (moves.moved, only_batch(store).state) == (None, BatchState.COMPLETED)
 
 
 def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture) -> None:

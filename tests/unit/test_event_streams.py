@@ -12,11 +12,12 @@ import pytest
 from conserve.batch_api import streams as streams_module
 from conserve.batch_api.streams import MOST_OF_KEY, BatchSnapshot, Streams
 from conserve.store.books import batches, catalog, keys
+from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from tests import patient
 from tests.batch_rig import client, compute, create, live, reaches
 from tests.commands import until
-from tests.store_rows import add_job, finish, leased
+from tests.store_rows import add_job, add_mark, finish, leased
 
 
 @pytest.fixture
@@ -187,6 +188,15 @@ def test_streams_end_with_their_key_their_job_and_the_server(store: Store) -> No
         await stopped
 
     asyncio.run(run())
+
+
+def test_streams_end_once_their_store_is_elsewhere(store: Store, url: str) -> None:
+    batch = create(client(url), ["one"])
+    reaches(client(url), batch.id, "in_progress")
+    with following(url, batch.id) as events:
+        next(events)
+        add_mark(store, MoveState.LEAVING)
+        assert list(events) == []
 
 
 def test_a_silent_stream_shows_that_it_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def refuse(value: str | None) -> None:
             "the mark of a move in this store is damaged; run: conserve check --repair"
         ) from error
     assert mark is not None
-    raise StoreMoved(mark.sentence)
+    raise StoreMoved(mark.sentence, for_good=mark.state is MoveState.LEFT)
 
 
 FROZEN = re.compile(r"this store (was|is being) moved to [^\n]*")
