@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import (
@@ -237,7 +238,7 @@ class HttpEndpoint:
                 content = await whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
             raise await self._trouble(error, begun=begun) from error
-        return read(call, content)
+        return replace(read(call, content), started_over=True)
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens are sent along, and come back as its beginning."""

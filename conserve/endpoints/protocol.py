@@ -66,6 +66,11 @@ class Completion(Struct, frozen=True, kw_only=True):
     cached_tokens: int  # prompt tokens found in the engine's prefix cache
     model: str
     engine: str | None = None  # identity that generated it, if not the one that the call names
+    started_over: bool = False  # True: it does not go on from the tokens that the call brought
+
+    def resumed_tokens(self, call: Call) -> int:
+        """Number of tokens of an earlier attempt that the answer to this call goes on from."""
+        return 0 if self.started_over else len(call.resume_from)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -457,6 +457,22 @@ def test_each_result_names_the_engine_that_it_is_from(store: Store, write_input:
     assert engines == {"m": len(servers[0].texts), "upgraded": len(servers[1].texts)}
 
 
+@pytest.mark.parametrize(("identity", "resumed"), [("m", 5), ("upgraded", 0)])
+def test_saved_tokens_that_the_server_does_not_go_on_from_are_not_resumed(
+    identity: str, resumed: int
+) -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A, identity=identity))
+        await fleet.start()
+        begun = call("row")
+        saved = answer_tokens(request_text(begun.body), TOKENS)[:5]
+        begun = msgspec.structs.replace(begun, resume_from=saved)
+        assert (await fleet.complete(begun, seen)).resumed_tokens(begun) == resumed
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
 def test_two_harvesters_over_three_servers_of_which_one_dies_answer_each_row_once(
     store: Store, write_input: WriteInput
 ) -> None:

@@ -198,9 +198,17 @@ COSERVING = {"identity": "model and weights", "max_num_seqs": 4, "offline_priori
 
 
 def streamed(
-    events: bytes | list[bytes], *, resume_from: list[int] | None = None, call: Call = CHAT
+    events: bytes | list[bytes],
+    *,
+    resume_from: list[int] | None = None,
+    call: Call = CHAT,
+    then: Sequence[bytes] = (),
 ) -> tuple[Completion, list[list[int]], dict[str, Any]]:
-    """Answer of a co-serving server in these pieces, the tokens as they came, and the bodies that were sent."""
+    """Answer of a co-serving server in these pieces, the tokens as they came, and the bodies that were sent.
+
+    Further requests are answered with the bodies in `then`.
+    """
+    bodies = [[events] if isinstance(events, bytes) else events, *([body] for body in then)]
     sent: dict[str, Any] = {}
     seen: list[list[int]] = []
 
@@ -212,7 +220,7 @@ def streamed(
         if request.method == "GET":
             return httpx.Response(200)
         sent.update(json.loads(request.content))
-        return httpx.Response(200, stream=Bits([events] if isinstance(events, bytes) else events))
+        return httpx.Response(200, stream=Bits(bodies.pop(0)))
 
     async def go() -> Completion:
         endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
@@ -279,6 +287,16 @@ def test_a_stream_may_be_cut_anywhere_on_its_way(cuts: list[int]) -> None:
 def test_saved_tokens_go_along() -> None:
     _, _, sent = streamed(ANSWER, resume_from=[1, 2])
     assert sent["vllm_xargs"] == {"conserve_resume": [1, 2]}
+
+
+def test_a_stream_that_would_change_the_answer_is_asked_again_in_one_piece_from_the_beginning() -> None:
+    thought = event(choices=[{"index": 0, "delta": {"reasoning": "hm"}, "token_ids": [1]}])
+    whole = json.dumps({"choices": [{"message": {"content": "hello"}}]}).encode()
+    asked = replace(CHAT, resume_from=[1, 2])
+    for bodies, resumed in (([ANSWER], 2), ([thought, whole], 0)):
+        answer, _, sent = streamed(bodies[0], resume_from=[1, 2], then=bodies[1:])
+        assert answer.resumed_tokens(asked) == resumed
+        assert sent["stream"] is (resumed > 0)
 
 
 def test_a_bare_prompt_is_streamed_too() -> None:

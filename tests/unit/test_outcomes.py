@@ -103,6 +103,8 @@ def test_only_tokens_of_this_model_that_can_be_continued_are_continued(
     assert made.call is not None
     assert list(made.call.resume_from) == resumed
     assert success(made, ANSWER, now=12.0).resumed_tokens == len(resumed)
+    over = structs.replace(ANSWER, started_over=True)
+    assert success(made, over, now=12.0).resumed_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,7 @@ class Fleet:
     async def _ask(self, errand: Errand, member: Member) -> Completion:
         """Send a row to a server; it continues from its tokens if the server has their identity."""
         endpoint, same = member.endpoint, errand.call.identity in (None, member.endpoint.identity)
-        resumed = errand.tokens if same else ()
-        call = replace(errand.call, identity=endpoint.identity, resume_from=resumed)
+        call = replace(errand.call, identity=endpoint.identity, resume_from=errand.tokens if same else ())
 
         def on_tokens(tokens: Sequence[int]) -> None:
             errand.tokens, member.seen_at = tokens, now_s()
@@ -197,11 +196,10 @@ class Fleet:
         now = now_s()
         member.answered(now, now - errand.sent_at)
         member.pace.elapse(now, len(member.running))
-        member.pace.add(
-            completion.prompt_tokens - completion.cached_tokens + completion.completion_tokens - len(resumed)
-        )
+        answered = completion.prompt_tokens - completion.cached_tokens + completion.completion_tokens
+        member.pace.add(answered - completion.resumed_tokens(call))
         self._estimate.answered(completion)
-        return replace(completion, engine=call.identity)
+        return replace(completion, engine=call.identity, started_over=completion.started_over or not same)
 
     def _land(self, errand: Errand, member: Member) -> None:
         """Free the place of a row."""

@@ -31,7 +31,7 @@ def success(work: ReadyRow, completion: Completion, *, now: float) -> Result:
         prompt_tokens=completion.prompt_tokens,
         completion_tokens=completion.completion_tokens,
         cached_tokens=completion.cached_tokens,
-        resumed_tokens=len(work.call.resume_from),
+        resumed_tokens=completion.resumed_tokens(work.call),
         logprobs=to_json(first.logprobs) if first.logprobs is not None else None,
         attempts=work.row.attempts,
         submitted_at=work.submitted_at,

@@ -137,7 +137,7 @@ class RowTracer(Observer):
                 "gen_ai.usage.input_tokens": completion.prompt_tokens,
                 "gen_ai.usage.output_tokens": completion.completion_tokens,
                 "conserve.cached_tokens": completion.cached_tokens,
-                "conserve.resumed_tokens": len(call.resume_from),
+                "conserve.resumed_tokens": completion.resumed_tokens(call),
             }
         )
         row.ask.end()
