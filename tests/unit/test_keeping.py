@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import digests, home
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import views
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
@@ -66,6 +68,12 @@ def seen() -> list[str]:
 def source(store: Store, job_id: str) -> catalog.Source:
     with store.read() as tx:
         return catalog.get(tx, job_id).source
+
+
+def only_job(store: Store) -> str:
+    with store.read() as tx:
+        (job_id,) = catalog.ids(tx)
+    return job_id
 
 
 def kept_file(store: Store, job_id: str) -> Path:
@@ -114,6 +122,41 @@ def test_a_link_into_which_was_written_is_noticed_by_its_fingerprint(
     assert conserve("run", "--endpoint", "fake:").returncode == 0
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert seen() == ["today", "tomorrow"]
+
+
+@pytest.mark.parametrize("keep", [Keep.LINK, Keep.REFERENCE])
+def test_a_file_that_was_touched_alone_is_still_the_input(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch, keep: Keep
+) -> None:
+    path = write_input(q=["today", "tomorrow"])
+    submit(store, Input(names=[str(path)], keep=keep), PROMPT)
+    looks: list[FilePath] = []
+
+    def counted(of: FilePath) -> str:
+        looks.append(of)
+        return digest_of(of)
+
+    digest_of = digests.digest_of
+    monkeypatch.setattr(digests, "digest_of", counted)
+
+    def joined() -> int:
+        looks.clear()
+        soon = time.time() + digests.YOUNG_S + 1  # a younger file is not remembered
+        with views(store, now=soon) as opened:
+            return len(opened.duck.execute("select * from inputs").fetchall())
+
+    lies = path if keep is Keep.REFERENCE else kept_file(store, only_job(store))
+    assert joined() == 2
+    assert lies not in looks
+    os.utime(path, ns=(1, 1))
+    assert joined() == 2
+    assert lies in looks
+    assert joined() == 2
+    assert not looks, "each file is remembered"
+    other = bytes(reversed(path.read_bytes()))
+    path.write_bytes(other)
+    assert joined() == 0
+    assert lies in looks, "its size is the same"
 
 
 @pytest.mark.parametrize("change", [overwrite, replace])

@@ -25,6 +25,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
+from conserve.store.files import digests
 from conserve.store.sql import export, query, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
@@ -437,7 +438,8 @@ def test_only_a_copy_is_joined_without_a_look_at_the_users_file(
 ) -> None:
     """Nothing tells that a file without a path is the one that was submitted."""
     source = Source(path=None, format="parquet", copied=copied, linked=linked)
-    assert changed(source, parts_of(Path("home"), "job-1", source)) == reason
+    known = digests.Memory(Path("home") / digests.MEMORY, now=0.0)
+    assert changed(source, parts_of(Path("home"), "job-1", source), known) == reason
 
 
 def test_a_store_without_jobs_has_empty_views(store: Store) -> None:

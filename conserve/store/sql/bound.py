@@ -80,6 +80,6 @@ def without_rows() -> Iterator[Views]:
     """Yield the views over a store without jobs, not yet sealed."""
     with TemporaryDirectory() as place:
         folder = Path(place)
-        empty = Snapshot(folder, folder, [], [], [], to_arrow([], [], []), LIVE.empty_table(), [])
+        empty = Snapshot(0.0, folder, folder, [], [], [], to_arrow([], [], []), LIVE.empty_table(), [])
         with opened(empty, spill=folder, sealed=False) as views:
             yield views

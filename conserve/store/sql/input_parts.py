@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from conserve.store.books.catalog import Source
-from conserve.store.files import home
+from conserve.store.books.catalog import InputFile, Source
+from conserve.store.files import digests, home
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.quoting import literal, parquet, quoted
 
@@ -36,20 +36,29 @@ def parts_of(data: FilePath, job_id: str, source: Source) -> list[InputPart]:
     ]
 
 
-def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
-    """Reason why these files cannot be joined with results; None if they can, as copied rows always can."""
+def changed(source: Source, parts: Sequence[InputPart], known: digests.Memory) -> str | None:
+    """Reason why these files cannot be joined with results; None if they can, as copied rows always can.
+
+    `known` remembers files that were touched and found to have the contents of the submit.
+    """
     if source.copied and not source.linked:
         return None
     if not source.files:
         return "where its input lay is not known"
     for part, mark in zip(parts, source.files, strict=True):
+        path = Path(str(part.path))  # of a bucket all rows are copied
         try:
-            stat = Path(str(part.path)).stat()  # of a bucket all rows are copied
+            stat = path.stat()
         except OSError:
             return f"its input {part.path} is gone"
-        if (stat.st_size, stat.st_mtime_ns) != (mark.size, mark.mtime_ns):
+        if (stat.st_size, stat.st_mtime_ns) != (mark.size, mark.mtime_ns) and is_other(path, mark, known):
             return f"its input {mark.path} changed after submit"
     return None
+
+
+def is_other(path: Path, mark: InputFile, known: digests.Memory) -> bool:
+    """True if the contents of a file differ from its fingerprint, whatever its times say."""
+    return digests.fault(path, digests.Seal(bytes=mark.size, digest=mark.digest), known) is not None
 
 
 def value(found: int | str | None) -> str:

@@ -31,6 +31,7 @@ class Snapshot:
     `damages` are the files of requests, results and copied inputs that cannot be read.
     """
 
+    now: float  # seconds since the epoch
     home: Path
     data: FilePath
     jobs: list[readings.JobReading]
@@ -54,6 +55,7 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
     damages = unreadable(store.data, ours, found, now=now)
     lost = {damage.file for damage in damages}
     return Snapshot(
+        now,
         store.home,
         store.data,
         [job for job in jobs if job.id in wanted],

@@ -11,6 +11,7 @@ from conserve.errors import first_line
 from conserve.store.books import catalog, readings
 from conserve.store.books.results import COLUMNS, DOCUMENTS
 from conserve.store.books.shards import ShardFile
+from conserve.store.files import digests
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import (
     RESULT_COLUMNS,
@@ -122,23 +123,22 @@ def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[Input
     readable: dict[str, list[InputPart]] = {}
     left_out = damages(taken, "inputs", (StorePart.INPUTS,))
     damaged = {gap.job_id for gap in left_out}
-    for job in taken.catalog:
-        if job.id in damaged:
-            continue
-        parts = parts_of(taken.data, job.id, job.source)
-        if reason := input_fault(job.source, parts, fault):
-            fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
-            fix = fix_of(reason, fix)
-            left_out.append(LeftOut(view="inputs", job_id=job.id, reason=reason, fix=fix))
-        else:
-            readable[job.id] = parts
+    with digests.memory(taken.home, now=taken.now) as known:
+        for job in taken.catalog:
+            if job.id in damaged:
+                continue
+            parts = parts_of(taken.data, job.id, job.source)
+            if reason := changed(job.source, parts, known) or input_fault(job.source, parts, fault):
+                fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
+                fix = fix_of(reason, fix)
+                left_out.append(LeftOut(view="inputs", job_id=job.id, reason=reason, fix=fix))
+            else:
+                readable[job.id] = parts
     return readable, left_out
 
 
 def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault) -> str | None:
-    """Reason why input files cannot be joined with results; None if they can."""
-    if reason := changed(source, parts):
-        return reason
+    """Reason why input files cannot be read; None if they can."""
     for part in parts:
         if reason := fault(part.path):
             which = f"the copy of its input, {part.path.name}," if source.copied else f"its input {part.path}"
