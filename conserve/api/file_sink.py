@@ -1,5 +1,7 @@
 """Files that appear whole or not at all."""
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,14 +39,20 @@ def file_sink(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that is renamed to `path` once it is complete and on the disk."""
+    """Open a temporary file that takes the place of `path` once it is complete and on the disk.
+
+    A link stays one to its file, and a file that is replaced hands on its mode.
+    """
     from conserve.store.files.home import write_durably
     from conserve.store.sql import scratch
 
-    with scratch.place(path.absolute().parent) as temporary:
+    target = Path(os.path.realpath(path))  # `resolve` raises for links in a circle
+    with scratch.place(target.parent) as temporary:
         with temporary.open("xb") as stream:
+            if target.exists():
+                os.fchmod(stream.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield stream
-        write_durably(path, temporary)
+        write_durably(target, temporary)
 
 
 @contextmanager

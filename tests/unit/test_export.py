@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.api.file_sink import file_sink
 from conserve.errors import UsageError
 from conserve.store.books import shards
 from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
@@ -324,6 +326,40 @@ def test_a_file_whose_name_tells_no_format_is_refused(tmp_path: Path, name: str)
         format_of(tmp_path / name, None)
     with pytest.raises(UsageError, match="names no format"):
         format_of(Path("/dev/shm") / name, None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_one_and_its_file_is_written(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "data" / "answers.jsonl", tmp_path / "latest.jsonl"
+    target.parent.mkdir()
+    if there:
+        target.write_text("yesterday")
+    link.symlink_to("data/answers.jsonl")
+    with file_sink(link) as stream:
+        stream.write(b"today")
+    assert link.is_symlink()
+    assert target.read_text() == "today"
+    assert [path.name for path in target.parent.iterdir()] == ["answers.jsonl"]
+
+
+def test_links_in_a_circle_are_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "a"
+    link.symlink_to("a")
+    with file_sink(link) as stream:
+        stream.write(b"rows")
+    assert link.read_text() == "rows"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.touch()
+    path.chmod(mode)
+    with file_sink(path) as stream:
+        assert stat.S_IMODE(os.fstat(stream.fileno()).st_mode) == mode, "from the first byte on"
+        stream.write(b"rows")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert path.read_text() == "rows"
 
 
 def test_a_pipe_gets_lines_unless_its_name_tells_a_format(tmp_path: Path) -> None:
