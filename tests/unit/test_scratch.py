@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conserve import owners
 from conserve.store.sql import scratch
 
 
@@ -62,7 +63,8 @@ def test_it_goes_also_after_an_error(tmp_path: Path) -> None:
 def test_only_files_of_a_dead_process_of_this_machine_are_stale(dead_process: int) -> None:
     host = scratch.socket.gethostname()
     stale = f"{scratch.PREFIX}{host}:{dead_process}:12ab"
-    assert scratch.is_stale(stale)
+    assert scratch.is_stale(Path(stale))
+    assert scratch.is_stale(Path(f"{stale}-{owners.this_namespace()}"))
     for name in (
         f"{scratch.PREFIX}{host}:{os.getpid()}:12ab",
         f"{scratch.PREFIX}{host}:{10**30}:12ab",
@@ -70,7 +72,7 @@ def test_only_files_of_a_dead_process_of_this_machine_are_stale(dead_process: in
         f"{scratch.PREFIX}{host}",
         f"{scratch.PREFIX}another{host}:{dead_process}:12ab",
     ):
-        assert not scratch.is_stale(name), name
+        assert not scratch.is_stale(Path(name)), name
 
 
 def test_a_process_of_another_user_lives(monkeypatch: pytest.MonkeyPatch, dead_process: int) -> None:
@@ -79,7 +81,24 @@ def test_a_process_of_another_user_lives(monkeypatch: pytest.MonkeyPatch, dead_p
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    assert not scratch.is_stale(f"{scratch.PREFIX}{scratch.socket.gethostname()}:{dead_process}:12ab")
+    assert not scratch.is_stale(Path(f"{scratch.PREFIX}{scratch.socket.gethostname()}:{dead_process}:12ab"))
+
+
+def test_what_another_container_with_this_host_name_writes_stays_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
+) -> None:
+    with monkeypatch.context() as container:
+        container.setattr(scratch, "this_namespace", lambda: "other")
+        container.setattr(os, "getpid", lambda: dead_process)
+        with scratch.place(tmp_path) as theirs:
+            theirs.write_text("half a file")
+            container.undo()
+            with scratch.place(tmp_path):
+                assert theirs.exists()
+            day_before = theirs.stat().st_mtime - scratch.FORGOTTEN_S - 1
+            os.utime(theirs, (day_before, day_before))
+            with scratch.place(tmp_path):
+                assert not theirs.exists()
 
 
 def test_other_files_stay_and_a_folder_that_is_not_there_has_none(tmp_path: Path, dead_process: int) -> None:

@@ -6,11 +6,15 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from conserve.owners import is_of_other_namespace, this_namespace
+
 PREFIX = ".conserve-tmp-"
+FORGOTTEN_S = 86_400.0  # without a write, after which the process of another PID namespace counts as ended
 
 
 @contextmanager
@@ -22,7 +26,8 @@ def place(folder: Path | None = None) -> Iterator[Path]:
     """
     folder = folder or system_folder()
     sweep(folder)
-    path = folder / f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    nonce = f"{secrets.token_hex(4)}-{this_namespace()}"
+    path = folder / f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{nonce}"
     try:
         yield path
     finally:
@@ -41,15 +46,21 @@ def sweep(folder: Path) -> None:
     """Remove the temporary files of dead processes of this machine from a folder."""
     with contextlib.suppress(OSError):  # a folder that may not be read has nothing of ours
         for entry in os.scandir(folder):
-            if entry.name.startswith(PREFIX) and is_stale(entry.name):
+            if entry.name.startswith(PREFIX) and is_stale(Path(entry.path)):
                 remove(Path(entry.path))
 
 
-def is_stale(name: str) -> bool:
-    """True if the process that chose this name ran on this machine and has ended."""
-    host, _, pid = name.removeprefix(PREFIX).rpartition(":")[0].rpartition(":")
+def is_stale(path: Path) -> bool:
+    """True if the process that chose this name ran on this machine and has ended.
+
+    Of a container that has this machine's host name, and process ids of its own, only silence tells.
+    """
+    begin, _, nonce = path.name.removeprefix(PREFIX).rpartition(":")
+    host, _, pid = begin.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return False
+    if is_of_other_namespace(nonce):
+        return time.time() - path.lstat().st_mtime > FORGOTTEN_S
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
