@@ -144,6 +144,10 @@ class Deliveries:
         expire(self._store, now)
         with self._store.read() as tx:
             ready = batches.deliverable(tx, asked=asked, now=now)
+            rest = batches.several(tx, set(asked).difference(ready))
+        waiting = {batch.id for batch in rest if batch.unfinished}
+        for batch_id in set(asked).difference(ready, waiting):
+            self._asked.pop(batch_id, None)
         self._later = {batch_id: later for batch_id, later in self._later.items() if batch_id in ready}
         for batch_id in ready:
             if batch_id not in self._later or self._later[batch_id].at <= now:

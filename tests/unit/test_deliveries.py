@@ -32,7 +32,7 @@ from conserve.store.files import home
 from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
-from tests.store_rows import add_job, add_mark, finish, leased
+from tests.store_rows import LEASE_S, add_job, add_mark, finish, leased
 from tests.tiers import in_full
 
 
@@ -312,6 +312,33 @@ def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: Bat
         found = batches.page(tx, "default", before=None, limit=9)
     assert [batch.state for batch in found] == [BatchState.IN_PROGRESS, BatchState.FINALIZING]
     assert all(map(batch_object, found))
+
+
+def test_batches_that_were_asked_for_are_forgotten_once_they_have_ended(
+    store: Store, ended: BatchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have been first, or the batch is gone; one whose rows are in flight waits for them."""
+    busy = asked(store, lines(["one"]))
+    admit(store, busy, Limits(), now=9.0)
+    leased(store, now=10.0)
+    with store.write() as tx:
+        batches.cancel(tx, batch(store, busy), now=11.0)
+    wanted: list[list[str]] = []
+    deliverable = batches.deliverable
+
+    def noted(tx: Any, *, asked: list[str], now: float) -> list[str]:
+        wanted.append(asked)
+        return deliverable(tx, asked=asked, now=now)
+
+    monkeypatch.setattr(batches, "deliverable", noted)
+    deliveries = Deliveries(store)
+    for batch_id in (busy, ended.id, "batch_removed"):
+        deliveries.ask(batch_id)
+    deliver(store, ended.id, now=12.0)
+    for now in (13.0, 14.0, 11.0 + LEASE_S, 12.0 + LEASE_S):
+        deliveries.step(now)
+    assert wanted == [[busy, ended.id, "batch_removed"], [busy], [busy], []]
+    assert batch(store, busy).state is BatchState.CANCELLED
 
 
 def test_a_store_that_is_elsewhere_is_left_alone_and_goes_on_once_it_is_back(
