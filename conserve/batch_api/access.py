@@ -149,12 +149,18 @@ def caller_with_key(headers: Headers, known: Sequence[ApiKey]) -> ApiCaller | Re
 
 def caller_of_this_machine(headers: Headers) -> ApiCaller | Response:
     """Caller of an API without keys; refuses proxies, and pages of other sites in a browser on this machine."""
-    origin = headers.get("origin")
-    named = [urlsplit(f"//{headers.get('host', '')}").hostname]
-    named += [urlsplit(origin).hostname] if origin is not None else []
-    if not is_proxied(headers) and all(is_loopback(host or "") for host in named):
+    named = (f"//{headers.get('host', '')}", headers.get("origin", "//localhost"))
+    if not is_proxied(headers) and all(is_loopback(host_in(url)) for url in named):
         return ApiCaller()
     return keys_required()
+
+
+def host_in(url: str) -> str:
+    """Host that a URL of a header names; empty if it names none, or is no URL."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def keys_required() -> Response:

@@ -231,6 +231,8 @@ def test_tokens_of_a_day_are_limited(store: Store, url: str) -> None:
         {"Host": "evil.example"},
         {"Origin": "https://evil.example"},
         {"Host": ""},
+        {"Host": "[::1"},
+        {"Host": "localhost", "Origin": "http://[::1"},
         {"Origin": "null"},
         {"Host": "localhost", "X-Forwarded-For": "127.0.0.1"},
         {"Host": "localhost", "Forwarded": "for=203.0.113.9"},
