@@ -56,10 +56,11 @@ def results(
     """Write the answers a job has so far, in the order of its input rows."""
     from conserve.cli.queries import answer
     from conserve.cli.signals import ended_in_order
-    from conserve.cli.sink import sink
+    from conserve.cli.sink import named_file, sink
     from conserve.store.sql.export import Format
 
     context: Context = ctx.obj
+    out = named_file(out)
     if format in TABLES:
         table_of(context, job, format, out, with_inputs=with_inputs, with_prompts=with_prompts)
         return

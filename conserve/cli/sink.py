@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from conserve.api.file_sink import file_sink
-from conserve.cli import output
+from conserve.cli import exits, output
+from conserve.cli.stdout import OutputClosed
+from conserve.errors import StoreError
+
+STANDARD_OUTPUT = Path("-")
 
 
 class TerminalSink(io.RawIOBase):
@@ -26,10 +30,20 @@ class TerminalSink(io.RawIOBase):
 
 @contextmanager
 def sink(path: Path | None) -> Iterator[BinaryIO]:
-    """Open the file at this path; standard output without a path."""
+    """Open the file at this path, or standard output; raises `OutputClosed` if a pipe's reader leaves."""
     if path is None:
         yield cast("BinaryIO", TerminalSink()) if sys.stdout.isatty() else sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with file_sink(path) as stream:
-        yield stream
+    try:
+        with file_sink(path) as stream:
+            yield stream
+    except StoreError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            raise OutputClosed(exits.CLOSED) from None
+        raise
+
+
+def named_file(out: Path | None) -> Path | None:
+    """File that `--output` names; None for standard output, which is also called `-`."""
+    return None if out == STANDARD_OUTPUT else out

@@ -64,7 +64,7 @@ def sql(
     """Query jobs, results, inputs, requests and evaluations with DuckDB; nothing else can be read or written."""
     from conserve.cli.queries import answer, say_left_out
     from conserve.cli.signals import ended_in_order
-    from conserve.cli.sink import sink
+    from conserve.cli.sink import named_file, sink
     from conserve.store.sql import export
 
     lost: list[LeftOut] = []
@@ -74,6 +74,7 @@ def sql(
         if gap.damaged:
             lost.append(gap)
 
+    out = named_file(out)
     wanted = wanted_format(out, as_json=as_json, as_csv=as_csv)
     text = sys.stdin.read() if query == "-" else query
     context: Context = ctx.obj

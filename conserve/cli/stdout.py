@@ -76,10 +76,10 @@ def guard() -> None:
 
 
 def text_stream(raw: io.FileIO, old: TextIO | None, *, line_buffering: bool) -> TextIO:
-    """Text stream with the encoding of the old one, if there was one."""
-    encoding, errors = (old.encoding, old.errors) if old is not None else ("utf-8", "backslashreplace")
+    """Text stream with the encoding of the old one, if there was one; it spells out what that does not have."""
+    encoding = old.encoding if old is not None else "utf-8"
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=line_buffering
+        io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=line_buffering
     )
 
 

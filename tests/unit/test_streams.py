@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -21,7 +22,7 @@ from conserve.store.books.withdraw import withdraw
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
-from tests.commands import HANGS_S, conserve
+from tests.commands import HANGS_S, conserve, process
 from tests.conftest import WriteInput
 from tests.store_rows import leased
 from tests.unit.test_cli import submit
@@ -110,6 +111,37 @@ def test_a_reader_that_leaves_ends_every_command_quietly(job: str) -> None:
             ended = printing_to(pipe, words)
         assert ended.returncode == 141, (words, ended)
         assert not ended.stderr or words[0] in ("run", "retry", "doctor"), "which speak on stderr anyway"
+
+
+def test_a_reader_of_a_named_pipe_that_leaves_ends_the_command_quietly_too(job: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "answers.csv"
+    os.mkfifo(pipe)
+
+    def leave() -> None:
+        with pipe.open("rb", buffering=0) as reader:
+            reader.read(1)
+
+    reading = threading.Thread(target=leave)
+    reading.start()
+    with FULL.open("wb") as nothing:
+        ended = printing_to(nothing.fileno(), ["sql", LONG, "-o", str(pipe)])
+    reading.join()
+    assert ended == (141, "")
+
+
+def test_a_dash_is_standard_output(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["results", "input", "--format", "csv"], ["sql", "--csv", "select 1 as a"]):
+        with_dash, without = conserve(*words, "-o", "-"), conserve(*words)
+        assert with_dash == without
+        assert with_dash.returncode == 0
+    assert not Path("-").exists()
+
+
+def test_letters_that_a_locale_lacks_are_spelled_out() -> None:
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = process("sql", "select '5 \u20ac' as a", env=latin)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["a", "5", "\\u20ac"], "")
 
 
 def test_a_full_disk_behind_standard_output_is_a_sentence_of_every_command(job: str) -> None:
