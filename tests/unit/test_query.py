@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import duckdb
 import pyarrow as pa
@@ -29,13 +30,14 @@ from conserve.store.files import digests
 from conserve.store.sql import export, query, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
-from conserve.store.sql.input_columns import shown_names
+from conserve.store.sql.input_columns import input_types, shown_names
 from conserve.store.sql.input_parts import changed, parts_of
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
 from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.scan import scanned
+from conserve.store.sql.snapshot import snapshot
 from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
 from tests.conftest import WriteInput
@@ -152,6 +154,10 @@ def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:
         ('from Results join "INPUTS" using (job_id), nowhere', {"results", "inputs"}),
         ("from eval_items where run_id in (select id from jobs)", {"eval_items", "jobs"}),
         ("from requests", {"requests", "results"}),
+        ("select 'inputs' as word from jobs", {"inputs", "jobs"}),
+        ("show all tables", None),
+        ("from query_table('res' || 'ults')", None),
+        ("select column_name from information_schema.columns", None),
         ("selec", None),
         ("select '\udcff' from jobs", None),
     ],
@@ -160,6 +166,23 @@ def test_the_views_that_a_query_reads_are_known_from_its_text(sql: str, used: se
     """The view `requests` reads results."""
     with duckdb.connect() as empty:
         assert views_of(empty, sql) == used
+
+
+@pytest.mark.parametrize(("sql", "looks"), [("select count(*) from jobs", 0), ("from inputs", 3)])
+def test_inputs_of_a_store_full_of_jobs_are_opened_for_queries_that_read_them(
+    sql: str, looks: int, store: Store, write_input: WriteInput
+) -> None:
+    """Each batch of the Batch API is a job."""
+    for number in range(3):
+        submit(store, str(write_input(f"{number}.parquet", q=["a"])), TASK)
+    asked = mock.Mock(wraps=input_types)
+    with (
+        scratch.place() as spill,
+        mock.patch("conserve.store.sql.views.input_types", asked),
+        query.opened(snapshot(store, now=0.0), spill=spill, uses=lambda empty: views_of(empty, sql)) as found,
+    ):
+        assert len(ask(found.duck, sql).fetchall()) == (looks or 1)
+    assert asked.call_count == looks
 
 
 def test_a_connection_loads_and_remembers_nothing(opened: Views) -> None:

@@ -37,6 +37,11 @@ SETTINGS: dict[str, Any] = {
     "preserve_insertion_order": True,
 }
 
+LOOKS_AROUND = re.compile(
+    r"\b(describe|duckdb_\w+|information_schema|pragma\w*|query|query_table|show)\b", re.I
+)
+"""Words of queries that may ask for the columns of a view without its name."""
+
 NONE: Mapping[FilePath, str] = MappingProxyType({})
 FEW_ROWS = 10_000  # counted in memory: to start DuckDB takes 10 ms of a processor
 
@@ -116,8 +121,8 @@ def opened(
 ) -> Iterator[Views]:
     """Open the views over a snapshot; data beyond memory is written to the folder `spill`.
 
-    Files that cannot be opened or are known to be `damaged` are left out. Of a bucket, views that the query does
-    not use get no rows: to make them, each of their files would be opened. Evaluations and requests have no views
+    Files that cannot be opened or are known to be `damaged` are left out. Views that the query does not use get
+    no rows: to make them, each of their files would be opened. Evaluations and requests have no views
     at all where a caller of ours uses none; a user's query meets all, since DuckDB's errors name those that it may
     mean.
     """
@@ -160,8 +165,8 @@ def opened(
 
 
 def for_view(taken: Snapshot, view: str, used: Set[str] | None) -> Snapshot:
-    """Snapshot for one view: without files if they are objects and the view is not used."""
-    if used is None or view in used or isinstance(taken.data, Path):
+    """Snapshot for one view: without files if the view is not used."""
+    if used is None or view in used:
         return taken
     return replace(taken, catalog=[], shards=[])
 
@@ -217,16 +222,17 @@ def kind_of(statement: duckdb.Statement) -> str:
 
 
 def views_of(empty: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
-    """Views that a query names; None if that is unknown.
+    """Views that a query may read: those that it names anywhere. None if that is unknown: it may read all.
 
     The connection has no views yet: with them DuckDB would name the tables that a view reads instead.
     """
-    if not is_utf8(sql):
+    if not is_utf8(sql) or LOOKS_AROUND.search(sql):
         return None
+    named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)  # a text may name one too, as of `query_table`
     try:
-        named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+        empty.get_table_names(sql)
     except duckdb.BinderException:  # of a join by USING, whose columns it looks for
-        named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)
+        pass
     except duckdb.Error:
         return None
     return named | ({"results"} if "requests" in named else set())

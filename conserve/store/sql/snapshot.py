@@ -51,14 +51,15 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
         found = shards.files(tx, wanted)
         rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
         live = live_table(tx, wanted)
-    ours = [entry for entry in entries if entry.id in wanted]
+    those = set(wanted)
+    ours = [entry for entry in entries if entry.id in those]
     damages = unreadable(store.data, ours, found, now=now)
     lost = {damage.file for damage in damages}
     return Snapshot(
         now,
         store.home,
         store.data,
-        [job for job in jobs if job.id in wanted],
+        [job for job in jobs if job.id in those],
         ours,
         [file for file in found if file.file not in lost],
         journal_table([row for row in rows if is_whole(row)]),
