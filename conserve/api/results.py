@@ -11,7 +11,7 @@ from conserve.api.file_sink import file_sink
 from conserve.api.queries import check_join, results_query
 from conserve.api.twins import blocking
 from conserve.config import Settings
-from conserve.errors import PackageMissing, RowsLeftOut
+from conserve.errors import PackageMissing, RowsLeftOut, UsageError
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from conserve.store.sql.relation import Relation
 
 SHOWN_ROWS = 10
+FORMATS = ("parquet", "jsonl", "csv")
 SHOWN = ("row_index", "custom_id", "text", "finish_reason", "error")
 
 
@@ -79,6 +80,8 @@ class Results:
         """
         from conserve.store.sql.export import Format, format_of, write
 
+        if format is not None and format not in FORMATS:
+            raise UsageError(f"format is parquet, jsonl or csv, not {format!r}")
         wanted = format_of(Path(path), None if format is None else Format(format))
         with self._read() as rows, file_sink(Path(path)) as stream:
             return write(rows, stream, wanted)

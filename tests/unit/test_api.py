@@ -217,6 +217,11 @@ def test_answers_come_in_the_form_that_is_asked_for(opened: conserve.Store, tmp_
     assert pq.read_table(tmp_path / "answers.parquet")["text"].to_pylist() == texts
     with pytest.raises(UsageError, match="names no format"):
         job.results().write(tmp_path / "answers.xyz")
+    assert job.results().write(tmp_path / "answers.xyz", format="csv") == 5
+    for wrong in ("xml", "openai", "CSV"):
+        with pytest.raises(UsageError, match=f"format is parquet, jsonl or csv, not '{wrong}'"):
+            job.results().write(tmp_path / "wrong.csv", format=wrong)
+    assert not (tmp_path / "wrong.csv").exists()
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
