@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from conserve.api.asking import make_input
-from conserve.errors import InputError
+from conserve.errors import InputError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,15 +74,31 @@ def table_of(source: Any) -> "pa.RecordBatchReader | None":
     import pyarrow as pa
 
     library = type(source).__module__.partition(".")[0]
-    if library == "pandas":
-        named = any(name is not None for name in source.index.names)  # else it says nothing
-        return pa.Table.from_pandas(source, preserve_index=named).to_reader()
+    if library == "pandas" and hasattr(type(source), "columns"):  # a value of a Series may have that name
+        return pandas_table(source).to_reader()
     if library == "polars" and hasattr(source, "collect"):
         source = source.collect()
     if isinstance(source, pa.Table):
         return source.to_reader()
     if hasattr(source, "__arrow_c_stream__"):
-        return pa.RecordBatchReader.from_stream(source)
+        try:
+            return pa.RecordBatchReader.from_stream(source)
+        except pa.ArrowInvalid:
+            return None  # one column is no table
     if hasattr(source, "scanner"):
         return source.scanner().to_reader()
     return None
+
+
+def pandas_table(frame: Any) -> "pa.Table":
+    """Table of a pandas frame; raises `InputError` for columns of no one type, or of the same name."""
+    import pyarrow as pa
+
+    named = any(name is not None for name in frame.index.names)  # else it says nothing
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=named)
+    except (pa.ArrowException, ValueError) as error:
+        why = one_line("; ".join(map(str, error.args)))
+        raise InputError(
+            f"Arrow cannot hold the frame ({why}); cast or rename the column and submit again"
+        ) from error

@@ -104,6 +104,32 @@ def test_every_source_becomes_the_same_rows_kept_in_the_store(
     assert asked["q"].to_pylist() == QUESTIONS
 
 
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"q": ["a", 1]}, "Conversion failed for column q with type object"),
+        ({"q": [{"a": 1}, ["b"]]}, "cannot mix list and non-list"),
+        ({"q": [object()]}, "did not recognize Python value type"),
+    ],
+)
+def test_a_frame_that_arrow_cannot_hold_is_a_mistake_of_the_input(
+    opened: conserve.Store, columns: dict[str, list[Any]], said: str
+) -> None:
+    frame = pytest.importorskip("pandas").DataFrame(columns)
+    with pytest.raises(InputError, match=f"{said}.*; cast or rename the column and submit again"):
+        opened.submit(frame, prompt="{{ q }}")
+    with pytest.raises(InputError, match="Duplicate column names found"):
+        opened.submit(pandas_frame().set_axis(["q", "q"], axis=1), prompt="{{ q }}")
+    assert opened.jobs() == []
+
+
+def test_a_series_of_pandas_is_rows(opened: conserve.Store) -> None:
+    series = pytest.importorskip("pandas").Series
+    assert opened.submit(series([{"q": "a"}, {"q": "b"}]), prompt="{{ q }}").progress().rows == 2
+    with pytest.raises(InputError, match="row 0 of the rows is of type str; give a dict of its columns"):
+        opened.submit(series(["a"]), prompt="{{ q }}")
+
+
 def test_paths_patterns_and_lists_of_them_are_files(opened: conserve.Store, tmp_path: Path) -> None:
     for name in ("a", "b"):
         pq.write_table(TABLE, tmp_path / f"{name}.parquet")
@@ -138,6 +164,8 @@ def test_a_named_index_of_pandas_is_a_column_and_another_is_not(opened: conserve
     [
         (7, "made of a value of type int; give a path, a table, a frame, a relation, or dicts"),
         ({"q": "one"}, "a job cannot be made of a value of type dict"),
+        (pa.chunked_array([["a"]]), "row 0 of the rows is of type StringScalar; give a dict"),
+        (type("Series", (list,), {"__module__": "pandas"})([7]), "row 0 of the rows is of type int"),
         ([{"q": "a"}, 7], "row 1 of the rows is of type int; give a dict of its columns"),
         ([{"q": object()}], "row 0 of the rows has no JSON (a value of type object); give text, numbers"),
         ([], "there are no rows; nothing was submitted"),
