@@ -272,7 +272,7 @@ def test_a_harvester_says_once_which_jobs_it_leaves_alone(
     announcer = Announcer(harvester, load())
     harvester.tally.refused[job_id] = "why"
     for _ in range(2):
-        announcer._look()
+        asyncio.run(announcer._look())
     assert capsys.readouterr().err == "left alone: why\n"
 
 
