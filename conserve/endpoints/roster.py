@@ -153,14 +153,16 @@ def host_and_port(source: str) -> tuple[str, int]:
 
 
 def addresses(host: str, port: int) -> Sequence[str]:
-    """Addresses of a host by the system's resolver; none if the name exists without any."""
+    """IPv4 addresses of a host by the system's resolver, else IPv6 ones; none if the name exists without any."""
     try:
         found: list[Any] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == getattr(socket, "EAI_NODATA", None):
             return []
         raise
-    return [str(entry[4][0]) for entry in found]
+    # With both families, each server would be there twice.
+    first = [entry for entry in found if entry[0] == socket.AF_INET] or found
+    return [str(entry[4][0]) for entry in first]
 
 
 def url_of(address: str, port: int) -> str:

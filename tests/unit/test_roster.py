@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -94,6 +95,26 @@ def test_a_name_that_cannot_be_resolved_leaves_the_servers_that_are_known() -> N
 
 def test_the_systems_resolver_finds_this_machine() -> None:
     assert "http://127.0.0.1:8000" in look(roster_of("dns://localhost:8000"))
+
+
+@pytest.mark.parametrize(
+    ("resolved", "servers"),
+    [
+        (["fd00::1", "10.0.0.1", "10.0.0.2", "fd00::2"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]),
+        (["fd00::1"], ["http://[fd00::1]:8000"]),
+    ],
+)
+def test_a_server_with_addresses_of_both_families_is_one(
+    resolved: list[str], servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(host: str, port: int, **_: object) -> list[object]:
+        families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in resolved]
+        pairs = zip(families, resolved, strict=True)
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in pairs]
+
+    roster = roster_of("dns://vllm:8000")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert look(roster) == servers
 
 
 @pytest.mark.parametrize(
