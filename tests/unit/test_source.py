@@ -202,7 +202,10 @@ def test_a_text_that_many_rows_share_fills_no_memory(
         assert found["payload"].to_pylist() == [f"{context} {n}" for n in range(2000)]
 
 
-def test_copies_of_several_files_have_whole_row_groups(tmp_path: Path, write_input: WriteInput) -> None:
+def test_copies_of_several_files_have_whole_row_groups(
+    tmp_path: Path, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_rows, "READ_ROWS", 256)
     paths = [write_input(q=[str(n)] * 3000).rename(tmp_path / f"{n}.parquet") for n in range(4)]
     paths.append(write_input(q=["x" * 100_000] * 300).rename(tmp_path / "long.parquet"))
     ParquetParts(paths, "x", [{} for _ in paths]).copy_to(tmp_path / "copy")
