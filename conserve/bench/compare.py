@@ -60,7 +60,7 @@ async def alternate(
     for number in range(design.rounds):
         trace = source(number)
         for policy in order(design.policies, number):
-            slo = design.slo or limits(blocks, design.slo_scale)
+            slo = slo_of(design, blocks)
             turn = await field.turn(policy, slo)
             await asyncio.sleep(design.settle_s)
             block = await one_block(turn, trace, design, policy)
@@ -79,6 +79,11 @@ def order(policies: Sequence[str], number: int) -> list[str]:
     turn = number % max(len(others), 1)
     first = [alone] if alone is not None else []
     return [*first, *others[turn:], *others[:turn]]
+
+
+def slo_of(design: Design, blocks: Sequence[Block]) -> LatencyLimits | None:
+    """The SLO that was given, else so many times online-only's P99s of these blocks; None before there are any."""
+    return design.slo or limits(blocks, design.slo_scale)
 
 
 def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:

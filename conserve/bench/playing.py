@@ -107,7 +107,7 @@ async def measure(
 
 
 def drawn(sized: Sized) -> Sized:
-    """The same with the arrivals of all rounds drawn; raises `InputError` if a round has none."""
+    """Draw the arrivals of all rounds at once; raises `InputError` if a round has none."""
     rounds = [sized.source(number) for number in range(sized.design.rounds)]
     return replace(sized, source=rounds.__getitem__)
 

@@ -34,10 +34,10 @@ def conclude(
     if measurement.sized is None or not measurement.blocks:
         output.say("stopped before the first block was measured: there is no page")
         return exits.INTERRUPTED
-    from conserve.bench.compare import limits
+    from conserve.bench.compare import slo_of
 
     design = measurement.sized.design
-    slo = design.slo or limits(measurement.blocks, design.slo_scale)
+    slo = slo_of(design, measurement.blocks)
     stopped = missing(measurement.blocks, design)
     if stopped and failed is not None:
         stopped += f" The cause: {failed}"

@@ -66,7 +66,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 class _Measuring:
-    """What measures points in a process of the pool."""
+    """Measures points in a process of the pool."""
 
     make: Callable[[], Callable[[Any], Any]]
     measure: Callable[[Any], Any] | None = None

@@ -220,7 +220,7 @@ def simulated(
 
 
 def measuring(plan: "SweepPlan", machine: "BenchMachine") -> "Callable[[Cell], Document]":
-    """What measures a cell in this process."""
+    """Make the function that measures a cell in this process."""
     from conserve.bench import sweep
     from conserve.bench.simulated import Simulator
 

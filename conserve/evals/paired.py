@@ -115,7 +115,7 @@ class Evidence:
 
     @property
     def negated(self) -> "Evidence":
-        """The same evidence on the negated scores."""
+        """Evidence on the negated scores."""
         return replace(
             self,
             before=0.0 - self.before,

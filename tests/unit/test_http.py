@@ -414,7 +414,7 @@ class Changeable:
         return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}, "text": "yes"}]})
 
     async def ask(self, number: int = 1, *, url: Url = Url.CHAT, **body: Any) -> list[Any]:
-        """What comes of so many rows that are sent at the same time."""
+        """Send so many rows at the same time; returns what comes of each."""
         call = Call(key="1", url=url, body=body, identity=self.endpoint.identity)
         rows = [self.endpoint.complete(call) for _ in range(number)]
         return await asyncio.gather(*rows, return_exceptions=True)

@@ -70,11 +70,14 @@ def meant(name: str, *candidates: str) -> str:
     return f"did you mean {near[0]}? If not, " if near else ""
 
 
+def views_in(sql: str) -> list[str]:
+    """Views that a query names anywhere, in a text too, in the order of their first mention."""
+    return list(dict.fromkeys(word for word in re.findall(r"\w+", sql.lower()) if word in VIEWS))
+
+
 def columns_shown_by(sql: str) -> str:
     """Command that shows the columns of the views that a query names."""
-    words = re.findall(r"\w+", sql.lower())
-    named = dict.fromkeys(word for word in words if word in VIEWS)
-    first, *others = named or ("results", "inputs", "jobs")
+    first, *others = views_in(sql) or ["results", "inputs", "jobs"]
     more = f" (or {', '.join(others)})" if others else ""
     return f'the columns are shown by: conserve sql "describe {first}"{more}'
 

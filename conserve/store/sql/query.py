@@ -20,7 +20,7 @@ from conserve.store.database.store import Store
 from conserve.store.files.objects import FilePath, ObjectPath
 from conserve.store.sql import eval_views, readable, scratch
 from conserve.store.sql.bounds import Bounds
-from conserve.store.sql.mistakes import ONLY_SELECT, VIEWS, explained
+from conserve.store.sql.mistakes import ONLY_SELECT, VIEWS, explained, views_in
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal, parquet, quoted
 from conserve.store.sql.readable import LeftOut
@@ -222,19 +222,14 @@ def kind_of(statement: duckdb.Statement) -> str:
 
 
 def views_of(empty: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
-    """Views that a query may read: those that it names anywhere. None if that is unknown: it may read all.
-
-    The connection has no views yet: with them DuckDB would name the tables that a view reads instead.
-    """
+    """Views that a query may read: those that it names anywhere. None if that is unknown: it may read all."""
     if not is_utf8(sql) or LOOKS_AROUND.search(sql):
         return None
-    named = set(re.findall(r"\w+", sql.lower())) & set(VIEWS)  # a text may name one too, as of `query_table`
     try:
-        empty.get_table_names(sql)
-    except duckdb.BinderException:  # of a join by USING, whose columns it looks for
-        pass
+        empty.extract_statements(sql)
     except duckdb.Error:
         return None
+    named = set(views_in(sql))
     return named | ({"results"} if "requests" in named else set())
 
 

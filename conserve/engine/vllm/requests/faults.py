@@ -1,4 +1,4 @@
-"""What an exception of vLLM says about a row: that it can never succeed, that its attempt failed, or nothing."""
+"""Exceptions of vLLM as verdicts on a row: it can never succeed, its attempt failed, or nothing is said of it."""
 
 from __future__ import annotations
 
