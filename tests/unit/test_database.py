@@ -210,27 +210,30 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "hint"),
+    ("code", "said", "kind", "hint"),
     [
-        (
-            "attempt to write a readonly database",
-            StoreReadOnly,
-            "is read-only; make it writable or set CONSERVE_HOME",
-        ),
-        ("cannot execute INSERT in a read-only transaction", StoreReadOnly, "is read-only"),
-        ("database or disk is full", StoreFull, "nothing that was committed is lost"),
-        ("could not extend file: No space left on device", StoreFull, "no space left for the store"),
-        ("disk I/O error", StoreFull, "(disk I/O error)"),
-        ("unable to open database file", StoreError, "cannot be opened (unable to open database file)"),
-        ("file is not a database", StoreError, "cannot be opened"),
-        ("database disk image is malformed", StoreError, "check CONSERVE_HOME"),
-        ("no such table: job", StoreError, "failed: no such table: job; run: conserve doctor"),
+        ("SQLITE_READONLY", "attempt to write", StoreReadOnly, "make it writable or set CONSERVE_HOME"),
+        ("SQLITE_READONLY_DIRECTORY", "attempt to write", StoreReadOnly, "is read-only"),
+        ("25006", "cannot execute INSERT", StoreReadOnly, "is read-only"),
+        ("SQLITE_FULL", "database or disk is full", StoreFull, "nothing that was committed is lost"),
+        ("53100", "could not extend file", StoreFull, "no space left for the store"),
+        ("SQLITE_IOERR_WRITE", "disk I/O error", StoreFull, "(disk I/O error)"),
+        ("SQLITE_CANTOPEN", "unable to open", StoreError, "cannot be opened (unable to open)"),
+        ("SQLITE_NOTADB", "file is not a database", StoreError, "cannot be opened"),
+        ("SQLITE_CORRUPT", "malformed", StoreError, "check CONSERVE_HOME"),
+        ("SQLITE_ERROR", "no such table: job", StoreError, "failed: no such table: job; run: conserve doctor"),
+        (None, "failed to resolve host 'full.readonly.db'", StoreError, "failed: failed to resolve"),
+        ("28P01", 'password authentication failed for user "fuller"', StoreError, "run: conserve doctor"),
+        ("3D000", 'database "read-only" does not exist', StoreError, "run: conserve doctor"),
     ],
 )
-def test_what_a_database_says_becomes_the_next_step(
-    store: Store, said: str, kind: type[StoreError], hint: str
+def test_the_code_of_a_database_error_becomes_the_next_step(
+    store: Store, code: str | None, said: str, kind: type[StoreError], hint: str
 ) -> None:
-    found = database.explain(OperationalError("select", {}, Exception(said)), store.engine)
+    """Whatever names of hosts, users and databases its words hold."""
+    cause = Exception(said)
+    setattr(cause, "sqlite_errorname" if code and code.startswith("SQLITE") else "sqlstate", code)
+    found = database.explain(OperationalError("select", {}, cause), store.engine)
     assert type(found) is kind
     assert hint in str(found)
     assert str(store.home) in str(found)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, insert, text
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import OperationalError
 
 from conserve import owners
 from conserve.config import Settings, load
@@ -835,6 +836,22 @@ def test_a_move_that_writers_never_let_in_ends(
         with pytest.raises(StoreInUse, match="other processes write all the time"):
             go(load({"home": store.home}, environ={}), ends)
     assert (mark_at(ends.source), guards(ends.source)) == (None, 0)
+
+
+def test_a_lock_that_is_not_to_be_had_is_known_in_any_language(
+    settings: Settings, ends: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Exception("Zeitüberschreitung einer Sperre")
+    held.sqlstate = "55P03"  # type: ignore[attr-defined]
+    tries = iter([held, held, None])
+
+    def lock(tx: Connection) -> None:
+        if (error := next(tries)) is not None:
+            raise OperationalError("lock table", {}, error)
+
+    monkeypatch.setattr(moves, "lock", lock)
+    assert go(settings, ends)
+    assert next(tries, "none") == "none"
 
 
 def test_a_refusal_to_freeze_is_told_at_once(settings: Settings, ends: moves.Ends) -> None:

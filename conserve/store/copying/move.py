@@ -22,7 +22,13 @@ from conserve.store.copying import filling
 from conserve.store.copying.filling import Told
 from conserve.store.copying.tables import TableDigest
 from conserve.store.database import guard, lineage, schema
-from conserve.store.database.connection import address, engine_of, transaction
+from conserve.store.database.connection import (
+    LOCK_NOT_AVAILABLE,
+    address,
+    code,
+    engine_of,
+    transaction,
+)
 from conserve.store.database.migrations import migrate, store_id
 from conserve.store.database.moves import MoveMark, MoveState
 
@@ -140,7 +146,7 @@ def freeze(ends: Ends, ask: Callable[[Connection], None]) -> MoveMark:
                         guard.put_mark(tx, mark)
                 return mark
         except StoreError as error:
-            if "lock timeout" not in str(error):
+            if code(error) != LOCK_NOT_AVAILABLE:
                 raise
     raise StoreInUse("other processes write all the time; stop them and run this again")
 

@@ -41,6 +41,11 @@ SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
 # Options of a statement on PostgreSQL, which `sent` follows.
 ENDS = "conserve_ends"  # the transaction is committed with it
 AFRESH = "conserve_afresh"  # it is planned for its own values, and never prepared
+# Beginnings of the codes of errors: names of SQLite's, SQLSTATEs of PostgreSQL's.
+READ_ONLY = ("SQLITE_READONLY", "25006")
+NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "53100")
+UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_CORRUPT")
+LOCK_NOT_AVAILABLE = "55P03"
 
 T = TypeVar("T")
 
@@ -227,21 +232,34 @@ def address(engine: Engine) -> str:
 
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
     """Store error for a database error."""
-    cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
-    where = address(engine)
-    if said := moves.said_by_guard(cause):
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return explain_driver(cause, address(engine))
+
+
+def explain_driver(error: BaseException, where: str) -> StoreError:
+    """Store error for an error of a driver, by its code alone: its words hold names of hosts, users and files."""
+    if said := moves.said_by_guard(str(error)):
         return StoreMoved(said)
-    lowered = cause.lower()
-    if "readonly" in lowered or "read-only" in lowered:
+    found = code(error)
+    if found.startswith(READ_ONLY):
         return StoreReadOnly.at(where)
-    if "full" in lowered or "no space" in lowered or "disk i/o error" in lowered:
+    if found.startswith(NO_ROOM):
         return StoreFull(
-            f"no space left for the store {where} ({cause}); free some and run the command again, "
+            f"no space left for the store {where} ({error}); free some and run the command again, "
             "nothing that was committed is lost"
         )
-    if "unable to open" in lowered or "not a database" in lowered or "malformed" in lowered:
-        return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
-    return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
+    if found.startswith(UNUSABLE):
+        return StoreError(f"the store {where} cannot be opened ({error}); check CONSERVE_HOME")
+    return StoreError(f"the store {where} failed: {error}; run: conserve doctor")
+
+
+def code(error: BaseException | None) -> str:
+    """Name of SQLite's error or SQLSTATE of PostgreSQL's, from which this one was raised; empty if it has none."""
+    while error is not None:
+        if found := getattr(error, "sqlite_errorname", None) or getattr(error, "sqlstate", None):
+            return str(found)
+        error = error.orig if isinstance(error, DBAPIError) else error.__cause__
+    return ""
 
 
 def reserve_space(tx: Connection) -> None:
