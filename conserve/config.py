@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import unquote
 
 from conserve.errors import SettingsError
 
@@ -135,7 +136,7 @@ class Settings:
     @property
     def store_url(self) -> str:
         """Database URL, given or derived from `home`."""
-        return self.store or f"{SQLITE}{self.home / 'conserve.db'}"
+        return self.store or sqlite_url(self.home / "conserve.db")
 
     @property
     def place(self) -> str:
@@ -148,7 +149,17 @@ class Settings:
     @property
     def sqlite_file(self) -> Path | None:
         """File of the database; None if that is not SQLite."""
-        return Path(self.store_url.removeprefix(SQLITE)) if self.store_url.startswith(SQLITE) else None
+        return sqlite_file(self.store_url)
+
+
+def sqlite_url(path: Path) -> str:
+    """Database URL of an SQLite file, whatever its name."""
+    return SQLITE + str(path).replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_file(url: str) -> Path | None:
+    """File that a database URL names; None for another database."""
+    return Path(unquote(url.removeprefix(SQLITE).partition("?")[0])) if url.startswith(SQLITE) else None
 
 
 def model_name(model: str) -> str:

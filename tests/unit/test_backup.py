@@ -343,6 +343,25 @@ def test_an_archive_holds_the_same_files(stored: Store, tmp_path: Path) -> None:
     assert brought_back(elsewhere(tmp_path), tmp_path / "monday.tar") == made
 
 
+def test_a_store_and_a_backup_may_have_names_with_marks_of_urls(stored: Store, tmp_path: Path) -> None:
+    """As Jenkins names the folder of a branch: feature%2Fx. Its database lies in no other folder."""
+    backed_up(stored, tmp_path / "first")
+    where = load({"home": tmp_path / "a%2Fb?c#d"}, environ={})
+    brought_back(where, tmp_path / "first")
+    assert where.sqlite_file == where.home / "conserve.db"
+    assert where.sqlite_file.exists()
+    with closing(Store.open(where)) as again, closing(Store.open_to_read(where)) as reader:
+        made = backed_up(again, tmp_path / "b%20?k")
+        assert again.place == reader.place == "conserve.db"
+        assert (made.tables["job"], again.id) == (1, stored.id)
+    assert manifest.read(tmp_path / "b%20?k") == made
+    with closing_engine(engine_of(made.source)) as engine:
+        assert Path(engine.url.database or "") == where.sqlite_file
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["a%2Fb?c#d", "b%20?k", "first", "home", "input.jsonl"]
+    )
+
+
 def test_evaluations_and_profiles_are_taken_and_locks_are_not(stored: Store, tmp_path: Path) -> None:
     taken = ["evals/names.json", "evals/runs/a/run.json", "profiles/cpu.json"]
     for name in (*taken, "evals/nightly.lock", "profiles/.cpu.json.17", "notes/mine.txt"):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from conserve.config import load
+from conserve.config import Settings, load
 from conserve.endpoints.exchange import AnswerLimits
 from conserve.errors import SettingsError
+from conserve.store.database.connection import parse
 
 
 @pytest.fixture
@@ -91,6 +92,21 @@ def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
     assert AnswerLimits.of(load({}, {}, tmp_path)) == AnswerLimits(), (
         "the defaults are the same in both places"
     )
+
+
+@pytest.mark.parametrize(
+    ("store", "path"),
+    [
+        (None, "/x/q?%41/conserve.db"),
+        ("sqlite:////y/a%3Fb%20c.db?timeout=3", "/y/a?b c.db"),
+        ("postgresql://db/conserve", None),
+    ],
+)
+def test_the_file_of_an_sqlite_store_is_the_one_that_its_url_names(store: str | None, path: str | None) -> None:
+    settings = Settings(home=Path("/x/q?%41"), store=store)
+    assert settings.sqlite_file == (Path(path) if path else None)
+    opened = parse(settings.store_url)
+    assert path is None or opened.database == path
 
 
 def test_a_line_break_behind_a_secret_is_none_of_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from sqlalchemy import Engine
 
 from conserve import __version__
+from conserve.config import sqlite_url
 from conserve.errors import SettingsError, StoreInUse
 from conserve.store.copying import contents, filling, manifest, tables
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
@@ -123,7 +124,7 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
 
 def read_names(store: Store, path: Path) -> list[str]:
     """Files that a copy of the database names."""
-    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine) as tx:
+    with closing_engine(engine_of(sqlite_url(path))) as engine, transaction(engine) as tx:
         return list(contents.named(tx, store.home))
 
 
@@ -159,7 +160,7 @@ def export(store: Store, path: Path) -> None:
         other=address(store.engine),
         store_id=store.id,
     )
-    with closing_engine(engine_of(f"sqlite:///{path}")) as engine:
+    with closing_engine(engine_of(sqlite_url(path))) as engine:
         filling.begin(engine, mark)
         with store.read() as source:
             filling.fill(source, engine, lambda name, rows: None)
@@ -177,8 +178,7 @@ def whole(path: Path) -> None:
 
 def describe(store: Store, folder: Path, taken: Taken, now: float) -> Manifest:
     """Manifest of a backup whose files are all there."""
-    path = f"sqlite:///{folder / DATABASE}"
-    with closing_engine(engine_of(path)) as engine, transaction(engine) as tx:
+    with closing_engine(engine_of(sqlite_url(folder / DATABASE))) as engine, transaction(engine) as tx:
         rows = {name: found.rows for name, found in tables.digests(tx).items()}
     whole(folder / DATABASE)
     return Manifest(

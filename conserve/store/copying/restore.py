@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, select
 
-from conserve.config import Settings
+from conserve.config import Settings, sqlite_url
 from conserve.errors import SettingsError, StoreDamaged, StoreError
 from conserve.store.books import leases
 from conserve.store.copying import contents, filling, manifest, move
@@ -100,7 +100,7 @@ def put_files(source: Path, where: Path, *, copy: bool) -> None:
 def fill(path: Path, scratch: Path, target: Engine, told: Told) -> None:
     """Fill the target from the database of a backup, which is brought up to date in a copy, and compare."""
     shutil.copyfile(path, scratch)
-    with closing_engine(engine_of(f"sqlite:///{scratch}")) as engine, transaction(engine) as source:
+    with closing_engine(engine_of(sqlite_url(scratch))) as engine, transaction(engine) as source:
         migrate(source)
         filling.fill(source, target, told)
         with transaction(target) as tx:

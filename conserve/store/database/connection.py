@@ -12,6 +12,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
+from conserve.config import sqlite_file
 from conserve.errors import (
     ConserveError,
     SettingsError,
@@ -98,6 +99,8 @@ def timeouts(parsed: URL) -> dict[str, int]:
 def parse(url: str) -> URL:
     """Parse a URL; one of PostgreSQL that names no driver is opened with psycopg."""
     parsed = make_url(url)
+    if parsed.database and (path := sqlite_file(url)) is not None:
+        return parsed.set(database=str(path))  # SQLAlchemy 2.0 leaves the percent signs of a path
     bare = parsed.drivername in ("postgresql", "postgres")
     return parsed.set(drivername="postgresql+psycopg") if bare else parsed
 
