@@ -163,6 +163,10 @@ def test_a_backup_is_a_home_that_can_be_read(
     checked()
     assert results(job_id) == expected
     assert {"conserve.db", "jobs", "backup.json"} <= set(before)
+    for words in (("check", "--repair"), ("retry", job_id), ("rm", job_id, "--yes")):
+        done = conserve(*words)
+        assert (done.returncode, "conserve --home NEW store restore" in done.stderr) == (1, True), done.stderr
+    assert manifest.read(tmp_path / "monday").tables["job"] == 1, "its database is what was written"
 
 
 @SQLITE_FIRST
@@ -650,7 +654,7 @@ def test_files_of_an_archive_are_flushed(
 
 
 def test_a_backup_of_an_earlier_version_is_brought_up_to_date(stored: Store, tmp_path: Path) -> None:
-    """In a copy: the backup stays as it is."""
+    """In a copy: the backup stays as it is, also when a command reads it where it is."""
     backed_up(stored, tmp_path / "monday")
     database = tmp_path / "monday" / manifest.DATABASE
     with closing(sqlite3.connect(database)) as tx:
@@ -664,6 +668,9 @@ def test_a_backup_of_an_earlier_version_is_brought_up_to_date(stored: Store, tmp
     found = json.loads((tmp_path / "monday" / manifest.MANIFEST).read_text())
     found["database"] = asdict(digests.seal(database))
     (tmp_path / "monday" / manifest.MANIFEST).write_text(json.dumps(found))
+    with closing(Store.open_to_read(load({"home": tmp_path / "monday"}, environ={}))) as old:
+        assert select(old, "select value from meta where key = 'version'") == [(str(LATEST),)]
+        assert select(old, "select count(*) from job") == [(1,)]
     made = brought_back(elsewhere(tmp_path), tmp_path / "monday")
     assert made.database == digests.seal(database)
     with closing(Store.open(elsewhere(tmp_path))) as again:

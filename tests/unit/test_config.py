@@ -102,7 +102,9 @@ def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
         ("postgresql://db/conserve", None),
     ],
 )
-def test_the_file_of_an_sqlite_store_is_the_one_that_its_url_names(store: str | None, path: str | None) -> None:
+def test_the_file_of_an_sqlite_store_is_the_one_that_its_url_names(
+    store: str | None, path: str | None
+) -> None:
     settings = Settings(home=Path("/x/q?%41"), store=store)
     assert settings.sqlite_file == (Path(path) if path else None)
     opened = parse(settings.store_url)

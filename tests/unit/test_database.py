@@ -221,7 +221,12 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
         ("SQLITE_CANTOPEN", "unable to open", StoreError, "cannot be opened (unable to open)"),
         ("SQLITE_NOTADB", "file is not a database", StoreError, "cannot be opened"),
         ("SQLITE_CORRUPT", "malformed", StoreError, "check CONSERVE_HOME"),
-        ("SQLITE_ERROR", "no such table: job", StoreError, "failed: no such table: job; run: conserve doctor"),
+        (
+            "SQLITE_ERROR",
+            "no such table: job",
+            StoreError,
+            "failed: no such table: job; run: conserve doctor",
+        ),
         (None, "failed to resolve host 'full.readonly.db'", StoreError, "failed: failed to resolve"),
         ("28P01", 'password authentication failed for user "fuller"', StoreError, "run: conserve doctor"),
         ("3D000", 'database "read-only" does not exist', StoreError, "run: conserve doctor"),

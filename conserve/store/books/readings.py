@@ -276,7 +276,9 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_READONLY"):  # its log belongs to another user: even a reader writes there
+        if getattr(error, "sqlite_errorname", "").startswith(
+            "SQLITE_READONLY"
+        ):  # its log belongs to another user: even a reader writes there
             raise StoreReadOnly.at(path) from error
         raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
 

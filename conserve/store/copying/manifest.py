@@ -8,8 +8,9 @@ from typing import Any
 
 from conserve.errors import StoreDamaged, StoreError
 from conserve.store.files.digests import Seal, fault
+from conserve.store.files.home import BACKUP
 
-MANIFEST = "backup.json"
+MANIFEST = BACKUP
 DATABASE = "conserve.db"
 FORMAT = 1
 
@@ -50,5 +51,8 @@ def read(folder: Path) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreDamaged(f"the manifest of the backup {folder} is damaged; name another backup") from error
     if what := fault(folder / DATABASE, manifest.database):
-        raise StoreDamaged(f"the database of the backup {folder} {what}; name another backup")
+        raise StoreDamaged(
+            f"the database of the backup {folder} {what}; name another backup, or see what is left of this one: "
+            f"conserve --home {folder} check"
+        )
     return manifest

@@ -2,7 +2,7 @@
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from conserve.errors import (
 )
 from conserve.store.database import guard, moves
 from conserve.store.database.migrations import migrate, version
-from conserve.store.database.reader import reader
+from conserve.store.database.reader import copied, reader
 from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.versions import LATEST, too_new
 
@@ -132,13 +132,7 @@ def connect_to_read(url: str) -> Engine | None:
     path = Path(parsed.database or "")
     if not path.is_file():
         return None
-    engine = create_engine(
-        parsed,
-        creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S),
-        poolclass=StaticPool,
-        execution_options=SHARED,
-    )
-    event.listen(engine, "begin", begin_sqlite)
+    engine = on_one_connection(parsed, lambda: reader(path, timeout_s=BUSY_TIMEOUT_S))
     with closed_on_error(engine):
         with transaction(engine, read_only=True) as tx:
             current = version(tx)
@@ -150,6 +144,22 @@ def connect_to_read(url: str) -> Engine | None:
         return engine
     engine.dispose()
     return None
+
+
+def connect_to_copy(url: str) -> Engine:
+    """Open a copy of the SQLite database at `url`, brought up to date, which goes with the engine."""
+    parsed = parse(url)
+    engine = on_one_connection(parsed, lambda: copied(Path(parsed.database or ""), timeout_s=BUSY_TIMEOUT_S))
+    with closed_on_error(engine), transaction(engine) as tx:
+        migrate(tx)
+    return engine
+
+
+def on_one_connection(parsed: URL, opened: Callable[[], sqlite3.Connection]) -> Engine:
+    """Engine for an SQLite database that has one connection."""
+    engine = create_engine(parsed, creator=opened, poolclass=StaticPool, execution_options=SHARED)
+    event.listen(engine, "begin", begin_sqlite)
+    return engine
 
 
 def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:

@@ -5,6 +5,7 @@ On a full disk it cannot: then it locks the whole database and keeps the index i
 """
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 NO_ROOM = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN")
@@ -22,6 +23,16 @@ def reader(path: Path, *, timeout_s: float) -> sqlite3.Connection:
             return alone(path, timeout_s)
         except sqlite3.Error:
             raise error from None
+
+
+def copied(path: Path, *, timeout_s: float) -> sqlite3.Connection:
+    """Open a copy of a database, which may be changed and goes with the connection."""
+    copy = sqlite3.connect(
+        "", isolation_level=None, check_same_thread=False
+    )  # a temporary file without a name
+    with closing(reader(path, timeout_s=timeout_s)) as read:
+        read.backup(copy)
+    return copy
 
 
 def alone(path: Path, timeout_s: float) -> sqlite3.Connection:

@@ -16,11 +16,12 @@ from conserve.store.database.connection import (
     AFRESH,
     closed_on_error,
     connect,
+    connect_to_copy,
     connect_to_read,
     transaction,
 )
 from conserve.store.database.migrations import store_id
-from conserve.store.files.home import explained, make_with_parents
+from conserve.store.files.home import explained, is_backup, make_with_parents, refuse_backup
 from conserve.store.files.objects import FilePath
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
@@ -40,7 +41,8 @@ class Store:
 
     @classmethod
     def open(cls, settings: Settings) -> "Store":
-        """Open the store that the settings name; make it if it is not there."""
+        """Open the store that the settings name; make it if it is not there. Raises for a backup."""
+        refuse_backup(settings.home)
         with explained(settings.home):
             make_with_parents(settings.home)
         engine = connect(settings.store_url)
@@ -55,6 +57,8 @@ class Store:
     def open_to_read(cls, settings: Settings) -> "Store":
         """Open the store for `read` alone, which works where nothing can be written."""
         engine = connect_to_read(settings.store_url)
+        if engine is None and is_backup(settings.home) and settings.sqlite_file is not None:
+            engine = connect_to_copy(settings.store_url)
         if engine is None:
             return cls.open(settings)
         with closed_on_error(engine):

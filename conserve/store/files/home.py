@@ -11,6 +11,7 @@ DATA/uploads/<store>/*.jsonl     files that clients of the Batch API uploaded
 DATA/trash/                      what was swept up, for a week (`trash`)
 HOME/sending/                    files on their way to a bucket
 HOME/stores.json                 which databases were here (`lineage`)
+HOME/backup.json                 what a backup holds (`manifest`); commands only read such a home
 DATA/verified.json               which files were found whole today (`digests`)
 
 DATA is HOME, unless CONSERVE_DATA names another folder or a bucket (`objects`).
@@ -36,8 +37,23 @@ INPUTS = "inputs.parquet"
 PARTS = "inputs"
 RESULTS = "results"
 SENDING = "sending"
+BACKUP = "backup.json"
 
 P = TypeVar("P", bound=FilePath)
+
+
+def is_backup(home: Path) -> bool:
+    """True for a backup: its manifest says what was written, so that nothing in it may change."""
+    return (home / BACKUP).exists()
+
+
+def refuse_backup(home: Path) -> None:
+    """Raise `StoreReadOnly` for a backup, before a command changes it."""
+    if is_backup(home):
+        raise StoreReadOnly(
+            f"{home} is a backup, which commands only read; make a store of it: conserve --home NEW store restore "
+            f"{home} (or remove its {BACKUP}, and it is a store from then on)"
+        )
 
 
 def jobs_folder(data: P) -> P:
