@@ -51,7 +51,8 @@ def move(
     with closing(moves.Ends.of(source, target)) as ends:
         goal = address(ends.target)
         if cancel:
-            moves.cancel(ends)
+            if left := moves.cancel(ends):
+                output.say(left)
             output.say(f"the move was cancelled; the store is at {address(ends.source)}")
             return
 

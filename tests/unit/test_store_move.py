@@ -506,6 +506,10 @@ def nobody(tx: Connection) -> None:
     """No harvester holds a lease."""
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def go(settings: Settings, ends: moves.Ends) -> dict[str, TableDigest]:
     return moves.move(settings.home, ends, lambda *_: None, nobody)
 
@@ -563,6 +567,10 @@ def test_a_frozen_database_refuses_every_change_until_the_move_is_cancelled(
         with pytest.raises(StoreMoved, match=r"is being moved to .*third"), transaction(ends.source) as tx:
             tx.execute(text(statement))
     assert guards(ends.source) >= len(schema.metadata.tables)
+    with transaction(ends.source, read_only=True) as tx:
+        mark = guard.mark_of(tx)
+        assert mark is not None
+        assert guard.said(tx) == mark.sentence
     moves.cancel(ends)
     assert guards(ends.source) == 0
     assert mark_at(ends.source) is None
@@ -748,15 +756,52 @@ def test_another_move_begins_with_empty_tables(ends: moves.Ends, monkeypatch: py
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"state": "left"}', '{"state": "nowhere", "id": "x"}'])
-def test_a_mark_that_is_damaged_is_told_with_the_repair(
-    small: Store, settings: Settings, damaged: str
+def test_a_mark_that_is_damaged_is_told_and_the_triggers_say_if_the_move_may_be_cancelled(
+    small: Store, settings: Settings, to_sqlite: moves.Ends, damaged: str
 ) -> None:
-    with small.write() as tx:
-        tx.execute(text("insert into meta values ('move', :value)"), {"value": damaged})
-    with pytest.raises(
-        StoreMoved, match=r"mark of a move in this store is damaged; run: conserve check --repair"
-    ):
-        Store.open(settings)
+    def damage(sentence: str | None) -> None:
+        with transaction(to_sqlite.source) as tx:
+            guard.drop(tx)
+            tx.execute(text("delete from meta where key = 'move'"))
+            tx.execute(text("insert into meta values ('move', :value)"), {"value": damaged})
+            if sentence is not None:
+                guard.add(tx, sentence)
+
+    other = address(to_sqlite.target)
+    mark = MoveMark(id="x", state=MoveState.LEAVING, other=other, store_id=small.id)
+    left = dataclasses.replace(mark, state=MoveState.LEFT).sentence
+    elsewhere = dataclasses.replace(mark, other=f"{other}it's").sentence
+    for sentence, said in ((None, "is no whole store"), (left, "was moved to"), (elsewhere, "it's")):
+        damage(sentence)
+        for attempt in (lambda: Store.open(settings), lambda: go(settings, to_sqlite)):
+            with pytest.raises(StoreMoved, match=r"damaged; to go on .*store move SOURCE TARGET --cancel"):
+                attempt()
+        with pytest.raises(StoreMoved, match=said):
+            moves.cancel(to_sqlite)
+
+    damage(mark.sentence)
+    assert moves.cancel(to_sqlite) is None
+    assert guards(to_sqlite.source) == 0
+    Store.open(settings).close()
+
+
+def test_a_move_whose_target_is_gone_can_be_cancelled(
+    small: Store, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    there = f"sqlite:///{tmp_path / 'there' / 'new.db'}"
+    with closing(moves.Ends.of(source_of(settings), there)) as ends, pytest.raises(KeyboardInterrupt):
+        moves.move(settings.home, ends, interrupt, nobody)
+    (tmp_path / "there").rename(tmp_path / "away")
+    done = moved(source_of(settings), there, "--cancel")
+    assert done.returncode == 0, done.stderr
+    assert "what was copied stays there, and is no store: the store sqlite:///" in done.stderr
+    assert "was cancelled" in done.stderr
+    with closing(Store.open(settings)) as again:
+        add_job(again, "three")
+    (tmp_path / "away").rename(tmp_path / "there")
+    assert not is_store(there)
+    assert moved(source_of(settings), there).returncode == 0
 
 
 def test_only_the_refusal_of_a_guard_is_taken_for_one() -> None:

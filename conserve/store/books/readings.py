@@ -276,9 +276,8 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "").startswith(
-            "SQLITE_READONLY"
-        ):  # its log belongs to another user: even a reader writes there
+        # A log that belongs to another user is read-only, and even a reader writes there.
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_READONLY"):
             raise StoreReadOnly.at(path) from error
         raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
 

@@ -30,7 +30,7 @@ from conserve.store.database.connection import (
     transaction,
 )
 from conserve.store.database.migrations import migrate, store_id
-from conserve.store.database.moves import MoveMark, MoveState
+from conserve.store.database.moves import LEAVES, MoveMark, MoveState
 
 LOCK_TIMEOUT = (
     "set local lock_timeout = '200ms'"  # shorter than PostgreSQL waits before it looks for a deadlock
@@ -188,20 +188,43 @@ def conclude(home: Path, ends: Ends, mark: MoveMark) -> dict[str, TableDigest]:
     return found
 
 
-def cancel(ends: Ends) -> None:
-    """End a move that was begun: the target is emptied and the source takes changes again."""
+def cancel(ends: Ends) -> str | None:
+    """End a move that was begun: the source takes changes again, and the target is emptied.
+
+    Returns a sentence if the target cannot be reached. It is no store: its mark says that it was being filled.
+    """
     require_store(ends.source)
-    with (
-        transaction(ends.source) as tx,
-        guard.lifted(tx),
-    ):  # a move that ends meanwhile waits, and finds no mark
+    with transaction(ends.source) as tx:  # a move that ends meanwhile waits, and finds no mark
+        mark = leaving(tx, ends)
+        with guard.lifted(tx):
+            guard.put_mark(tx, None)
+    try:
+        if mark is not None:
+            filling.discard(ends.target, mark.id)
+    except StoreError as error:
+        return f"what was copied stays there, and is no store: {error}"
+    return None
+
+
+def leaving(tx: Connection, ends: Ends) -> MoveMark | None:
+    """Mark of a source whose move may be cancelled; None if the triggers alone can be read. Raises otherwise."""
+    try:
         mark = guard.mark_of(tx, locked=True)
-        if mark is None:
-            raise SettingsError(f"no move of {address(ends.source)} is under way")
-        if mark.state is not MoveState.LEAVING or mark.other != address(ends.target):
-            raise StoreMoved(mark.sentence)
-        filling.discard(ends.target, mark.id)
-        guard.put_mark(tx, None)
+    except StoreMoved:  # it is damaged
+        said = guard.said(tx)
+        if said is None:
+            where = address(ends.source)
+            raise StoreMoved(
+                f"the mark in {where} is damaged, and it is no whole store; empty it and fill it again"
+            ) from None
+        if not said.startswith(f"{LEAVES} {address(ends.target)};"):
+            raise StoreMoved(said) from None
+        return None
+    if mark is None:
+        raise SettingsError(f"no move of {address(ends.source)} is under way")
+    if mark.state is not MoveState.LEAVING or mark.other != address(ends.target):
+        raise StoreMoved(mark.sentence)
+    return mark
 
 
 def named(holders: set[str]) -> str:

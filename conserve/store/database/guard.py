@@ -1,5 +1,6 @@
 """The guard: triggers that let a frozen database refuse every change, also by processes that had it open before."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from conserve.store.database.moves import MoveMark
 
 NAME = "conserve_moved"
 VERBS = ("insert", "update", "delete")
+LITERAL = re.compile("'((?:[^']|'')*)'")  # of SQL: a trigger has one, its sentence
 
 meta = schema.meta
 
@@ -51,7 +53,7 @@ def put_mark(tx: Connection, mark: MoveMark | None) -> None:
 @contextmanager
 def lifted(tx: Connection) -> Iterator[None]:
     """Lift the guard of a database within a transaction; afterwards it follows from the mark again."""
-    if mark_of(tx) is not None:
+    if is_store(tx) and mark_text(tx) is not None:
         drop(tx)
     yield
     mark = mark_of(tx)
@@ -88,6 +90,15 @@ def add(tx: Connection, sentence: str) -> None:
             run(
                 tx, f"create trigger {trigger} before {verb} on {name} begin select raise(abort, {said}); end"
             )
+
+
+def said(tx: Connection) -> str | None:
+    """Sentence of the triggers, which tells the state where the mark is damaged; None without triggers."""
+    kept = "select sql from sqlite_master where type = 'trigger' and instr(name, :name) = 1"
+    if tx.dialect.name == "postgresql":
+        kept = "select prosrc from pg_proc where proname = :name"
+    found = LITERAL.search(str(tx.scalar(text(kept), {"name": NAME}) or ""))
+    return found.group(1).replace("''", "'") if found else None
 
 
 def drop(tx: Connection) -> None:

@@ -15,6 +15,9 @@ KEY = "move"  # of the mark in `meta`
 QUERY = f"select value from meta where key = '{KEY}'"
 
 
+LEAVES = "this store is being moved to"
+
+
 class MoveState(StrEnum):
     """State of a database that takes part in a move, a backup or a restore."""
 
@@ -47,7 +50,7 @@ class MoveMark:
                 return f"this store was moved to {self.other}; set CONSERVE_STORE to that address"
             case MoveState.LEAVING:
                 return (
-                    f"this store is being moved to {self.other}; run the same conserve store move again to "
+                    f"{LEAVES} {self.other}; run the same conserve store move again to "
                     "end the move, or with --cancel to go on here"
                 )
             case MoveState.ARRIVING:
@@ -63,25 +66,23 @@ def to_text(mark: MoveMark) -> str:
 
 
 def parse(value: str | None) -> MoveMark | None:
-    """Parse a stored mark; None if there is none."""
+    """Parse a stored mark; None if there is none. Raises `StoreMoved` for one that is damaged."""
     if value is None:
         return None
-    found = json.loads(value)
-    return MoveMark(**{**found, "state": MoveState(found["state"])})
+    try:
+        found = json.loads(value)
+        return MoveMark(**{**found, "state": MoveState(found["state"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreMoved(
+            "the mark of a move in this store is damaged; to go on here, run: "
+            "conserve store move SOURCE TARGET --cancel"
+        ) from error
 
 
 def refuse(value: str | None) -> None:
     """Raise `StoreMoved` if a database carries a mark."""
-    if value is None:
-        return
-    try:
-        mark = parse(value)
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreMoved(
-            "the mark of a move in this store is damaged; run: conserve check --repair"
-        ) from error
-    assert mark is not None
-    raise StoreMoved(mark.sentence, for_good=mark.state is MoveState.LEFT)
+    if (mark := parse(value)) is not None:
+        raise StoreMoved(mark.sentence, for_good=mark.state is MoveState.LEFT)
 
 
 FROZEN = re.compile(r"this store (was|is being) moved to [^\n]*")
