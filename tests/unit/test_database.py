@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import sqlite3
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from conserve.errors import (
     StoreReadOnly,
     StoreTooNew,
 )
-from conserve.store.database import bulk, guard, migrations, reader, schema
+from conserve.store.database import bulk, guard, lineage, migrations, reader, schema
 from conserve.store.database import connection as database
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.statements import STATEMENTS
@@ -254,10 +255,27 @@ def test_an_error_without_a_cause_of_the_drivers_is_told_as_it_is(store: Store) 
     assert "No row was found" in str(database.explain(NoResultFound("No row was found"), store.engine))
 
 
-def test_a_password_is_not_told() -> None:
-    engine = SimpleNamespace(url=make_url("postgresql://me:secret@there/store"))
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("postgresql://me:secret@there/store", "postgresql://me:***@there/store"),
+        (
+            "postgresql://there/store?user=me&password=secret&sslpassword=secret2&connect_timeout=3",
+            "postgresql://there/store?connect_timeout=3&user=me",
+        ),
+    ],
+)
+def test_a_password_is_not_told(tmp_path: Path, url: str, told: str) -> None:
+    engine = SimpleNamespace(url=make_url(url), dialect=SimpleNamespace(name="postgresql"))
     found = database.explain(OperationalError("", {}, Exception("x")), engine)  # type: ignore[arg-type]
-    assert "postgresql://me:***@there/store" in str(found)
+    assert f"the store {told} failed" in str(found)
+    place = lineage.place(tmp_path, engine)  # type: ignore[arg-type]
+    assert place == told == database.masked(url if "?" in url else told)
+    assert database.masked("/backups/password=1") == "/backups/password=1"
+    (tmp_path / lineage.FILE).write_text(json.dumps({url if "?" in url else told: ["a"]}))
+    lineage.note(tmp_path, place, "b")
+    assert lineage.ids(tmp_path, place) == ["a", "b"]
+    assert "secret" not in (tmp_path / lineage.FILE).read_text()
 
 
 def test_a_store_that_cannot_be_written_is_found_before_any_work(store: Store) -> None:

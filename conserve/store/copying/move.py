@@ -27,6 +27,7 @@ from conserve.store.database.connection import (
     address,
     code,
     engine_of,
+    masked,
     transaction,
 )
 from conserve.store.database.migrations import migrate, store_id
@@ -66,7 +67,7 @@ def move(home: Path, ends: Ends, told: Told, ask: Callable[[Connection], None]) 
     """
     require_store(ends.source)
     mark = mark_on(ends.source)
-    if mark is not None and (mark.other != address(ends.target) or mark.state is MoveState.ARRIVING):
+    if mark is not None and (masked(mark.other) != address(ends.target) or mark.state is MoveState.ARRIVING):
         raise StoreMoved(mark.sentence)  # one that arrives is no store yet, whatever its other end is
     if mark is None or mark.state is not MoveState.LEFT:
         require_place(ends)
@@ -222,7 +223,7 @@ def leaving(tx: Connection, ends: Ends) -> MoveMark | None:
         return None
     if mark is None:
         raise SettingsError(f"no move of {address(ends.source)} is under way")
-    if mark.state is not MoveState.LEAVING or mark.other != address(ends.target):
+    if mark.state is not MoveState.LEAVING or masked(mark.other) != address(ends.target):
         raise StoreMoved(mark.sentence)
     return mark
 

@@ -46,6 +46,7 @@ AFRESH = "conserve_afresh"  # it is planned for its own values, and never prepar
 READ_ONLY = ("SQLITE_READONLY", "25006")
 NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "53100")
 UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_CORRUPT")
+PASSWORDS = ("password", "sslpassword")  # parameters of libpq, which the query part of a URL may hold
 LOCK_NOT_AVAILABLE = "55P03"
 
 T = TypeVar("T")
@@ -239,8 +240,19 @@ def of_one_machine(tx: Connection) -> bool:
 
 
 def address(engine: Engine) -> str:
-    """Address of a database without its password."""
-    return engine.url.render_as_string(hide_password=True)
+    """Address of a database without its passwords, as messages, marks and files have it."""
+    return shown(engine.url)
+
+
+def masked(said: str) -> str:
+    """Address that an earlier version wrote, perhaps with a password, as `address` has it."""
+    has_one = "://" in said and any(f"{name}=" in said for name in PASSWORDS)
+    return shown(make_url(said)) if has_one else said
+
+
+def shown(url: URL) -> str:
+    """A URL without its passwords."""
+    return url.difference_update_query(PASSWORDS).render_as_string(hide_password=True)
 
 
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:

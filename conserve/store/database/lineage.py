@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
-from conserve.store.database.connection import address
+from conserve.store.database.connection import address, masked
 from conserve.store.files.locks import alone
 from conserve.whole import write_whole
 
@@ -72,4 +72,4 @@ def read(home: Path) -> dict[str, object]:
         found = json.loads((home / FILE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {masked(at): known for at, known in found.items()} if isinstance(found, dict) else {}
