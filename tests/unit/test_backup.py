@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sqlite3
@@ -448,18 +449,54 @@ def test_what_a_killed_backup_left_is_not_taken_for_a_file_of_the_next(stored: S
     assert not left.exists()
 
 
-@pytest.mark.parametrize("name", ["monday", "monday.tar"])
+@pytest.mark.parametrize("name", ["monday", "monday.tar", "monday-database"])
 def test_a_full_disk_leaves_nothing(
     stored: Store, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether a file of a job, the archive or the database is what no longer fits."""
+
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(contents if name == "monday" else backups, "sync", full)
-    with pytest.raises(StoreFull):
-        backed_up(stored, tmp_path / name)
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if name == "monday-database":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, most))
+    else:
+        monkeypatch.setattr(contents if name == "monday" else backups, "sync", full)
+    try:
+        with pytest.raises(StoreFull, match=f"no space left in {tmp_path};"):
+            backed_up(stored, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     assert not list(tmp_path.glob("*monday*"))
     assert open_files("monday") == []
+
+
+def test_a_source_that_cannot_be_read_is_told(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(backups, "reader", locked)
+    with pytest.raises(StoreError, match=r"the store .*/home/conserve.db failed: database is locked"):
+        backed_up(stored, tmp_path / "monday")
+
+
+@BOTH
+@pytest.mark.parametrize(("home_mode", "mode", "archive"), [(0o750, 0o640, 0o640), (0o700, 0o644, 0o600)])
+def test_nobody_may_read_a_backup_who_may_not_read_the_store(
+    stored: Store, tmp_path: Path, home_mode: int, mode: int, archive: int
+) -> None:
+    stored.home.chmod(home_mode)
+    if stored.engine.dialect.name == "sqlite":
+        (stored.home / manifest.DATABASE).chmod(mode)
+    else:
+        mode = archive = 0o600
+    backed_up(stored, tmp_path / "monday")
+    backed_up(stored, tmp_path / "monday.tar")
+    names = ("monday", f"monday/{manifest.DATABASE}", "monday.tar")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in names] == [home_mode, mode, archive]
 
 
 @pytest.mark.parametrize("name", ["monday", "monday.tar"])

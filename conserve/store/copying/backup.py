@@ -25,7 +25,14 @@ from conserve.errors import SettingsError, StoreInUse
 from conserve.store.copying import contents, filling, manifest, tables
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
 from conserve.store.database import guard
-from conserve.store.database.connection import address, engine_of, transaction
+from conserve.store.database.connection import (
+    NO_ROOM,
+    address,
+    code,
+    engine_of,
+    explain_driver,
+    transaction,
+)
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.reader import reader
 from conserve.store.database.store import Store
@@ -54,10 +61,11 @@ def backup(store: Store, to: Path, *, now: float, copy: bool, say: Callable[[str
             f"the files of this store lie in {store.data}, which a backup does not take; copy them by their own "
             "means, and the database by its own"
         )
-    with home.explained(to.parent), scratch_folder(to) as folder:
+    with home.explained(to.parent), explained_sqlite(store, to.parent), scratch_folder(to) as folder:
         taken = take(store, folder, copy=copy, say=say)
         made = describe(store, folder, taken, now)
         contents.write_json(folder / MANIFEST, manifest.to_json(made))
+        protect(store, folder)
         contents.sync_all(folder)
         if archived:
             archive(folder, to)
@@ -65,6 +73,29 @@ def backup(store: Store, to: Path, *, now: float, copy: bool, say: Callable[[str
             folder.rename(to)
         sync(to.parent)
     return made
+
+
+@contextmanager
+def explained_sqlite(store: Store, where: Path) -> Iterator[None]:
+    """Turn errors of SQLite's own API, which copies the database, into store errors."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if code(error).startswith(NO_ROOM):
+            raise home.no_space(where) from error
+        raise explain_driver(error, address(store.engine)) from error
+
+
+def protect(store: Store, folder: Path) -> None:
+    """Let nobody read a backup who may not read the store: its folder and its database get the modes of those."""
+    source = database_file(store)
+    (folder / DATABASE).chmod(mode_of(source) if source else 0o600)
+    folder.chmod(mode_of(store.home))
+
+
+def mode_of(path: Path) -> int:
+    """Permissions of a file or a folder."""
+    return path.stat().st_mode & 0o777
 
 
 def require_new(to: Path) -> None:
@@ -79,7 +110,7 @@ def require_new(to: Path) -> None:
 def scratch_folder(to: Path) -> Iterator[Path]:
     """Yield an empty folder beside the backup, held by this process; removed unless it was renamed."""
     folder = to.parent / f".{to.name}.partial"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     held = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -139,11 +170,16 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def copy_database(store: Store, path: Path) -> None:
     """Copy the database as it is at one moment to an SQLite file, in place of an earlier copy."""
-    source = store.engine.url.database
-    if store.engine.dialect.name == "sqlite" and source:
-        copy_sqlite(Path(source), path)
+    if source := database_file(store):
+        copy_sqlite(source, path)
     else:
         export(store, path)
+
+
+def database_file(store: Store) -> Path | None:
+    """File of the database; None if that is not SQLite."""
+    source = store.engine.url.database
+    return Path(source) if store.engine.dialect.name == "sqlite" and source else None
 
 
 def copy_sqlite(source: Path, path: Path) -> None:
@@ -199,6 +235,8 @@ def archive(folder: Path, to: Path) -> None:
     """Write a folder as an archive; the files in it are compressed already."""
     scratch = to.parent / f".{to.name}.tar-partial"
     try:
+        scratch.touch()
+        scratch.chmod(mode_of(folder) & mode_of(folder / DATABASE) & 0o666)
         with tarfile.open(scratch, "w") as written:
             for path in sorted(folder.rglob("*")):
                 if path.is_file():

@@ -201,6 +201,13 @@ def write_durably(path: FilePath, scratch: Path) -> None:
     sync(path.parent)
 
 
+def no_space(where: FilePath) -> StoreFull:
+    """The error of a full disk."""
+    return StoreFull(
+        f"no space left in {where}; free some and run the command again, nothing committed is lost"
+    )
+
+
 @contextmanager
 def explained(where: FilePath) -> Iterator[None]:
     """Turn `OSError` into a store error that names `where` and the next step."""
@@ -208,9 +215,7 @@ def explained(where: FilePath) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFull(
-                f"no space left in {where}; free some and run the command again, nothing committed is lost"
-            ) from error
+            raise no_space(where) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise StoreReadOnly(
                 f"{where} cannot be written; make it writable or set CONSERVE_HOME"
