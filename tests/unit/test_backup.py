@@ -193,11 +193,14 @@ def test_shards_that_go_meanwhile_are_not_missed(
 
 
 def test_a_file_that_the_store_lacks_is_named_and_the_rest_is_kept(jobs: list[str], tmp_path: Path) -> None:
-    (settings_home(tmp_path) / "jobs" / jobs[2] / home.REQUESTS).unlink()
+    folder = settings_home(tmp_path) / "jobs" / jobs[2]
+    for name in (home.REQUESTS, home.INPUTS, marks.MARK):
+        (folder / name).unlink()
     done = conserve("store", "backup", str(tmp_path / "monday"))
     assert done.returncode == 1
-    assert "1 file of the store are missing; run: conserve check" in done.stderr
-    assert manifest.read(tmp_path / "monday").missing == (f"jobs/{jobs[2]}/{home.REQUESTS}",)
+    assert "3 files of the store are missing; run: conserve check" in done.stderr
+    lost = (home.INPUTS, marks.MARK, home.REQUESTS)
+    assert manifest.read(tmp_path / "monday").missing == tuple(f"jobs/{jobs[2]}/{name}" for name in lost)
 
 
 def settings_home(tmp_path: Path) -> Path:
@@ -406,10 +409,17 @@ def test_all_inputs_of_a_job_are_taken(stored: Store, tmp_path: Path) -> None:
     folder = home.job_folder(stored.home, job_id)
     (folder / home.INPUTS).unlink()
     (folder / home.PARTS).mkdir()
-    for name in ("00000.parquet", "00001.parquet"):
-        (folder / home.PARTS / name).write_text(name)
+    names = [f"{home.PARTS}/{number:05}.parquet" for number in range(2)]
+    for name in names:
+        (folder / name).write_text(name)
+    parts = [{"path": f"/in/{name}", "size": 1, "mtime_ns": 1, "digest": "x", "kept": name} for name in names]
+    source = json.dumps({"path": "/in", "format": "parquet", "parts": parts})
+    with stored.write() as tx:
+        tx.execute(schema.job.update().values(source=source))
     assert backed_up(stored, tmp_path / "monday").missing == ()
     assert files(tmp_path / "monday" / "jobs" / job_id) == files(folder)
+    (folder / names[1]).unlink()
+    assert backed_up(stored, tmp_path / "tuesday").missing == (f"jobs/{job_id}/{names[1]}",)
 
 
 def test_a_folder_that_is_empty_may_be_named(stored: Store, tmp_path: Path) -> None:

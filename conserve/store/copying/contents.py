@@ -25,21 +25,26 @@ BESIDE = (nights.EVALS, PROFILES)
 
 def named(tx: Connection, where: Path) -> Iterator[str]:
     """Yield the files that a database names, relative to the home; of jobs also what their folders hold."""
+    jobs = {job.id: job for job in catalog.everything(tx)}
     for job_id in catalog.ids(tx):
-        yield from of_job(where, job_id)
+        folder = home.job_folder(where, job_id)
+        names = {home.REQUESTS, *recorded(jobs[job_id])} if job_id in jobs else {home.REQUESTS}
+        names |= {name for name in (marks.MARK, home.INPUTS) if (folder / name).exists()}
+        names |= {f"{home.PARTS}/{path.name}" for path in (folder / home.PARTS).glob("*")}
+        for name in sorted(names):
+            yield str((folder / name).relative_to(where))
     for shard in shards.files(tx):
         yield shard.file
     yield from tx.scalars(select(schema.file.c.path))
 
 
-def of_job(where: Path, job_id: str) -> Iterator[str]:
-    """Yield the mark, the requests and the inputs of a job."""
-    folder = home.job_folder(where, job_id)
-    for name in (marks.MARK, home.REQUESTS, home.INPUTS):
-        if name == home.REQUESTS or (folder / name).exists():
-            yield str((folder / name).relative_to(where))
-    for path in (folder / home.PARTS).glob("*"):
-        yield str(path.relative_to(where))
+def recorded(job: catalog.JobRecord) -> Iterator[str]:
+    """Yield the mark and the inputs that the folder of a job must have, by its record."""
+    if job.files:  # earlier versions made no marks
+        yield marks.MARK
+    if job.source.copied:
+        yield home.INPUTS
+    yield from (part.kept for part in job.source.parts if part.kept)
 
 
 def beside(where: Path) -> Iterator[str]:
