@@ -747,6 +747,19 @@ def test_a_backup_that_goes_while_it_is_read_is_no_store(
     Store.open(elsewhere(tmp_path)).close()
 
 
+def test_files_of_a_backup_go_nowhere_but_into_the_home(stored: Store, tmp_path: Path) -> None:
+    """A store whose files lie in its home refuses every command with another CONSERVE_DATA."""
+    backed_up(stored, tmp_path / "monday")
+    for data in (str(tmp_path / "data"), "s3://bucket/prefix"):
+        with pytest.raises(SettingsError, match=r"CONSERVE_DATA is .*; leave that out"):
+            brought_back(elsewhere(tmp_path, data=data), tmp_path / "monday")
+    assert not (tmp_path / "again").exists()
+    where = elsewhere(tmp_path, data=str(tmp_path / "again"))
+    brought_back(where, tmp_path / "monday")
+    with closing(Store.open(where)) as again:
+        assert again.data == again.home
+
+
 def test_a_store_without_rows_is_restored_over(stored: Store, tmp_path: Path) -> None:
     backed_up(stored, tmp_path / "monday")
     Store.open(elsewhere(tmp_path)).close()

@@ -20,7 +20,7 @@ from conserve.store.copying import contents, filling, manifest, move
 from conserve.store.copying.backup import closing_engine
 from conserve.store.copying.filling import Told
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
-from conserve.store.database import counters, guard, lineage, schema
+from conserve.store.database import counters, data, guard, lineage, schema
 from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.migrations import migrate
 from conserve.store.database.moves import MoveMark, MoveState
@@ -32,6 +32,11 @@ SCRATCH = ".restore"  # in the home: the database of the backup, and the content
 def restore(settings: Settings, backup: Path, *, now: float, copy: bool, told: Told) -> Manifest:
     """Put a backup into an empty home and an empty database; returns its manifest."""
     where = settings.home
+    if data.normal(where, settings.data) is not None:
+        raise SettingsError(
+            f"a backup is restored into CONSERVE_HOME, and CONSERVE_DATA is {settings.data}; leave that out, "
+            "here and for the restored store"
+        )
     with home.explained(where):
         home.make_with_parents(where)
         with scratch(where) as folder, unpacked(backup, folder) as source:
