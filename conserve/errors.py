@@ -29,6 +29,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── StoreMoved             the store is in another database now, or on its way there
 │   ├── StoreInUse             harvesters hold rows, and the command needs the store for itself
 │   ├── StoreUnreachable       the bucket with the files of its jobs cannot be reached
+│   ├── DatabaseDamaged        the database itself says that it is damaged, or is none
 │   └── StoreDamaged           a file or a record of a job is missing or not what was written
 └── EndpointError              an endpoint's answer that is no completion
     ├── EndpointUnusable       cannot serve at all (no engine installed, no such model); stops the run
@@ -195,6 +196,10 @@ class StoreInUse(StoreError):
 
 class StoreUnreachable(StoreError):
     """The bucket that holds the files of the store cannot be reached, or refuses; nothing is damaged by that."""
+
+
+class DatabaseDamaged(StoreError):
+    """The database says that it is damaged: its pages, its tables or its texts, or the file is no database."""
 
 
 class StoreDamaged(StoreError):

@@ -12,16 +12,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
-from conserve.errors import (
-    SettingsError,
-    SpillRefused,
-    StoreError,
-    StoreFull,
-    StoreMoved,
-    StoreReadOnly,
-    StoreTooNew,
-    StoreUnreachable,
-)
+from conserve.errors import DatabaseDamaged, SettingsError, SpillRefused, StoreDamaged
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -85,9 +76,7 @@ def find(
             checked = checking.check(store, only=only, judge=task_fault)
             checked.damages += unnamed_jobs(store) if only is None else []
             return checked, only
-    except (StoreTooNew, StoreReadOnly, StoreFull, StoreMoved, StoreUnreachable):
-        raise
-    except StoreError as error:
+    except (DatabaseDamaged, StoreDamaged) as error:
         return checking.Checked(damages=[checking.database_is("the database", str(error))]), None
 
 
@@ -130,9 +119,7 @@ def mend_database(settings: Settings) -> list[str]:
             said = mending.mend_database(store)
             if not checking.database_damage(store):
                 return said + rebuild.adopt(store, rebuild.strangers(store), now=now)
-    except (StoreTooNew, StoreReadOnly, StoreFull, StoreMoved, StoreUnreachable):
-        raise
-    except StoreError:
+    except (DatabaseDamaged, StoreDamaged):
         pass
     return said + rebuild.rebuild(settings, now=now)
 

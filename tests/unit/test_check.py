@@ -1,9 +1,13 @@
 """`conserve check` finds what is damaged and names the job; `--repair` recovers what the rest allows."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +21,7 @@ from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import JobState
+from conserve.store.database import connection
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import checking
@@ -449,6 +454,54 @@ def test_a_damage_of_the_database_itself_is_named(store: Store, submit: Callable
     found = check()["damages"]
     assert {(damage["job_id"], damage["part"]) for damage in found} >= {(None, "database"), (job_id, "rows")}
     assert check("--repair", code=0)["left"] == []
+
+
+OBSTACLES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Any]]] = {
+    "another process writes": lambda path: writing(path),
+    "the file cannot be opened": lambda path: in_the_way(path),
+    "PostgreSQL is down": lambda _: mock.patch.dict(
+        os.environ, CONSERVE_STORE="postgresql://127.0.0.1:1/store"
+    ),
+}
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Hold the write lock of a database."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("begin immediate")
+        yield
+
+
+@contextlib.contextmanager
+def in_the_way(path: Path) -> Iterator[None]:
+    """Have a folder where the database was."""
+    aside = path.rename(path.with_name("aside"))
+    path.mkdir()
+    yield
+    path.rmdir()
+    aside.rename(path)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
+def test_a_database_out_of_reach_is_no_damage_and_stays_where_it_is(
+    store: Store,
+    submit: Callable[..., str],
+    obstacle: Callable[[Path], contextlib.AbstractContextManager[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.0)
+    submit()
+    store.close()
+    path = store.home / "conserve.db"
+    before = path.stat().st_ino
+    with obstacle(path):
+        done = conserve("check", "--repair")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done
+    assert not {"damaged", "--repair", "backup"} & set(done.stderr.split())
+    assert path.stat().st_ino == before
+    assert list(store.home.glob("*damaged*")) == []
+    assert check(code=0)["damages"] == []
 
 
 def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.config import Settings
-from conserve.errors import StoreError, StoreUnreachable
+from conserve.errors import DatabaseDamaged, StoreUnreachable
 from conserve.store.books import catalog, shards
 from conserve.store.books.catalog import Source
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
@@ -195,9 +195,9 @@ def test_a_database_that_cannot_be_read_is_one_damage(store: Store, monkeypatch:
         return ids
 
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "foreign_keys", fails(StoreError("no page 6; call it a day")))
+        patch.setattr(checking, "foreign_keys", fails(DatabaseDamaged("no page 6; call it a day")))
         assert checking.check(store).damages[0].what == "is damaged (no page 6)"
-    monkeypatch.setattr(catalog, "ids", fails(StoreError("no page 7; call it a day")))
+    monkeypatch.setattr(catalog, "ids", fails(DatabaseDamaged("no page 7; call it a day")))
     (found,) = checking.check(store).damages
     assert (found.part, found.what) == (StorePart.DATABASE, "is damaged (no page 7)")
     monkeypatch.setattr(catalog, "ids", fails(StoreUnreachable("no answer")))

@@ -19,6 +19,7 @@ from sqlalchemy.exc import NoResultFound, OperationalError
 from conserve.config import Settings, load
 from conserve.errors import (
     ConserveError,
+    DatabaseDamaged,
     SettingsError,
     StoreDamaged,
     StoreError,
@@ -220,8 +221,6 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
         ("53100", "could not extend file", StoreFull, "no space left for the store"),
         ("SQLITE_IOERR_WRITE", "disk I/O error", StoreFull, "(disk I/O error)"),
         ("SQLITE_CANTOPEN", "unable to open", StoreError, "cannot be opened (unable to open)"),
-        ("SQLITE_NOTADB", "file is not a database", StoreError, "cannot be opened"),
-        ("SQLITE_CORRUPT", "malformed", StoreError, "check CONSERVE_HOME"),
         (
             "SQLITE_ERROR",
             "no such table: job",
@@ -243,6 +242,40 @@ def test_the_code_of_a_database_error_becomes_the_next_step(
     assert type(found) is kind
     assert hint in str(found)
     assert str(store.home) in str(found)
+
+
+class FromPostgreSQL(Exception):
+    """An error of psycopg with a code."""
+
+    sqlstate = "XX001"
+
+
+def from_sqlite(said: str, code: int | None) -> sqlite3.OperationalError:
+    """An error of SQLite, or without a code of Python's module."""
+    error = sqlite3.OperationalError(said)
+    if code is not None:
+        error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_damage"),
+    [
+        (from_sqlite("database disk image is malformed", sqlite3.SQLITE_CORRUPT_INDEX), True),
+        (from_sqlite("file is not a database", sqlite3.SQLITE_NOTADB), True),
+        (from_sqlite("no such table: job", sqlite3.SQLITE_ERROR), True),
+        (from_sqlite("Could not decode to UTF-8 column 'id'", None), True),
+        (FromPostgreSQL("invalid page in block 7"), True),
+        (from_sqlite('near "selec": syntax error', sqlite3.SQLITE_ERROR), False),
+        (from_sqlite("database is locked", sqlite3.SQLITE_BUSY), False),
+        (from_sqlite("unable to open database file", sqlite3.SQLITE_CANTOPEN), False),
+        (ConnectionRefusedError("connection refused"), False),
+    ],
+)
+def test_only_what_proves_damage_is_damage(store: Store, cause: Exception, is_damage: bool) -> None:
+    found = database.explain(OperationalError("select", {}, cause), store.engine)
+    assert isinstance(found, DatabaseDamaged) is is_damage
+    assert str(found).endswith("; run: conserve check") is is_damage
 
 
 def test_errors_of_the_database_are_explained_and_keep_their_cause(store: Store) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +168,23 @@ def test_the_damaged_database_is_kept(jobs: Jobs, settings: Settings) -> None:
     conserve("check", "--repair")
     kept = min(settings.home.glob("conserve.db.damaged-*"), key=lambda path: len(path.name))
     assert kept.read_bytes() == b"damaged" * 1000
+
+
+def test_a_damaged_database_that_another_process_has_open_stays(jobs: Jobs, settings: Settings) -> None:
+    """What that process commits would go into the file put aside."""
+    path = database(settings)
+    holds = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('select * from job'); input(print())"
+    command = [sys.executable, "-S", "-c", holds, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        overwrite(path, 0, 100)
+        done = conserve("check", "--repair")
+        other.communicate(b"\n")
+    assert done.returncode == 1
+    assert f"another process has {path} open; stop what runs, and run: conserve check --repair" in done.stderr
+    assert not list(settings.home.glob("conserve.db.damaged-*"))
+    assert conserve("check", "--repair").returncode == 0
 
 
 def test_rows_on_both_sides_of_a_damaged_page_are_read(tmp_path: Path) -> None:

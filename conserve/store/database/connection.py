@@ -15,12 +15,14 @@ from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 from conserve.config import sqlite_file
 from conserve.errors import (
     ConserveError,
+    DatabaseDamaged,
     SettingsError,
     StoreError,
     StoreFull,
     StoreMoved,
     StoreReadOnly,
     StoreTooNew,
+    one_line,
 )
 from conserve.store.database import guard, moves
 from conserve.store.database.migrations import migrate, version
@@ -38,6 +40,8 @@ TIMEOUTS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,  # milliseconds
 }
+PRIMARY = 0xFF  # bits of SQLite's error codes that say the kind
+DAMAGED = ("XX001", "XX002")  # codes of PostgreSQL: data_corrupted, index_corrupted
 SHARED = {"compiled_cache": STATEMENTS}  # options of all engines
 # Options of a statement on PostgreSQL, which `sent` follows.
 ENDS = "conserve_ends"  # the transaction is committed with it
@@ -45,7 +49,7 @@ AFRESH = "conserve_afresh"  # it is planned for its own values, and never prepar
 # Beginnings of the codes of errors: names of SQLite's, SQLSTATEs of PostgreSQL's.
 READ_ONLY = ("SQLITE_READONLY", "25006")
 NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "53100")
-UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_CORRUPT")
+UNUSABLE = ("SQLITE_CANTOPEN",)
 PASSWORDS = ("password", "sslpassword")  # parameters of libpq, which the query part of a URL may hold
 LOCK_NOT_AVAILABLE = "55P03"
 
@@ -263,6 +267,7 @@ def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
 
 def explain_driver(error: BaseException, where: str) -> StoreError:
     """Store error for an error of a driver, by its code alone: its words hold names of hosts, users and files."""
+    cause = one_line(error)
     if said := moves.said_by_guard(str(error)):
         return StoreMoved(said)
     found = code(error)
@@ -270,12 +275,14 @@ def explain_driver(error: BaseException, where: str) -> StoreError:
         return StoreReadOnly.at(where)
     if found.startswith(NO_ROOM):
         return StoreFull(
-            f"no space left for the store {where} ({error}); free some and run the command again, "
+            f"no space left for the store {where} ({cause}); free some and run the command again, "
             "nothing that was committed is lost"
         )
+    if is_damage(error):
+        return DatabaseDamaged(f"the store {where} is damaged ({cause}); run: conserve check")
     if found.startswith(UNUSABLE):
-        return StoreError(f"the store {where} cannot be opened ({error}); check CONSERVE_HOME")
-    return StoreError(f"the store {where} failed: {error}; run: conserve doctor")
+        return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
+    return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
 
 
 def code(error: BaseException | None) -> str:
@@ -285,6 +292,17 @@ def code(error: BaseException | None) -> str:
             return str(found)
         error = error.orig if isinstance(error, DBAPIError) else error.__cause__
     return ""
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """True if an error of a driver proves damage; a lock, a missing right or a lost connection does not."""
+    if isinstance(error, sqlite3.Error):
+        code, said = getattr(error, "sqlite_errorcode", None), str(error)
+        if code is None:  # the driver itself raises it
+            return said.startswith("Could not decode to UTF-8")
+        lacks = code == sqlite3.SQLITE_ERROR and said.startswith(("no such table", "no such column"))
+        return lacks or code & PRIMARY in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return getattr(error, "sqlstate", None) in DAMAGED
 
 
 def reserve_space(tx: Connection) -> None:

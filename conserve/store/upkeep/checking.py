@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
-from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable, first_line
+from conserve.errors import DatabaseDamaged, JobNotFound, StoreDamaged, first_line
 from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Content
@@ -113,9 +113,7 @@ def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = l
         for job_id in job_ids:
             checked.jobs += 1
             checked.damages += check_job(store, job_id, checked, judge)
-    except StoreUnreachable:
-        raise  # it says nothing about the files
-    except StoreError as error:
+    except (DatabaseDamaged, StoreDamaged) as error:  # others, as of a lock, say nothing about the files
         checked.damages.append(database_is(store.place, str(error)))
     return checked
 
@@ -128,7 +126,7 @@ def database_damage(store: Store) -> list[Damage]:
         with store.read() as tx:
             found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
             found += [names_nothing(*row) for row in foreign_keys(tx)]
-    except StoreError as error:
+    except DatabaseDamaged as error:
         found = [str(error)]
     faults = [said for said in dict.fromkeys(found) if said != "ok"]
     return [database_is(store.place, said) for said in faults[:MOST_NAMED]]

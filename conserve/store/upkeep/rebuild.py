@@ -16,13 +16,14 @@ from sqlalchemy import Connection, Table, insert, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from conserve.config import Settings
-from conserve.errors import StoreError
+from conserve.errors import StoreError, StoreInUse
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
 from conserve.store.database import counters, data, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
+from conserve.store.files.locks import unopened
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import mending
@@ -61,12 +62,19 @@ def strangers(store: Store) -> list[Stranger]:
 
 
 def rebuild(settings: Settings, *, now: float) -> list[str]:
-    """Make a new SQLite database beside the damaged one; returns the changes in words."""
+    """Make a new SQLite database beside the damaged one; returns the changes in words.
+
+    Raises `StoreInUse` while another process has the damaged one open: it would commit into the file put aside.
+    """
     path = settings.sqlite_file
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
     aside = path.with_name(f"{path.name}.damaged-{int(now)}")
-    with home.explained(settings.home):
+    with home.explained(settings.home), unopened(path) as free:
+        if not free:
+            raise StoreInUse(
+                f"another process has {path} open; stop what runs, and run: conserve check --repair"
+            )
         for suffix in LOG_FILES:
             with suppress(FileNotFoundError):
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
