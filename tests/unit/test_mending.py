@@ -91,6 +91,19 @@ def test_of_a_row_in_several_places_the_one_furthest_on_its_way_stays(store: Sto
     assert select(store, "select held from span") == [(3,)]
 
 
+def test_a_job_whose_record_lost_its_model_is_bound_to_that_of_its_latest_answer(store: Store) -> None:
+    """In a shard or in the journal."""
+    queued(store, rows=8)
+    finished(store, 2, model="A")
+    bound = "it is bound to {}, the model of its answers"
+    assert mend(store) == [bound.format("A")]
+    finish(store, leased(store, limit=2), model="B", finished_at=3.0)
+    assert mending.mend_rows(store, JOB, now=NOW) == [], "a model that the record names stays"
+    change(store, "update job set model = null")
+    assert mend(store) == [bound.format("B")]
+    assert select(store, "select model, bound_by_run from job") == [("B", 1)]
+
+
 def test_a_lease_of_which_no_row_stays_ends(store: Store) -> None:
     queued(store, rows=4)
     finished(store, 2)

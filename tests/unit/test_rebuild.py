@@ -244,7 +244,7 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
     with store.read() as tx:
         record = catalog.record(tx, "job-1")
     marks.register(home.job_folder(store.home, "job-1"), store.id, record)
-    finish(store, leased(store, limit=4), failed=[0], prompt_tokens=0)
+    finish(store, leased(store, limit=4), failed=[0], prompt_tokens=0, model="A")
     shards.compact(store, "job-1", now=0.0)
     named = "select file, failed, num_rows, digest, bytes from shard order by failed"
     before = select(store, named)
@@ -263,7 +263,8 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
     assert select(store, "select created_at from shard") == [(7.0,), (7.0,)]
     found = job(store)
     assert (found.seq, found.priority, found.tags, found.state) == (2, 3, {"by": "ann"}, "queued")
-    assert (found.succeeded, found.failed, found.next_position) == (3, 1, 4)
+    assert (found.succeeded, found.failed, found.next_position, found.model) == (3, 1, 4, "A")
+    assert claim(store, only=["job-1"], model="B") is None, "its answers are of A"
     assert select(store, "select job_id from batch order by seq") == [("job-2",), ("job-1",)]
     mark = marks.of(home.job_folder(store.home, "job-1"))
     assert mark == Mark(store_id=store.id, registered=True, record=record)

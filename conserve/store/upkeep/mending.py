@@ -2,7 +2,7 @@
 
 An unreadable shard is taken out, and its rows, which are in no other place, go back into the queue. Of a row in
 several places the one furthest on its way stays: shard, journal, `request`, span. Then the counters are counted
-again.
+again, and a job whose record names no model is bound to that of its answers.
 """
 
 import shutil
@@ -43,6 +43,7 @@ class Mended(NamedTuple):
     damaged_rows: int
     back: int
     recounted: bool
+    bound_to: str | None = None  # the model, if the record named none
 
     @property
     def said(self) -> list[str]:
@@ -57,6 +58,7 @@ class Mended(NamedTuple):
             ),
             *([f"{count(self.back, 'row is', 'rows are')} back in the queue"] * bool(self.back)),
             *(["the counters were counted again"] * self.recounted),
+            *([f"it is bound to {self.bound_to}, the model of its answers"] * bool(self.bound_to)),
         ]
 
 
@@ -70,7 +72,7 @@ def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
     with store.write() as tx:
         leases.lock_with_job(tx, job_id)
         said += orphans.take_in(tx, store.data, job_id, there, now=now)
-        mended = mend(tx, checking.audit(tx, store.data, job_id, known), now)
+        mended = mend(tx, store.data, checking.audit(tx, store.data, job_id, known), now)
     for file in mended.dropped:
         throw_away(store, store.data / file.file, now)
     return said + mended.said
@@ -118,7 +120,7 @@ def copy(path: FilePath, to: FilePath, where: FilePath) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
+def mend(tx: Connection, where: FilePath, audited: JobAudit, now: float) -> Mended:
     """Bring each row of a job into exactly one place, and its counters to the sums over its results."""
     current = audited.job
     in_shards, dropped, counts = kept_shards(audited)
@@ -132,7 +134,27 @@ def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
     insert_rows(tx, request, [waiting_row(current.id, position, now) for position in back])
     _, in_journal = checking.read_journal(tx, current.id)
     recounted = recount(tx, current, counts.plus(in_journal), cursor, now)
-    return Mended(dropped, len(audited.damaged_rows), len(back), recounted)
+    bound_to = bind(tx, where, current.id) if current.model is None else None
+    return Mended(dropped, len(audited.damaged_rows), len(back), recounted, bound_to)
+
+
+def bind(tx: Connection, where: FilePath, job_id: str) -> str | None:
+    """Bind a job to the model of its latest answer, as the first lease had; returns the model, or None."""
+    named = [each for file in shards.files(tx, [job_id]) for each in models_in(where / file.file)]
+    results = map(decode, tx.scalars(select(journal.c.payload).where(journal.c.job_id == job_id)))
+    named += [(result.finished_at, result.model) for result in results if result.model]
+    if not named:
+        return None
+    _, model = max(named)
+    tx.execute(update(job).where(job.c.id == job_id).values(model=model, bound_by_run=True))
+    return model
+
+
+def models_in(path: FilePath) -> list[tuple[float, str]]:
+    """Models that a shard names, each with the time of its latest answer."""
+    table = pq.read_table(source(path), columns=["model", "finished_at"])
+    latest = table.group_by("model").aggregate([("finished_at", "max")]).to_pylist()
+    return [(each["finished_at_max"].timestamp(), each["model"]) for each in latest if each["model"]]
 
 
 def kept_shards(audited: JobAudit) -> tuple[Flags, list[ShardFile], JobCounters]:
