@@ -368,14 +368,30 @@ def test_a_sweep_leaves_a_submit_alone_that_has_been_at_it_for_hours_on_another_
     assert not folder.exists()
 
 
-def test_a_disk_that_takes_no_trash_ends_no_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_what_cannot_be_moved_stays_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else is swept, and nothing empty is left in the trash."""
+    move = shutil.move
 
-    folder = orphan(store)
-    monkeypatch.setattr(trash, "throw_away", full)
-    assert sweep(store, now=LATER) == 0
-    assert folder.is_dir()
+    def refuses(path: Path, to: Path) -> Any:
+        if path.name.startswith("stays"):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return move(path, to)
+
+    job_id = compacted_job(store)
+    results = home.job_folder(store.home, job_id) / home.RESULTS
+    sent = store.home / home.SENDING / "left"
+    for path in (results / "stays.parquet", sent):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    folders = [orphan(store, name) for name in ("stays-1", "goes", "stays-2")]
+    old = trash.folder(store.home) / "1000000000-old"
+    old.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "move", refuses)
+    assert sweep(store, now=LATER) == 1
+    assert [folder.is_dir() for folder in folders] == [True, False, True]
+    assert (old.exists(), sent.exists()) == (False, False)
+    (thrown,) = trash.contents(store.home)
+    assert (thrown / "jobs" / "goes").is_dir()
 
 
 def test_what_is_gone_already_is_as_young_as_can_be(tmp_path: Path) -> None:

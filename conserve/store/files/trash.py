@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -34,7 +35,12 @@ def throw_away(data: P, path: P, *, now: float) -> P:
         return cast("P", there)
     kept = Path(str(thrown)) / path.relative_to(str(data))
     kept.parent.mkdir(parents=True)
-    shutil.move(path, kept)  # not by renaming alone: the jobs may be on a disk of their own
+    try:
+        shutil.move(path, kept)  # not by renaming alone: the jobs may be on a disk of their own
+    except OSError:
+        with suppress(OSError):  # half of a copy stays
+            os.removedirs(kept.parent)
+        raise
     return cast("P", kept)
 
 

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sqlalchemy import select
@@ -27,7 +27,7 @@ from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, multipart, trash
-from conserve.store.files.objects import ListedObject, ObjectPath, below
+from conserve.store.files.objects import FilePath, ListedObject, ObjectPath, below
 
 shard = schema.shard
 
@@ -42,21 +42,29 @@ PARTS = (home.RESULTS, DELIVERIES)  # of a job's folder, in which the database n
 def sweep(store: Store, *, now: float) -> int:
     """Move this store's orphans to the trash, which loses entries older than a week; returns the number moved.
 
-    Orphans that the disk refuses to move, or a bucket out of reach, wait for the next sweep.
+    What the disk refuses to move, or a bucket out of reach, waits alone for the next sweep.
     """
-    swept = 0
-    with suppress(OSError):
-        swept += sweep_folders(store, now=now)
-        if isinstance(store.data, Path):
-            swept += sweep_shards(store, store.data, now=now)
+    swept = sweep_folders(store, now=now)
+    if isinstance(store.data, Path):
+        swept += sweep_shards(store, store.data, now=now)
+    with staying(trash.folder(store.local)):
         trash.empty(store.local, now=now)
-        delete_stale((store.home / home.SENDING).glob("*"), now=now)
-        if isinstance(uploaded := uploads.folder(store), Path):
-            delete_stale(uploaded.glob("*.tmp"), now=now)
+    delete_stale((store.home / home.SENDING).glob("*"), now=now)
+    if isinstance(uploaded := uploads.folder(store), Path):
+        delete_stale(uploaded.glob("*.tmp"), now=now)
     if isinstance(store.data, ObjectPath) and is_due(store.home, now=now):
-        with suppress(OSError, StoreUnreachable):
+        with staying(store.data):
             swept += sweep_objects(store, store.data, now=now)
     return swept
+
+
+@contextmanager
+def staying(path: FilePath) -> Iterator[None]:
+    """Leave a path for the next sweep if the disk or the bucket refuses to move it."""
+    try:
+        yield
+    except (OSError, StoreUnreachable) as error:
+        log.warning("%s stays for now: %s", path, error)
 
 
 def sweep_folders(store: Store, *, now: float) -> int:
@@ -64,8 +72,11 @@ def sweep_folders(store: Store, *, now: float) -> int:
     with store.read() as tx:
         known = set(catalog.ids(tx))
     folders = (store.local / home.JOBS).glob("*")
-    unknown = [path for path in folders if path.name not in known]
-    return sum(is_swept(store, path, now) for path in unknown if is_stale(path, now))
+    swept = 0
+    for path in [path for path in folders if path.name not in known]:
+        with staying(path):
+            swept += is_stale(path, now) and is_swept(store, path, now)
+    return swept
 
 
 def is_swept(store: Store, folder: Path, now: float) -> bool:
@@ -89,8 +100,9 @@ def sweep_shards(store: Store, data: Path, *, now: float) -> int:
     swept = 0
     for job_id in known:
         left = unregistered(data, job_id, registered)
-        if stale := [path for path in left if is_stale(path, now)]:
-            swept += sweep_results(store, job_id, stale, now)
+        with staying(home.job_folder(data, job_id)):
+            if stale := [path for path in left if is_stale(path, now)]:
+                swept += sweep_results(store, job_id, stale, now)
     return swept
 
 
@@ -132,8 +144,9 @@ def modified_at(path: Path) -> float:
 def delete_stale(paths: Iterable[Path], *, now: float) -> None:
     """Delete files that a process was to upload, or to take in, and left."""
     for path in paths:
-        if is_stale(path, now):
-            path.unlink(missing_ok=True)
+        with staying(path):
+            if is_stale(path, now):
+                path.unlink(missing_ok=True)
 
 
 def is_due(where: Path, *, now: float) -> bool:
@@ -162,11 +175,9 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
         known = set(catalog.ids(tx))
     swept = 0
     for path in orphans(store, data, by_job, known, named, now):
-        try:
+        with staying(path):
             trash.throw_away(data, path, now=now)
             swept += 1
-        except (OSError, StoreUnreachable) as error:
-            log.warning("%s stays for now: %s", path, error)
     trash.empty(data, now=now)
     multipart.abort_older(data, before=now - OBJECTS_STALE_AFTER_S)
     return swept
