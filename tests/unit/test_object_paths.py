@@ -26,10 +26,12 @@ from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ListedObject, ObjectPath, RangedFile, below, object_at, source
 from conserve.store.files.probe import probe
+from conserve.store.upkeep import removal
 from conserve.store.upkeep import sweep as sweeping
 from conserve.store.upkeep.sweep import OBJECTS_STALE_AFTER_S
 from tests.conftest import WriteInput
 from tests.played_bucket import DENIED, ConnectionLost, Service, ServiceError, play, play_boto3
+from tests.store_rows import add_job
 
 TEAM = Bucket.parse("s3://lake/team")
 DATA = ObjectPath(TEAM)
@@ -355,6 +357,19 @@ class TestHome:
             assert sweeping.sweep_objects(store, DATA, now=later) == 0
         assert keys() == before
         assert sweeping.sweep_objects(store, DATA, now=later) == 1, "it has become old"
+
+    def test_objects_of_other_programs_beside_the_jobs_are_no_jobs(
+        self, service: Service, store: Store
+    ) -> None:
+        """They stay, and disturb neither the sweep nor the sizes."""
+        put("jobs/_SUCCESS", "jobs/job-1", "jobs/job-2/requests.parquet")
+        add_job(store, "job-1")
+        add_job(store, "job-2")
+        store = replace(store, data=DATA)
+        assert [job.bytes for job in removal.usage(store)] == [0, 3]
+        assert removal.room(store).unknown_bytes == 3
+        assert sweeping.sweep_objects(store, DATA, now=time.time() + 2 * OBJECTS_STALE_AFTER_S) == 0
+        assert keys(DATA / "jobs") == ["jobs/_SUCCESS", "jobs/job-1", "jobs/job-2/requests.parquet"]
 
     def test_a_file_is_written_on_this_machine_and_sent_whole(self, service: Service, tmp_path: Path) -> None:
         with home.scratch_of(DATA / "a", tmp_path) as scratch:

@@ -28,7 +28,7 @@ from typing import TypeVar, cast
 from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable
 from conserve.store.files import marks
 from conserve.store.files.marks import Mark
-from conserve.store.files.objects import FilePath, ObjectPath
+from conserve.store.files.objects import FilePath, ListedObject, ObjectPath
 from conserve.whole import sync
 
 JOBS = "jobs"
@@ -106,6 +106,17 @@ def send(folder: Path, to: ObjectPath) -> None:
     files = (path for path in folder.rglob("*") if path.is_file())
     for path in sorted(files, key=lambda path: path.name != marks.MARK):
         (to / path.relative_to(folder).as_posix()).upload(path)
+
+
+def job_objects(data: ObjectPath) -> Iterator[tuple[str, str, ListedObject]]:
+    """Yield the objects of jobs by one listing, each with the job's id and its part of the job's folder.
+
+    Objects right below jobs/ are of other programs, as `_SUCCESS` of Spark and `<name>_$folder$` of Hadoop.
+    """
+    for entry in (data / JOBS).entries():
+        parts = entry.path.relative_to(data).parts
+        if len(parts) > 2:
+            yield parts[1], parts[2], entry
 
 
 def discard_job(data: FilePath, job_id: str) -> None:

@@ -136,8 +136,7 @@ def job_bytes(data: FilePath, job_id: str) -> JobBytes:
 def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
     """Sizes of all jobs' objects by one listing, since a request for each would take long."""
     parts: dict[str, Counter[str]] = defaultdict(Counter)
-    for entry in (data / home.JOBS).entries():
-        _, job_id, part, *_ = entry.path.relative_to(data).parts
+    for job_id, part, entry in home.job_objects(data):
         parts[job_id][part] += entry.bytes
     return {
         job_id: JobBytes(

@@ -167,9 +167,9 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     a day after it was written does not occur. Ages are by the clock of the bucket, which dates its objects.
     """
     now -= ahead_s(data)
-    by_job: dict[str, list[ListedObject]] = defaultdict(list)
-    for entry in (data / home.JOBS).entries():
-        by_job[entry.path.relative_to(data).parts[1]].append(entry)
+    by_job: dict[str, list[tuple[str, ListedObject]]] = defaultdict(list)
+    for job_id, part, entry in home.job_objects(data):
+        by_job[job_id].append((part, entry))
     with store.read() as tx:
         named = {*tx.scalars(select(shard.c.file)), *tx.scalars(select(schema.file.c.path))}
         known = set(catalog.ids(tx))
@@ -196,7 +196,7 @@ def ahead_s(data: ObjectPath) -> float:
 def orphans(
     store: Store,
     data: ObjectPath,
-    by_job: Mapping[str, Sequence[ListedObject]],
+    by_job: Mapping[str, Sequence[tuple[str, ListedObject]]],
     known: Collection[str],
     named: Collection[str],
     now: float,
@@ -208,14 +208,13 @@ def orphans(
     long_ago = now - OBJECTS_STALE_AFTER_S
     for job_id, entries in by_job.items():
         if job_id in known:
-            for entry in entries:
-                part = entry.path.relative_to(data).parts[2]
+            for part, entry in entries:
                 unnamed = part in PARTS and below(entry.path, data) not in named
                 if unnamed and entry.modified_at < long_ago:
                     yield entry.path
-        elif max(entry.modified_at for entry in entries) < long_ago:
+        elif max(entry.modified_at for _, entry in entries) < long_ago:
             folder = data / home.JOBS / job_id
-            marked = any(entry.path == folder / marks.MARK for entry in entries)
+            marked = any(entry.path == folder / marks.MARK for _, entry in entries)
             mark = marks.of(folder) if marked else None
             if not marked or (mark is not None and mark.store_id == store.id and not mark.registered):
                 yield folder
