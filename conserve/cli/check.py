@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
-from conserve.errors import DatabaseDamaged, SettingsError, SpillRefused, StoreDamaged
+from conserve.errors import DatabaseDamaged, JobNotFound, SettingsError, SpillRefused, StoreDamaged
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -133,7 +133,8 @@ def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
     with closing(Store.open(settings)) as store:
         for job_id in dict.fromkeys(damage.job_id for damage in damages if damage.job_id is not None):
             ours = [damage for damage in damages if damage.job_id == job_id]
-            said += repair(store, job_id, ours, now=time.time())
+            with suppress(JobNotFound):  # removed since it was checked
+                said += repair(store, job_id, ours, now=time.time())
     return said
 
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,9 +54,12 @@ def rm(
         if open_ones and not force:
             raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))
         if agreed(chosen, 0, yes=yes, as_json=as_json):
-            for usage in chosen:
-                removal.remove(store, usage.job_id, now=time.time(), force=force)
-            tell(chosen, 0, as_json=as_json)
+            removed = [
+                each
+                for each in chosen
+                if removal.remove(store, each.job_id, now=time.time(), force=force) is not None
+            ]
+            tell(removed, 0, as_json=as_json)
 
 
 def prune(
@@ -82,11 +86,14 @@ def prune(
         return
     for place in places:
         trash.empty(place, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
+    removed = []
     if chosen:
         with context.store() as store:
             for usage in chosen:
-                removal.remove(store, usage.job_id, now=now)
-    tell(chosen, trash_bytes, as_json=as_json)
+                with suppress(JobRefused):  # retried since it was shown
+                    if removal.remove(store, usage.job_id, now=now) is not None:
+                        removed.append(usage)
+    tell(removed, trash_bytes, as_json=as_json)
 
 
 def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:

@@ -156,6 +156,30 @@ def test_prune_takes_what_ended_long_ago(store: Store, submit: Callable[..., str
     assert conserve("prune", "--older-than", "9d", "--yes").stderr == "nothing to remove\n"
 
 
+@pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "0s"]], ids=["rm", "prune"])
+def test_jobs_that_another_process_removes_or_retries_meanwhile_hold_up_no_others(
+    store: Store, submit: Callable[..., str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, retried, last = submit(), submit("REJECT"), submit("d")
+    run()
+    usage = removal.usage
+
+    def meanwhile(asked: Store) -> list[removal.DiskUsage]:
+        found = usage(asked)
+        assert removal.remove(store, gone, now=0.0) is not None
+        if words != ["rm"]:
+            assert conserve("retry", retried).returncode == 0
+        return found
+
+    monkeypatch.setattr(removal, "usage", meanwhile)
+    named = [gone, last] if words == ["rm"] else []
+    done = conserve(*words, *named, "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [job["job_id"] for job in json.loads(done.stdout)["jobs"]] == [last]
+    assert ids(store) == [retried]
+    assert removal.remove(store, last, now=0.0) is None
+
+
 def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> None:
     """The folders that the sweep puts there just before go too."""
     job_id = submit()
@@ -258,7 +282,7 @@ def test_where_the_trash_takes_nothing_the_files_go_at_once(
     job_id = submit()
     run()
     monkeypatch.setattr(trash, "throw_away", full)
-    assert removal.remove(store, job_id, now=0.0) > 0
+    assert (removal.remove(store, job_id, now=0.0) or 0) > 0
     assert folders(store) == set()
 
 
@@ -373,7 +397,9 @@ def test_the_bytes_that_a_removal_frees_are_those_of_the_folder(
     job_id = submit()
     run()
     (used,) = removal.usage(store)
-    assert 0 <= removal.remove(store, job_id, now=0.0) - used.bytes < 100, "its mark tells of the removal"
+    assert 0 <= (removal.remove(store, job_id, now=0.0) or 0) - used.bytes < 100, (
+        "its mark tells of the removal"
+    )
     assert list(trash.folder(store.home).iterdir()) == []
 
 

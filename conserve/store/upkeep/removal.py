@@ -149,12 +149,17 @@ def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
     }
 
 
-def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int:
-    """Forget a job and delete its files; returns the bytes freed. Raises `JobRefused` unless finished or forced."""
+def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int | None:
+    """Forget a job and delete its files; returns the bytes freed, or None if another process has removed the job.
+
+    Raises `JobRefused` unless it is finished or `force` is given.
+    """
     folder = home.job_folder(store.data, job_id)
     with ExitStack() as stack, store.write() as tx:
         catalog.lock_ids(tx)
         leases.lock_with_job(tx, job_id)
+        if not catalog.taken(tx, job_id):
+            return None
         record = catalog.record(tx, job_id)
         if record["state"] not in FINISHED and not force:
             raise JobRefused(
