@@ -323,13 +323,16 @@ def test_folders_of_another_database_are_counted_as_unknown(store: Store, submit
     assert json.loads(conserve("store", "size", "--json").stdout)["unknown_bytes"] == 5000
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the home", "in another folder"])
+@pytest.mark.parametrize("elsewhere", [None, "data", "home/data", "a link"])
 def test_each_part_of_a_store_is_measured(
-    store: Store, settings: Settings, tmp_path: Path, elsewhere: bool
+    store: Store, settings: Settings, tmp_path: Path, elsewhere: str | None
 ) -> None:
-    """Files of each job, oldest first; the database, the trash, and folders that no job has."""
-    if elsewhere:
-        store.keep_place(str(tmp_path / "data"))
+    """Files of each job, oldest first; the database, the trash, and folders that no job has. All count once."""
+    if elsewhere == "a link":
+        (tmp_path / "disk").mkdir()
+        home.jobs_folder(store.home).symlink_to(tmp_path / "disk")
+    elif elsewhere:
+        store.keep_place(str(tmp_path / elsewhere))
         store = Store.open(settings)
     for job_id in ("b", "a"):
         (home.job_folder(store.local, job_id) / home.RESULTS).mkdir(parents=True)
@@ -356,7 +359,8 @@ def test_each_part_of_a_store_is_measured(
     assert (found.trash_bytes, found.unknown_bytes) == (40, 7)
     databases = [path for path in store.home.iterdir() if path.name.startswith("conserve.db")]
     assert found.database_bytes == sum(path.stat().st_size for path in databases)
-    files = {path for place in (store.home, store.local) for path in place.rglob("*") if path.is_file()}
+    places = (store.home, store.local, home.jobs_folder(store.local).resolve())
+    files = {path for place in places for path in place.rglob("*") if path.is_file()}
     assert found.total_bytes == sum(path.stat().st_size for path in files)
     if elsewhere:
         store.close()

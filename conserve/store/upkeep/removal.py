@@ -72,8 +72,18 @@ def room(store: Store) -> Room:
         database_bytes=sum(trash.length(path) for path in database_files(store)),
         trash_bytes=sum(map(trash_bytes, {store.data, store.local})),
         unknown_bytes=sum(trash.size(path) for path in folders if path.name not in known),
-        total_bytes=trash.size(store.home) + (0 if store.data == store.home else trash.size(store.data)),
+        total_bytes=total_bytes(store),
     )
+
+
+def total_bytes(store: Store) -> int:
+    """Bytes of the home and of the place of the files: each file once, also in folders that are links."""
+    places = {store.home, store.data}
+    places |= {part for each in places for part in (home.jobs_folder(each), trash.folder(each))}
+    folders = {path.resolve() for path in places if isinstance(path, Path)}
+    apart = [path for path in folders if folders.isdisjoint(path.parents)]
+    objects = trash.size(store.data) if isinstance(store.data, ObjectPath) else 0
+    return objects + sum(map(trash.size, apart))
 
 
 def database_files(store: Store) -> list[Path]:
