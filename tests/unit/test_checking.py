@@ -276,6 +276,19 @@ def test_what_is_wrong_with_a_record_is_said(store: Store, wrong: str, said: lis
     assert {damage.file for damage in found} == {"its record"}
 
 
+@pytest.mark.parametrize(("cursor", "mended"), [(-1, 3), (5, 4), (4_000_000_000_000, 4)])
+def test_a_cursor_outside_its_job_is_damage_of_the_record(store: Store, cursor: int, mended: int) -> None:
+    """All rows up to the mended one have a place again."""
+    job_id = queued(store, rows=4)
+    finish(store, leased(store, limit=3))
+    change(store, f"update job set next_position = {cursor}")
+    said = f"is damaged (it says that {cursor:,} of its 4 rows were leased)"
+    assert damaged(store)[StorePart.RECORD][1] == said
+    mending.mend_rows(store, job_id, now=1.0)
+    assert select(store, "select next_position from job") == [(mended,)]
+    assert checking.check(store).damages == []
+
+
 def test_a_record_of_fewer_rows_than_have_results_is_damaged_if_they_can_be_read(store: Store) -> None:
     job_id = queued(store)
     queued(store, "none-done", rows=1)

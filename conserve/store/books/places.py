@@ -42,6 +42,11 @@ def content(path: FilePath, seal: Seal | None) -> Content:
     return Content(np.asarray(table["position"].to_numpy(), np.int64))
 
 
+def cursor(job: catalog.JobRecord) -> int:
+    """First position that was never leased; one outside the job, which is damage, is brought to its nearest end."""
+    return min(max(job.next_position, 0), job.num_rows)
+
+
 def times_found(tx: Connection, job: catalog.JobRecord, shards: Iterable[Positions]) -> Positions:
     """Count in how many places each position is, of spans, `request`, the journal and these shards.
 
@@ -53,7 +58,7 @@ def times_found(tx: Connection, job: catalog.JobRecord, shards: Iterable[Positio
         rows = tx.scalars(select(table.c.position).where(table.c.job_id == job.id))
         found.append(np.fromiter(rows, np.int64))
     every = np.concatenate(found)
-    return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=job.next_position)
+    return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=cursor(job))
 
 
 def lost(tx: Connection, job: catalog.JobRecord, readable: Iterable[Positions]) -> list[int]:

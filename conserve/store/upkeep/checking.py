@@ -91,7 +91,7 @@ class JobAudit:
     @property
     def beyond(self) -> list[int]:
         """Positions at or past the cursor, so never leased by the record, that are in a place all the same."""
-        start = self.job.next_position
+        start = places.cursor(self.job)
         return [start + int(position) for position in np.flatnonzero(self.times[start:])]
 
     @property
@@ -251,11 +251,14 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
 
 
 def outside(audited: JobAudit) -> str | None:
-    """Describe a record that names fewer rows than have results; None if it does not."""
+    """Describe a record that names fewer rows than have results or were leased; None if it does not."""
+    job = audited.job
     last = max((int(read.content.positions.max(initial=-1)) for read in audited.reads), default=-1)
-    if last < audited.job.num_rows:
-        return None
-    return f"it says {audited.job.num_rows:,} rows, and row {last:,} has a result"
+    if last >= job.num_rows:
+        return f"it says {job.num_rows:,} rows, and row {last:,} has a result"
+    if places.cursor(job) != job.next_position:
+        return f"it says that {job.next_position:,} of its {job.num_rows:,} rows were leased"
+    return None
 
 
 def record_damage(job_id: str, said: str) -> Damage:

@@ -129,7 +129,7 @@ def mend(tx: Connection, where: FilePath, audited: JobAudit, now: float) -> Mend
     done = in_shards | kept(tx, journal, current, taken=in_shards)
     placed = done | kept(tx, request, current, taken=done)
     placed |= kept_in_spans(tx, current, taken=placed)
-    cursor = max(current.next_position, last(placed) + 1)
+    cursor = max(places.cursor(current), last(placed) + 1)
     back = [int(position) for position in np.flatnonzero(~placed[:cursor])]
     insert_rows(tx, request, [waiting_row(current.id, position, now) for position in back])
     _, in_journal = checking.read_journal(tx, current.id)
