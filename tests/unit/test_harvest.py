@@ -30,8 +30,9 @@ from conserve.errors import (
     EngineDied,
     StoreError,
     StoreFull,
+    StoreUnreachable,
 )
-from conserve.jobs.harvest import retry
+from conserve.jobs.harvest import retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.outbox import Outbox
@@ -922,6 +923,53 @@ def test_rows_that_are_called_out_during_a_look_for_rows_are_not_slept_through(
         await following.end()
 
     virtual_time.run(run())
+
+
+def test_a_harvester_that_stays_up_sweeps_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that cannot be swept right then is swept the next time."""
+    monkeypatch.setattr(sweeps, "EVERY_S", 1.0)
+    swept: list[Store] = []
+
+    def sweep(store: Store, *, now: float) -> int:
+        swept.append(store)
+        raise StoreUnreachable("the bucket is away")
+
+    monkeypatch.setattr(sweeps.sweep, "sweep", sweep)
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await following.until(lambda: len(swept) == 2)
+        await following.end()
+
+    virtual_time.run(run())
+    assert swept[:2] == [store, store]
+
+
+def test_sweeps_begin_an_hour_after_the_last_one_has_begun(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes longer is waited for."""
+    swept: list[float] = []
+    goes_on = threading.Event()
+
+    def sweep(_: Store, *, now: float) -> int:
+        swept.append(now)
+        goes_on.wait()
+        return 0
+
+    monkeypatch.setattr(sweeps.sweep, "sweep", sweep)
+    moments = iter([1.0, 2.0, 3.0])
+    hourly = sweeps.Sweeps(store, clock=lambda: next(moments))
+    hour = sweeps.EVERY_S
+    for now in (5.0, 4.9 + hour, 5.0 + hour, 5.0 + 2 * hour):
+        hourly.look(now)
+    goes_on.set()
+    for now in (4.9 + 3 * hour, 5.0 + 3 * hour):
+        assert hourly._thread is not None
+        hourly._thread.join()
+        hourly.look(now)
+    hourly._thread.join()
+    assert swept == [1.0, 2.0]
 
 
 class SocketListener:

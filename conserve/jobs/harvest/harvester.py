@@ -31,6 +31,7 @@ from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
 from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
+from conserve.jobs.harvest.sweeps import Sweeps
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.database.store import Store
@@ -128,6 +129,7 @@ class Harvester:
             clock=clock,
         )
         self._calls = Calls(self._look_again)
+        self._sweeps = Sweeps(store, clock=clock)
         self._called = False  # since the last look for stopped jobs
         self._say = say
         self._started = False
@@ -338,6 +340,7 @@ class Harvester:
             if self._ledger.recorder.behind:  # and no row may end, whose write would do it
                 await self._in_store(self._ledger.recorder.compact)
             await self._notes.look()
+            self._sweeps.look(now)
 
     async def _write(self, outbox: Outbox) -> None:
         await self._in_store(self._ledger.write, outbox)
