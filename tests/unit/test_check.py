@@ -12,6 +12,8 @@ from unittest import mock
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.cli.check import mend_jobs
+from conserve.config import Settings
 from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
 from conserve.jobs.requests.file import RequestFile
@@ -25,7 +27,7 @@ from conserve.store.database import connection
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import checking
-from conserve.store.upkeep.damage import StorePart, unreadable
+from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, job, leased, select
@@ -504,10 +506,11 @@ def test_a_database_out_of_reach_is_no_damage_and_stays_where_it_is(
     assert check(code=0)["damages"] == []
 
 
-def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store) -> None:
+def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store, settings: Settings) -> None:
     add_job(store)
     checked = checking.Checked()
     assert checking.check_job(store, "gone", checked) == []
+    assert mend_jobs(settings, [damaged("gone", StorePart.ROWS, "the queue", "lacks rows")]) == []
 
 
 def test_what_is_repaired_and_what_is_left_is_said(store: Store, submit: Callable[..., str]) -> None:
