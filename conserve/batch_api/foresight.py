@@ -72,6 +72,7 @@ class Foresight:
             queue=QueueSeen(
                 states=Counter(shown_state(job, leased) for job in jobs),
                 rows_waiting=rows_waiting(jobs),
+                jobs_waiting=len(waiting),
                 backlog=backlog(waiting, rates.mean(now), now=now),
             ),
         )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.jobs.deadlines.backlog import backlog
-from conserve.jobs.telemetry.queue_metrics import backlog_metrics
+from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
 from tools.docs.generated import DOCS
 
 yaml = pytest.importorskip("yaml")
@@ -16,9 +16,10 @@ RULES = [yaml.safe_load(body) for body in re.findall(r"^```yaml\n(.*?)^```", PAG
 METRIC = re.compile(r"(conserve_\w+)(?:\{due_within=\"(\w+)\"\})?")
 
 
-def shown() -> list[str]:
-    """Names and labels of the gauges on the metrics page."""
-    families = backlog_metrics(backlog([], 1.0, now=0.0))
+def shown(tokens_per_s: float | None = 1.0) -> list[str]:
+    """Names and labels of the queue's gauges on the metrics page, at this rate of harvesting."""
+    seen = QueueSeen(backlog=backlog([], tokens_per_s, now=0.0))
+    families = QueueCollector(lambda: seen).collect()
     return [
         "".join([sample.name, *(f'{{{key}="{value}"}}' for key, value in sample.labels.items())])
         for family in families
@@ -54,7 +55,17 @@ def test_the_rules_ask_for_metrics_that_exist(rule: dict[str, Any]) -> None:
     assert set(found) <= set(shown())
 
 
+def test_the_first_engine_is_asked_for_before_anything_was_harvested() -> None:
+    """A query without a figure starts no engine."""
+    triggers = [trigger["metadata"] for trigger in RULES[0]["spec"]["triggers"]]
+    found = [
+        one for one in triggers if {match[0] for match in METRIC.finditer(one["query"])} <= set(shown(None))
+    ]
+    (first,) = found
+    assert float(first.get("activationThreshold", "0")) == 0
+    assert float(first["threshold"]) >= 1e9, "it starts the first engine alone"
+
+
 def test_the_page_of_metrics_names_them_all() -> None:
     page = (DOCS / "reference/metrics.md").read_text()
     assert all(METRIC.match(name) and METRIC.match(name)[1] in page for name in shown())  # type: ignore[index]
-    assert list(backlog_metrics(None)) == []

@@ -15,7 +15,6 @@ class Backlog:
     due_s: tuple[tuple[int, float], ...]  # (within so many seconds, work due by then), each with those before
     total_s: float
     load: float  # largest share, over all deadlines, of the time until it that the work due by then takes
-    jobs: int
 
 
 def backlog(jobs: Sequence[QueuedJob], tokens_per_s: float | None, *, now: float) -> Backlog | None:
@@ -33,5 +32,4 @@ def backlog(jobs: Sequence[QueuedJob], tokens_per_s: float | None, *, now: float
         ),
         total_s=sum(job.work.tokens for job in jobs) / tokens_per_s,
         load=load,
-        jobs=len(jobs),
     )

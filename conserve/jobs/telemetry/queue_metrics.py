@@ -27,6 +27,7 @@ class QueueSeen:
 
     states: Mapping[JobState, int] = field(default_factory=dict)
     rows_waiting: int = 0
+    jobs_waiting: int = 0
     backlog: Backlog | None = None
 
 
@@ -47,6 +48,7 @@ class QueueCollector(Collector):
         yield GaugeMetricFamily(
             "conserve_rows_waiting", "Rows without a result, of jobs that may run.", seen.rows_waiting
         )
+        yield GaugeMetricFamily("conserve_backlog_jobs", "Jobs with rows to run.", seen.jobs_waiting)
         yield from backlog_metrics(seen.backlog)
 
 
@@ -68,7 +70,6 @@ def backlog_metrics(found: Backlog | None) -> Iterator[Metric]:
         "Largest share, over all deadlines, of the time until it that the work due by then takes.",
         found.load,
     )
-    yield GaugeMetricFamily("conserve_backlog_jobs", "Jobs with rows to run.", found.jobs)
 
 
 def rows_waiting(jobs: Iterable[ListedJob]) -> int:
@@ -103,5 +104,6 @@ class StoreLook:
         return QueueSeen(
             states=Counter(job.state for job in jobs),
             rows_waiting=rows_waiting(jobs),
+            jobs_waiting=len(waiting),
             backlog=backlog(waiting, Rates.of(slots).mean(now), now=now),
         )
