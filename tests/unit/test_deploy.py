@@ -313,6 +313,16 @@ def test_every_alert_is_tried_with_figures_at_which_it_fires() -> None:
     assert {one["alertname"] for one in tried if one["exp_alerts"]} == {alert["alert"] for alert in alerts()}
 
 
+def test_the_program_has_every_series_of_the_dashboard() -> None:
+    pytest.importorskip("fastapi")
+    from tools.deploy.panels import page, queries
+
+    served = set(re.findall(r"^(conserve_\w+)", page(2.0), re.MULTILINE))
+    asked = {name for _, query in queries() for name in re.findall(r"conserve_\w+", query)}
+    assert asked <= served, asked - served
+    assert {"conserve_rows_total", "conserve_harvester_waiting", "conserve_offline_tokens_total"} <= asked
+
+
 def test_panels_of_the_dashboard_lie_side_by_side() -> None:
     panels = json.loads((DEPLOY / "grafana/conserve.json").read_text())["panels"]
     taken = [

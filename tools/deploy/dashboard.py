@@ -176,6 +176,53 @@ ROWS = (
         ),
     ),
     Row(
+        title="Rows: what do harvesters get done?",
+        panels=(
+            Panel(
+                title="Rows done",
+                says="Rows whose outcome is durable. Over stock vLLM this is the harvest.",
+                queries={
+                    "{{instance}} {{outcome}}": (
+                        "sum by (instance, outcome) (rate(conserve_rows_total{§}[$__rate_interval]))"
+                    )
+                },
+                unit="suffix: rows/s",
+                width=7,
+            ),
+            Panel(
+                title="Rows at the servers",
+                says="Rows that are being answered, and how many keep the servers busy.",
+                queries={
+                    "{{instance}}": "conserve_rows_in_flight{§}",
+                    "{{instance}} most": "conserve_rows_in_flight_most{§}",
+                },
+                width=6,
+            ),
+            Panel(
+                title="Attempts without an answer",
+                says="By the kind of error. Most are tried again.",
+                queries={
+                    "{{instance}} {{error}}": (
+                        "sum by (instance, error) (rate(conserve_attempt_errors_total{§}[$__rate_interval]))"
+                    )
+                },
+                unit="ops",
+                width=6,
+            ),
+            Panel(
+                title="Harvesters that wait",
+                says="Kept from their rows by an outage, a backoff or another process; and outages of an hour.",
+                queries={
+                    "wait": "sum(conserve_harvester_waiting{§})",
+                    "outages of the {{of}}": "sum by (of) (increase(conserve_outages_total{§}[1h]))",
+                },
+                kind="stat",
+                width=5,
+                steps=((None, GREEN), (1, ORANGE)),
+            ),
+        ),
+    ),
+    Row(
         title="Backlog and forecast: is the work done in time?",
         panels=(
             Panel(

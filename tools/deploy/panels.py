@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -20,18 +21,39 @@ CHOICES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "5s"}
 
 
 def page(seconds: float) -> str:
-    """Metrics of a server with classes of live traffic and of the API, this long after a start."""
+    """Metrics of a server with classes of live traffic, of a harvester and of the API, this long after a start."""
     from prometheus_client import generate_latest
 
-    from conserve.batch_api.metrics import lines
     from conserve.engine.vllm.server.metrics import COUNTS, Report
-    from conserve.jobs.deadlines.backlog import Backlog
 
     said = report()
     for number, count in enumerate(COUNTS, 1):
         put(said, count.place, seconds * number)
-    backlog = Backlog(due_s=((3600, 1800.0), (86400, 7200.0)), total_s=9000.0, load=0.6, jobs=3)
-    return generate_latest(Report(said)).decode() + "".join(f"{line}\n" for line in lines(backlog))  # type: ignore[arg-type]
+    return (generate_latest(Report(said)) + generate_latest(queue(seconds))).decode()  # type: ignore[arg-type]
+
+
+def queue(seconds: float) -> Any:
+    """Registry of a harvester and of its queue."""
+    from prometheus_client import CollectorRegistry
+
+    from conserve.endpoints.protocol import Call, Url
+    from conserve.errors import EndpointBusy
+    from conserve.jobs.deadlines.backlog import Backlog
+    from conserve.jobs.harvest.tally import Tally
+    from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics
+    from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
+
+    backlog = Backlog(due_s=((3600, 1800.0), (86400, 7200.0)), total_s=9000.0, load=0.6)
+    seen = QueueSeen(rows_waiting=30, jobs_waiting=3, backlog=backlog)
+    tally = Tally(succeeded=int(seconds * 10), in_flight=16)
+    found = CollectorRegistry()
+    found.register(QueueCollector(lambda: seen))
+    harvester = SimpleNamespace(tally=tally, ready_at=0.0, endpoint=SimpleNamespace(capacity=16))
+    found.register(HarvesterCollector(harvester))  # type: ignore[arg-type]
+    metrics = HarvestMetrics(found)
+    for _ in range(int(seconds)):
+        metrics.broke(Call(key="1", url=Url.CHAT, body={}), EndpointBusy("busy"), begun=0.0, seconds=0.0)
+    return found
 
 
 def report() -> dict[str, Any]:
