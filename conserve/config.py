@@ -144,7 +144,7 @@ class Settings:
         if not self.store:
             return str(self.home)
         scheme, separator, rest = self.store.partition("://")
-        return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
+        return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
     @property
     def sqlite_file(self) -> Path | None:

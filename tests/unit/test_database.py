@@ -119,6 +119,30 @@ def test_a_url_that_names_no_database_is_the_users_mistake(tmp_path: Path, url: 
         Store.open(load({"home": tmp_path, "store": url}, environ={}))
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://c:p@ssw0rd@127.0.0.1:1/db", "write %40"),
+        ("postgresql://c:p@ssw0rd:x@127.0.0.1:1/db", "write %40"),
+        ("postgresql://c:p@a/ssw0rd?@127.0.0.1:1/db", "write %40"),
+        ("postgresql://c:seven/db", "port that is no number"),
+        ("postgresql+psycopg://127.0.0.1:1/db?password=ssw0rd&connect_timeout=2", "refused"),
+    ],
+)
+def test_no_message_has_a_part_of_a_password(tmp_path: Path, url: str, says: str) -> None:
+    settings = load({"home": tmp_path, "store": url}, environ={})
+    with pytest.raises((SettingsError, StoreError), match=says) as error:
+        Store.open(settings)
+    assert "ssw0rd" not in f"{error.value} {settings.place}"
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://ann@corp:pw@db/x", "postgresql://ann@db/x?application_name=a@b"]
+)
+def test_an_at_sign_that_cuts_no_password_is_taken(url: str) -> None:
+    assert database.parse(url).host == "db"
+
+
 def refused_as_newer(settings: Settings, store: Store) -> Settings:
     with store.write() as tx:
         tx.execute(text(f"update meta set value = '{LATEST + 1}' where key = 'version'"))

@@ -135,6 +135,10 @@ def test_no_secret_has_a_value() -> None:
             assert value == "", f"{path.name}: {name}"
 
 
+def test_no_url_has_a_password_that_compose_does_not_escape() -> None:
+    assert not re.search(r"://\S*\$\{", (DEPLOY / "compose/compose.yaml").read_text())
+
+
 def test_compose_mounts_files_that_exist() -> None:
     for name, one in compose()["services"].items():
         for volume in one.get("volumes", []):

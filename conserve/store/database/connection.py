@@ -102,8 +102,16 @@ def timeouts(parsed: URL) -> dict[str, int]:
 
 
 def parse(url: str) -> URL:
-    """Parse a URL; one of PostgreSQL that names no driver is opened with psycopg."""
-    parsed = make_url(url)
+    """Parse a URL; one of PostgreSQL that names no driver is opened with psycopg. No error has a part of it."""
+    scheme, _, rest = url.partition("://")
+    if not scheme.startswith("sqlite") and rest.partition(":")[2].count("@") > 1:
+        raise SettingsError("CONSERVE_STORE has an @ in its password; write %40 instead, and %25 for a %")
+    try:
+        parsed = make_url(url)
+    except ValueError:
+        raise SettingsError(
+            "CONSERVE_STORE has a port that is no number; correct it, or write : as %3A"
+        ) from None
     if parsed.database and (path := sqlite_file(url)) is not None:
         return parsed.set(database=str(path))  # SQLAlchemy 2.0 leaves the percent signs of a path
     bare = parsed.drivername in ("postgresql", "postgres")
