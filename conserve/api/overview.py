@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from conserve.api.servers import STOCK, addresses, ask
 from conserve.config import Settings
@@ -16,6 +16,7 @@ from conserve.jobs.deadlines.queue import GOING, forecast_queue
 from conserve.jobs.deadlines.rate import SLOT_S
 from conserve.store.books.readings import JobReading, read_harvested, read_jobs
 
+P99 = "p99"  # the promise of a time without a name
 LOOK_S = 1.0
 FORECAST_S = 15.0  # between two forecasts, which take longer than all else
 COURSES = 60
@@ -57,15 +58,43 @@ class CounterRate:
 
 
 class Latency(NamedTuple):
-    """P99 of live requests over the last minute beside its promise, in ms; None where there is none."""
+    """A latency of live requests over the last minute beside one of its promises, in ms; None without one."""
 
     p99: float | None = None
     promised: float | None = None
+    promise: str = P99
+    """What is promised: a quantile, or the mean."""
+    seen: float | None = None
+    """That quantile or mean, from a server that tells it."""
+
+    @classmethod
+    def of(cls, p99: float | None, bound: float | None, promises: Mapping[str, Any]) -> Self:
+        """Latency beside a promise that is broken, else that of the P99, else the last one.
+
+        `bound` is the P99's on a server that tells no promises.
+        """
+        if not promises:
+            return cls(p99, bound)
+        broken = [name for name, one in promises.items() if one.get("kept") is False]
+        name = (broken or [name for name in (P99,) if name in promises] or list(promises))[-1]
+        return cls(p99, promises[name]["promised_ms"], name, promises[name]["seen_ms"])
+
+    @property
+    def value(self) -> float | None:
+        """What is held against the promise."""
+        return self.p99 if self.promise == P99 and self.seen is None else self.seen
 
     @property
     def kept(self) -> bool:
         """False if the promise is broken."""
-        return self.p99 is None or self.promised is None or self.p99 <= self.promised
+        return self.value is None or self.promised is None or self.value <= self.promised
+
+    def document(self) -> dict[str, Any]:
+        """JSON of the latency (docs/reference/json.md)."""
+        promised = (
+            {} if self.promised is None else {"promise": self.promise, "seen": self.value, "kept": self.kept}
+        )
+        return {"p99": self.p99, "promised": self.promised, **promised}
 
 
 UNKNOWN = Latency()
@@ -98,8 +127,8 @@ class ServerSeen:
         evicted = ("tokens_restored", "tokens_recomputed")
         return {
             **{name: getattr(self, name) for name in (*named, *evicted)},
-            "ttft_ms": self.ttft_ms._asdict(),
-            "tbt_ms": self.tbt_ms._asdict(),
+            "ttft_ms": self.ttft_ms.document(),
+            "tbt_ms": self.tbt_ms.document(),
             "offline_tokens_per_s": round(self.tokens_per_s, 1),
         }
 
@@ -131,12 +160,16 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
     online, slo, offline = (part(said, name) for name in ("online", "slo", "offline"))
     if said.get(STOCK) or not online:
         return ServerSeen(url=url, stock=True)
-    left, kept = part(said, "preemption"), part(said, "checkpoint")
+    left, kept, promises = part(said, "preemption"), part(said, "checkpoint"), part(online, "promises")
+    ttft_ms, tbt_ms = (
+        Latency.of(part(online, name).get("p99"), slo.get(name), part(promises, name))
+        for name in ("ttft_ms", "tbt_ms")
+    )
     return ServerSeen(
         url=url,
         policy=said.get("policy"),
-        ttft_ms=Latency(part(online, "ttft_ms").get("p99"), slo.get("ttft_ms")),
-        tbt_ms=Latency(part(online, "tbt_ms").get("p99"), slo.get("tbt_ms")),
+        ttft_ms=ttft_ms,
+        tbt_ms=tbt_ms,
         attainment=online.get("attainment"),
         harm=slo.get("harm"),
         tokens_per_s=offline.get("tokens_per_s") or 0.0,

@@ -10,7 +10,7 @@ from datetime import datetime
 from rich.text import Text
 
 from conserve import __version__
-from conserve.api.overview import Latency, Overview, ServerSeen
+from conserve.api.overview import P99, Latency, Overview, ServerSeen
 from conserve.cli.bars import bar, course, cut, short
 from conserve.cli.forecast_report import queue_sentence, when
 from conserve.cli.output import STATE_COLOURS
@@ -32,7 +32,7 @@ HELP = (
     "  q              quit; the queue goes on",
     "",
     "  TTFT, TBT      P99 of live requests over the last minute, beside the promise;",
-    "                 red if the promise is broken",
+    "                 red if it is broken; a promise of another quantile by its name",
     "  left           iterations that rows left for live requests, since the start",
     "  redone         tokens that rows computed again after they left",
     "  evicted        tokens of KV restored from copies, and computed again",
@@ -145,15 +145,18 @@ def server_lines(server: ServerSeen, width: int) -> list[Text]:
 
 
 def latency(name: str, one: Latency, harm: float | None) -> list[tuple[str, str]]:
-    """P99 beside its promise, and the share of the promise as a bar."""
+    """P99, or what else is promised, beside the promise, and the share of the promise as a bar."""
     p99 = "-" if one.p99 is None else f"{one.p99:,.0f}"
     if one.promised is None:
         promise = f"harm ≤{harm:.0%}" if harm is not None else "no promise"
         return [(f"{name} {p99:>6} ms ", ""), (f"{promise:<10}", DIM)]
-    share = (one.p99 or 0.0) / one.promised
+    share = (one.value or 0.0) / one.promised
+    value = "-" if one.value is None else f"{one.value:,.0f}"
+    which = "" if one.promise == P99 else f"{one.promise} "
+    words = f"{which}{value}/{one.promised:,.0f}".rjust(11)
     colour = LATE if not one.kept else "yellow" if share > 0.9 else "green"
-    return [(f"{name} ", ""), (f"{p99 + '/' + f'{one.promised:,.0f}':>11}", "" if one.kept else LATE), (" ", ""),
-            (bar(share, 8), f"{colour} on bright_black")]  # fmt: skip
+    return [(f"{name} ", ""), (words, "" if one.kept else LATE), (" ", ""),
+            (bar(share, max(1, 19 - len(words))), f"{colour} on bright_black")]  # fmt: skip
 
 
 def shown_jobs(found: Sequence[JobReading], *, everything: bool) -> list[JobReading]:

@@ -120,6 +120,36 @@ def test_a_broken_promise_is_red_and_a_kept_one_is_not() -> None:
     assert not any("88/100" in text for text in red)
 
 
+def told(**promises: tuple[float, float]) -> dict[str, Any]:
+    """A server's answer with promises of the TBT, as (promised, seen)."""
+    named = {
+        name: {"promised_ms": bound, "seen_ms": seen, "kept": seen <= bound}
+        for name, (bound, seen) in promises.items()
+    }
+    slo = {"ttft_ms": None, "tbt_ms": max(bound for bound, _ in promises.values()), "harm": None}
+    return {**SAID, "slo": slo, "online": {**SAID["online"], "promises": {"ttft_ms": {}, "tbt_ms": named}}}
+
+
+@pytest.mark.parametrize(
+    ("promises", "words", "is_kept"),
+    [
+        ({"p50": (40.0, 33.0)}, "TBT p50 33/40 ", True),
+        ({"mean": (40.0, 41.0)}, "TBT mean 41/40 ", False),
+        ({"p50": (40.0, 52.0), "p99": (150.0, 88.0)}, "TBT p50 52/40 ", False),
+        ({"p50": (40.0, 33.0), "p99": (150.0, 88.0)}, "TBT      88/150 ", True),
+        ({"p99.9": (11_500.0, 12_601.0)}, "TBT p99.9 12,601/11,500 ", False),
+    ],
+)
+def test_a_latency_is_held_against_the_quantile_that_is_promised(
+    promises: dict[str, tuple[float, float]], words: str, is_kept: bool
+) -> None:
+    seen = server_seen("http://gpu1:8000", told(**promises))
+    line = top_frame.server_lines(seen, 80)[0].plain
+    assert " ".join(words.split()) in " ".join(line.split())
+    assert len(line) <= 80
+    assert seen.tbt_ms.kept is seen.document()["tbt_ms"]["kept"] is is_kept
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -257,8 +287,8 @@ def test_a_servers_json_has_its_figures() -> None:
         "tokens_redone": 512,
         "tokens_restored": 96,
         "tokens_recomputed": 7,
-        "ttft_ms": {"p99": 1601.0, "promised": 1500.0},
-        "tbt_ms": {"p99": 88.0, "promised": 100.0},
+        "ttft_ms": {"p99": 1601.0, "promised": 1500.0, "promise": "p99", "seen": 1601.0, "kept": False},
+        "tbt_ms": {"p99": 88.0, "promised": 100.0, "promise": "p99", "seen": 88.0, "kept": True},
         "offline_tokens_per_s": 1480.4,
     }
     assert ServerSeen(url="u", error="gone").document() == {"url": "u", "error": "gone", "stock": False}

@@ -109,6 +109,10 @@ def test_an_attainment_is_that_of_the_promise_that_is_kept_less_often() -> None:
     assert traffic.report(now=3.0)["online"]["attainment"] == 0.5
     traffic.promise(Promises.of({"tbt_ms": 100.0}))
     assert traffic.report(now=3.0)["online"]["attainment"] == 0.75
+    traffic.promise(Promises.of({"tbt_ms": {"p50": 20.0, "p99": 100.0}}))
+    assert traffic.report(now=3.0)["online"]["attainment"] == 0.75
+    traffic.promise(Promises.of({"tbt_ms": {"p50": 20.0, "mean": 100.0}}))
+    assert traffic.report(now=3.0)["online"]["attainment"] == 1.0, "half of them may be longer"
     traffic.promise(Promises())
     assert traffic.report(now=3.0)["online"]["attainment"] == 1.0
 

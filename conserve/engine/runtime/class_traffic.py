@@ -3,10 +3,10 @@
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping
-from math import isinf
+from math import inf, isinf
 from typing import Any, NamedTuple
 
-from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
+from conserve.engine.policy.promises import ALONE, LATENCIES, MEAN, Promises, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.accountant import Accountant
 from conserve.engine.runtime.histogram import TBT_MS, TTFT_MS, LatencyHistogram
@@ -104,7 +104,7 @@ class ClassTraffic:
             "requests": self.requests,
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
-            "attainment": attained(self.promises.slo, ttft_ms, tbt_ms),
+            "attainment": attained(self.promises, ttft_ms, tbt_ms),
             "held_back": self.accountant.broken if holds_back and there else [],
             "promises": {
                 name: kept(getattr(self.promises, name), ordered)
@@ -159,9 +159,17 @@ def kept(promised: Mapping[str, float], ordered: list[float]) -> dict[str, Any]:
     }
 
 
-def attained(slo: Slo, ttft_ms: list[float], tbt_ms: list[float]) -> float:
-    """Share of the TTFTs, or of the TBTs if it is smaller, within the largest bound promised."""
-    return min(share(ttft_ms, slo.ttft_ms), share(tbt_ms, slo.tbt_ms))
+def attained(promises: Promises, ttft_ms: list[float], tbt_ms: list[float]) -> float:
+    """Share of the TTFTs, or of the TBTs if it is smaller, within the largest bound promised of nearly all of them.
+
+    1 where neither a P99 nor a higher quantile is promised: a promise of a median leaves half of them longer.
+    """
+    return min(share(ttft_ms, tail_ms(promises.ttft_ms)), share(tbt_ms, tail_ms(promises.tbt_ms)))
+
+
+def tail_ms(named: Mapping[str, float]) -> float:
+    """Largest bound of the P99 or a higher quantile; infinite without one."""
+    return max((ms for name, ms in named.items() if rank(name) >= rank(ALONE)), default=inf)
 
 
 def share(ordered: list[float], limit: float) -> float:
