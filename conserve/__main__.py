@@ -5,8 +5,9 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from conserve.cli import stdout
+    from conserve.cli import signals, stdout
 
+    signals.end_as_first_process()
     stdout.guard()
     sys.exit(stdout.flushed(answer))
 

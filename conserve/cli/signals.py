@@ -1,5 +1,6 @@
 """Signals that end a command: its clean-up runs, and a block that must be whole is not interrupted."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+FIRST = 1  # id of the first process of a container
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -19,6 +21,21 @@ def ended_in_order() -> Iterator[None]:
 
     with handled_by(interrupt, signal.SIGTERM, signal.SIGHUP):
         yield
+
+
+def end_as_first_process() -> None:
+    """Have SIGTERM and SIGHUP end the first process of a container, for which the kernel has no default action."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == FIRST:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a forked child, which has the default action
+        signal.raise_signal(number)
+
+    if os.getpid() == FIRST:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, interrupt)
 
 
 @contextmanager

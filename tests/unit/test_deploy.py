@@ -2,9 +2,11 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 
 from conserve.cli.app import LazyCommands
 from conserve.cli.serve import SPILL_S
+from conserve.cli.signals import end_as_first_process
 from conserve.config import variables
 from conserve.engine.service import DRAIN_S, HARVESTER_S
 from tools.deploy.chart import CHART, SETS, values
@@ -271,6 +274,36 @@ def test_the_chart_is_of_this_version() -> None:
 def test_rules_and_dashboard_are_the_charts() -> None:
     for name, place in (("dashboard.json", "grafana/conserve.json"), ("rules.yaml", "prometheus/rules.yaml")):
         assert (DEPLOY / place).resolve() == CHART / "files" / name
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first process", "another"])
+def test_sigterm_ends_the_first_process_of_a_container(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with monkeypatch.context() as patched:
+            if first:
+                patched.setattr(os, "getpid", lambda: 1)
+            end_as_first_process()
+            if first:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGTERM)
+            else:
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_the_wait_for_the_stores_first_key(tmp_path: Path) -> None:
+    (script,) = re.findall(r"- '(.*conserve keys list.*)'", (CHART / "templates/api.yaml").read_text())
+    program = tmp_path / "conserve"
+    program.write_text("#!/bin/sh\necho asked >&2\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(["sh", "-c", script], env=path, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline() == "asked\n"
+        waiting.terminate()
+        assert waiting.wait(timeout=60) >= 0, "the shell itself ended, which it does as the first process too"
 
 
 # Metrics
