@@ -16,7 +16,7 @@ from conserve.cli import doctor_engine, doctor_files, doctor_machine, exits, out
 from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
-from conserve.config import Settings, settings_files
+from conserve.config import DEMO_MODEL, Settings, settings_files
 from conserve.errors import ConserveError
 from conserve.hosts import split_login
 
@@ -57,11 +57,11 @@ def examined(settings: Settings) -> Iterator[Finding]:
     """Yield all findings, the slowest last: the engine's library loads meanwhile."""
     began = Clocks.now()
     yield from installation()
-    if settings.endpoint is None:
-        newest_s = yield from embedded(settings)
-    else:
-        yield endpoint(settings.endpoint, settings.api_key)
+    if settings.endpoint or settings.endpoints:
+        yield from asyncio.run(endpoints(settings))
         newest_s = yield from surroundings(settings)
+    else:
+        newest_s = yield from embedded(settings)
     yield doctor_machine.clock(began, Clocks.now(), newest_s)
 
 
@@ -78,6 +78,9 @@ def embedded(settings: Settings) -> Findings:
     from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
+    if found.distribution is None and settings.model == DEMO_MODEL:  # nobody asked for one
+        yield doctor_engine.without(found)
+        return (yield from surroundings(settings))
     yield from doctor_engine.installed(found)
     if found.problems:  # it cannot load then
         yield from doctor_engine.engine(settings, found)
@@ -92,7 +95,30 @@ def embedded(settings: Settings) -> Findings:
     return newest_s
 
 
-def endpoint(address: str, api_key: str | None) -> Finding:
+async def endpoints(settings: Settings) -> list[Finding]:
+    """Ask each server that is named, or is in a list, for its models, with the key that a harvester sends."""
+    from conserve.endpoints.roster import rosters_of
+
+    key = settings.harvest_key or settings.api_key
+    urls = [settings.endpoint] if settings.endpoint else []
+    lists = (settings.endpoints or "").split()
+    try:
+        roster = rosters_of([], lists)
+        listed = list(await roster.look())
+    except ConserveError as error:
+        return [Finding("endpoints", str(error), ok=False, fix="correct CONSERVE_ENDPOINTS")]
+    found = await asyncio.gather(*(endpoint(url, key) for url in dict.fromkeys([*urls, *listed])))
+    if roster.failure is not None:
+        fix = "correct CONSERVE_ENDPOINTS, or wait until the list is there"
+        return [*found, Finding("endpoints", str(roster.failure), ok=False, fix=fix)]
+    if lists and not listed:
+        found.append(
+            Finding("endpoints", f"no server is in {' '.join(lists)} now; conserve harvest waits for one")
+        )
+    return found
+
+
+async def endpoint(address: str, key: str | None) -> Finding:
     """Ask the server for its models, with the key."""
     import httpx
 
@@ -103,18 +129,15 @@ def endpoint(address: str, api_key: str | None) -> Finding:
         return Finding("endpoint", f"{address} answers")
     shown, login = split_login(address)
     url = shown.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-    async def ask() -> list[str]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
         check_address(url)
         async with httpx.AsyncClient(base_url=url, headers=headers, auth=login, timeout=ANSWER_S) as client:
-            return await served_models(client)
-
-    try:
-        return Finding("endpoint", f"{url} serves {', '.join(asyncio.run(ask()))}")
+            return Finding("endpoint", f"{url} serves {', '.join(await served_models(client))}")
     except ConserveError as error:
         refused = getattr(error, "status", None) in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-        fix = "set CONSERVE_API_KEY to its key" if refused else "start it, or correct CONSERVE_ENDPOINT"
+        key_fix = "set CONSERVE_API_KEY, or CONSERVE_HARVEST_KEY for the harvester alone, to its key"
+        fix = key_fix if refused else "start it, or correct CONSERVE_ENDPOINT or CONSERVE_ENDPOINTS"
         return Finding("endpoint", str(error), ok=False, fix=fix)
 
 

@@ -25,6 +25,14 @@ def installed(found: "EngineDescription") -> Iterator[Finding]:
         yield Finding("engine", problem.cause, ok=False, fix=problem.fix)
 
 
+def without(found: "EngineDescription") -> Finding:
+    """Installation without an engine, as in the image of harvesters and APIs, where no model is asked for."""
+    command = found.install.removeprefix("run: ")
+    return Finding(
+        "engine", f"none: harvesting from servers, the API and all other commands work; an engine: {command}"
+    )
+
+
 def engine(settings: Settings, found: "EngineDescription") -> Iterator[Finding]:
     """Model, cores, memory and number format; loads nothing."""
     yield model(settings)

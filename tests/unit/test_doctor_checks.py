@@ -1,5 +1,6 @@
 """`conserve doctor` tries things: the engine's library, the endpoint, the store, the machine."""
 
+import asyncio
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from sqlalchemy import event, text
 from conserve.cli import doctor, doctor_engine, doctor_machine
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
-from conserve.config import Settings
+from conserve.config import Settings, load
 from conserve.engine.vllm.compat import installed
 from conserve.engine.vllm.compat.installed import EngineDescription
 from conserve.engine.vllm.launching import loading
@@ -236,22 +237,48 @@ def keyed() -> Iterator[str]:
         thread.join()
 
 
-def test_an_endpoint_is_asked_with_the_key(keyed: str) -> None:
-    assert doctor.endpoint(f"{keyed}/v1/", "right") == Finding("endpoint", f"{keyed} serves m-7b")
-    for key in ("wrong", None):
-        found = doctor.endpoint(keyed, key)
+def asked(**given: str) -> list[Finding]:
+    """Findings on the servers of these settings."""
+    return asyncio.run(doctor.endpoints(load(given, environ={})))
+
+
+def test_an_endpoint_is_asked_with_the_key_that_a_harvester_sends(keyed: str, tmp_path: Path) -> None:
+    serves = Finding("endpoint", f"{keyed} serves m-7b")
+    assert asked(endpoint=f"{keyed}/v1/", api_key="right") == [serves]
+    assert asked(endpoint=keyed, api_key="wrong", harvest_key="right") == [serves]
+    for keys in ({"api_key": "wrong"}, {}):
+        (found,) = asked(endpoint=keyed, **keys)
         assert not found.ok
         assert "answered 401" in found.value
-        assert found.fix == "set CONSERVE_API_KEY to its key"
+        assert (
+            found.fix == "set CONSERVE_API_KEY, or CONSERVE_HARVEST_KEY for the harvester alone, to its key"
+        )
+    listed = tmp_path / "servers"
+    listed.write_text(f"{keyed}\nhttp://127.0.0.1:9\n")
+    both = asked(endpoints=f"file://{listed}", harvest_key="right")
+    assert [(found.name, found.ok) for found in both] == [("endpoint", True), ("endpoint", False)]
+    listed.write_text("# none yet\n")
+    assert [found.ok for found in asked(endpoints=f"file://{listed}")] == [True]
+    assert [found.ok for found in asked(endpoints=f"file://{tmp_path}/missing")] == [False]
+
+
+@pytest.mark.parametrize(("model", "ok"), [({}, True), ({"model": "org/m"}, False)], ids=["none", "a model"])
+def test_an_engine_is_missed_where_a_model_is_asked_for(
+    model: dict[str, str], ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "installed_engine", lambda: None)
+    found = list(doctor.embedded(load({"home": tmp_path, **model}, environ={})))
+    assert all(finding.ok for finding in found if finding.name == "engine") is ok
+    assert any("pip install" in f"{finding.value} {finding.fix}" for finding in found)
 
 
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:9", "http://127.0.0.1:65536", "http://host:port", "nowhere"]
 )
 def test_an_endpoint_that_is_not_there_is_found(address: str) -> None:
-    found = doctor.endpoint(address, None)
+    (found,) = asked(endpoint=address)
     assert not found.ok
-    assert found.fix == "start it, or correct CONSERVE_ENDPOINT"
+    assert found.fix == "start it, or correct CONSERVE_ENDPOINT or CONSERVE_ENDPOINTS"
 
 
 # The store, and the whole
