@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from conserve import open_files
 from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
@@ -61,6 +62,7 @@ def api(
     else:
         give_way()
     url = f"{url_of(host, port)}/v1"
+    open_files.raised()  # each client has a connection
     with context.store() as store:
         if socket is None:
             require_keys(store, host)

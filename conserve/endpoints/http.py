@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from msgspec.structs import replace
 
+from conserve import open_files
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import (
     LOOK_S,
@@ -319,6 +320,8 @@ class HttpEndpoint:
             return self._late(error, begun=begun)
         if (refused := untrusted(error, self.base_url)) is not None:
             return refused
+        if (full := open_files.too_many(error)) is not None:
+            return EndpointUnavailable(full)
         said = one_line(error) or type(error).__name__
         if isinstance(error, BROKEN) and await self._probes.is_up(self.server):
             return EndpointFault(f"the connection broke: {said}")

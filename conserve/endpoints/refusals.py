@@ -21,6 +21,7 @@ from conserve.errors import (
     RequestRejected,
     one_line,
 )
+from conserve.open_files import causes
 
 TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
@@ -110,12 +111,10 @@ def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUn
 
 def untrusted(error: BaseException, base_url: str) -> EndpointUnusable | None:
     """The error for a server whose certificate was refused; None if the connection failed for another reason."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return EndpointUnusable(
                 f"the certificate of {base_url} is refused ({one_line(cause.verify_message)}); correct "
                 "--endpoint, or name the certificate to trust in SSL_CERT_FILE"
             )
-        cause = cause.__cause__ or cause.__context__
     return None

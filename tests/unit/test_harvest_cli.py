@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import threading
 import time
@@ -50,6 +51,17 @@ def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: Wr
     again = conserve("harvest", "--endpoint", server.url, "--until-empty", "--json")
     assert (again.returncode, "nothing to run" in again.stderr) == (0, True)
     assert json.loads(again.stdout)["jobs"] == {}
+
+
+def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(
+    server: ScriptedServer, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    submit(write_input(q=["a"]))
+    assert conserve("harvest", "--endpoint", server.url, "--until-empty").returncode == 0
+    assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT)])

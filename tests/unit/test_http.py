@@ -1,6 +1,7 @@
 """The HTTP endpoint: what a server's answers mean for a row."""
 
 import asyncio
+import errno
 import json
 import ssl
 import time
@@ -54,6 +55,15 @@ def ask(handler: Handler, call: Call = CHAT) -> Completion:
             await endpoint.close()
 
     return asyncio.run(go())
+
+
+def test_a_full_table_of_files_is_said_as_such() -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        failed = httpx.ConnectError("All connection attempts failed")
+        raise failed from OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(EndpointUnavailable, match=r"files and connections open at once.*ulimit -n"):
+        ask(refuse)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conserve import logs
+from conserve import logs, open_files
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CLI_ARGS = "vllm.entrypoints.common.cli_args"
-MOST_DESCRIPTORS = 65_535  # vLLM raises the limit to this number if it may
 DRAIN_S = 30  # seconds for running requests after SIGTERM
 
 
@@ -148,20 +147,7 @@ def http_protocol(front: Front) -> type[asyncio.Protocol]:
     """uvicorn's protocol with a limit on connections."""
     from conserve.engine.vllm.server.connections import affordable, bounded
 
-    return bounded(affordable(front.connections, descriptors()))
-
-
-def descriptors() -> int:
-    """File descriptors that this process may open, after raising its limit as vLLM would."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_DESCRIPTORS
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(soft, most)
+    return bounded(affordable(front.connections, open_files.raised()))
 
 
 def allow_plugin() -> None:
