@@ -3,6 +3,7 @@
 Imports nothing heavy: `conserve status` asks through it.
 """
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,4 +66,6 @@ def unanswered(error: Exception) -> str:
     """Reason that a server did not answer."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
         return "wants another key; set CONSERVE_API_KEY"
+    if isinstance(getattr(error, "reason", None), socket.gaierror):  # a URLError's
+        return "runs there, and has no address that is known here"
     return "does not answer (busy, or starting)"

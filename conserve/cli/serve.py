@@ -42,7 +42,7 @@ from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
-from conserve.hosts import url_of
+from conserve.hosts import url_elsewhere, url_of
 from conserve.jobs.harvest.services import announce
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def serve(
             before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
             batch_api=beside,
         )
-        raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+        raise typer.Exit(asyncio.run(supervise(service, settings, section, url, url_elsewhere(host, port))))
 
 
 def named_model(words: list[str] | None) -> list[str]:
@@ -349,7 +349,9 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
     return ProcessCommand(name="harvester", words=python("conserve", *words), environment=environment)
 
 
-async def supervise(service: "Service", settings: Settings, section: dict[str, Any], url: str) -> int:
+async def supervise(
+    service: "Service", settings: Settings, section: dict[str, Any], url: str, elsewhere: str | None
+) -> int:
     """Run the service until a signal comes; a second one ends it at once."""
     stop = asyncio.Event()
 
@@ -370,8 +372,9 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
         for warning in await warnings(settings, section, url):
             output.say(warning)
 
-    with announce(settings, url):
-        await service.run(stop, on_ready=on_ready)
+    with announce(settings, url, elsewhere=elsewhere) as announced:
+        async with announced.kept_fresh():
+            await service.run(stop, on_ready=on_ready)
     return exits.DONE
 
 

@@ -5,15 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from conserve import owners
+from conserve import hosts, owners
 from conserve.config import Settings
 from conserve.jobs.harvest import services
+from conserve.whole import write_whole
 
 
 def named(pid: int, started: float | None, host: str | None = None) -> str:
@@ -158,7 +162,70 @@ def test_what_dead_servers_left_is_swept_up(settings: Settings) -> None:
         (folder / "2.json").write_bytes(b"no record")
         (folder / "notes.txt").write_bytes(b"not ours")
         assert [found.url for found in services.running(settings)] == ["http://here"]
-        assert sorted(path.name for path in folder.iterdir()) == sorted([f"{os.getpid()}.json", "notes.txt"])
+        left = sorted(path.name for path in folder.iterdir())
+        assert [name.partition("-")[0] for name in left] == [str(os.getpid()), "notes.txt"]
+
+
+@pytest.fixture
+def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have this process be the first one of a container with this host name."""
+
+    def become(host: str) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        monkeypatch.setattr(owners, "this_namespace", lambda: host)
+        monkeypatch.setattr(hosts, "this_network", lambda: host)
+
+    return become
+
+
+def test_servers_of_two_containers_are_both_found_and_asked_at_their_own_address(
+    settings: Settings, enter: Callable[[str], None]
+) -> None:
+    here, old = "http://127.0.0.1:8000", settings.home / services.FOLDER / "1.json"
+    with ExitStack() as serving:
+        enter("pod-a")
+        serving.enter_context(services.announce(settings, here, elsewhere="http://10.0.0.1:8000"))
+        before = services.RunningServer(url=here, owner=owners.this_process())
+        enter("pod-b")
+        with services.announce(settings, here):
+            assert sorted(found.url for found in services.running(settings)) == ["http://10.0.0.1:8000", here]
+            enter("pod-c")
+            seen = [found.url for found in services.running(settings)]
+            assert sorted(seen) == ["http://10.0.0.1:8000", "http://pod-b:8000"]
+        assert [found.url for found in services.running(settings)] == ["http://10.0.0.1:8000"]
+        old.write_bytes(msgspec.json.encode({"url": before.url, "owner": before.owner}))
+        (found,) = {found.url for found in services.running(settings)} - {"http://10.0.0.1:8000"}
+        assert found == "http://pod-a:8000", "a record of an earlier version"
+
+
+def test_a_server_of_another_container_that_was_killed_is_forgotten(
+    settings: Settings, enter: Callable[[str], None]
+) -> None:
+    enter("pod-a")
+    with services.announce(settings, "http://10.0.0.1:8000") as announced:
+        enter("pod-b")
+        silent = time.time() - services.STALE_S
+        os.utime(announced.path, (silent, silent))
+        assert services.running(settings) == []
+        announced.touch()
+        assert [found.url for found in services.running(settings)] == ["http://10.0.0.1:8000"]
+        os.utime(announced.path, (silent, silent))
+        announced.touch()
+        assert len(services.running(settings)) == 1
+
+
+def test_two_writers_with_one_process_id_mix_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = Path.replace
+
+    def after_another(partial: Path, path: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replaced)
+        write_whole(tmp_path / "record", b"of the other container")
+        return replaced(partial, path)
+
+    monkeypatch.setattr(Path, "replace", after_another)
+    write_whole(tmp_path / "record", b"ours")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("record", b"ours")]
 
 
 def test_of_another_container_with_this_hosts_name_nothing_is_known() -> None:
