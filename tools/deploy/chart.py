@@ -7,6 +7,7 @@ from typing import Any
 
 CHART = Path(__file__).parents[2] / "deploy/helm/conserve"
 SETS = sorted((CHART / "ci").glob("*.yaml"))
+GLOBAL = "global"  # Helm adds it to a chart that is a dependency
 HEAD = """# Values of the chart
 
 [Deploy on Kubernetes](../how-to/kubernetes.md) installs the chart `deploy/helm/conserve`. `make reference` writes
@@ -36,6 +37,8 @@ def values() -> Iterator[tuple[str, str, str]]:
 def leaves(schema: Mapping[str, Any], defaults: Any, under: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Values with their schema and default; raises `KeyError` for one without a default."""
     for name, one in schema["properties"].items():
+        if name == GLOBAL:
+            continue
         if "properties" in one:
             yield from leaves(one, defaults[name], f"{under}{name}.")
         else:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tools.deploy.chart import CHART, SETS, objects, rendered
 from tools.deploy.dockerfile import DOCKERFILE, ROOT, run_build_stage
+from tools.deploy.rendered import faults, rendered_as_dependency
 
 DEPLOY = ROOT / "deploy"
 TOOLS = ROOT / ".deploy"
@@ -32,6 +33,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
         {**LEAST, "api": {"enabled": True, "replicas": 2}, "store": {"database": {"secret": "db"}}},
         "ReadWriteMany",
     ),
+    ({**LEAST, "api": {"enabled": True}, "store": {"accessMode": "ReadWriteOncePod"}}, "ReadWriteOncePod"),
     ({**LEAST, "server": {"enabled": True}}, "server.model"),
     ({**LEAST, "metrics": {"serviceMonitor": True}}, "metrics.keySecret.name"),
     ({**LEAST, "harvester": {"enabled": False}}, "nothing to install"),
@@ -76,7 +78,10 @@ def chart() -> str:
         messages = helm.lint(str(CHART), values=read(path), strict=True)["messages"]
         if said := [one for one in messages if one["severity"] > INFO]:
             raise Wrong(f"{path.name}: {said}")
-        rendered(read(path))
+        if wrong := list(faults(objects(read(path)))):
+            raise Wrong(f"{path.name}: {'; '.join(wrong)}")
+    if not rendered_as_dependency(LEAST):
+        raise Wrong("as a dependency the chart renders nothing")
     for given, word in REFUSED:
         require_refused(given, word, helm.HelmError)
     return f"Helm {helm.helm_sdk_version()} renders {len(SETS)} sets of values and refuses {len(REFUSED)}"

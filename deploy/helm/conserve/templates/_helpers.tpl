@@ -36,6 +36,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- define "conserve.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "conserve.selector" . }}
+app.kubernetes.io/part-of: conserve
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
@@ -68,8 +69,9 @@ securityContext:
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if not $root.Values.store.database.secret }}
-affinity:  # SQLite locks within one node
+{{- $ours := not (or $root.Values.store.claim $root.Values.store.data) }}
+{{- if or (not $root.Values.store.database.secret) (and $ours (ne $root.Values.store.accessMode "ReadWriteMany")) }}
+affinity:  # SQLite locks within one node, and such a volume is mounted by one
   podAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
       - topologyKey: kubernetes.io/hostname
@@ -156,8 +158,13 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if not (or $values.harvester.enabled $values.server.enabled $values.api.enabled) -}}
 {{- fail "nothing to install: enable harvester, server or api" -}}
 {{- end -}}
+{{- $ours := not (or $values.store.claim $values.store.data) -}}
+{{- $parts := 0 -}}
 {{- range list "harvester" "server" "api" -}}
 {{- $part := index $values . -}}
+{{- if $part.enabled -}}
+{{- $parts = add1 $parts -}}
+{{- end -}}
 {{- if and $part.enabled (gt (int $part.replicas) 1) -}}
 {{- if not $values.store.database.secret -}}
 {{- fail (printf "%s.replicas above 1 share one queue only in PostgreSQL: set store.database.secret" .) -}}
@@ -166,6 +173,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- fail (printf "%s.replicas above 1 need a volume that nodes share: set store.accessMode to ReadWriteMany, or store.data" .) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and $ours (gt (int $parts) 1) (eq $values.store.accessMode "ReadWriteOncePod") -}}
+{{- fail "one pod alone can mount a ReadWriteOncePod volume: enable one part, or set store.accessMode to ReadWriteOnce" -}}
 {{- end -}}
 {{- if and $values.harvester.enabled (not $values.harvester.endpoints) (not $values.harvester.discover) -}}
 {{- fail "harvester.endpoints is empty: name the servers, e.g. --set 'harvester.endpoints={http://vllm:8000}'" -}}

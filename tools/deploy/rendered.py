@@ -1,0 +1,86 @@
+"""What the chart's objects must be to each other, which no schema says."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.deploy.chart import CHART
+
+WORKLOADS = ("Deployment", "CronJob")
+SHARED = "ReadWriteMany"
+
+
+def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence on each object that does not fit the others."""
+    workloads = [one for one in objects if one["kind"] in WORKLOADS]
+    for one in (one for one in objects if one["kind"] == "PersistentVolumeClaim"):
+        yield from apart(one, workloads)
+    for one in workloads:
+        yield from gives_up(one)
+    for one in objects:
+        yield from unwatched(one, objects)
+
+
+def apart(claim: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Workloads that may be placed on another node than the volume of one node that they mount."""
+    if claim["spec"]["accessModes"] == [SHARED]:
+        return
+    for one in workloads:
+        pod = template(one)["spec"]
+        names = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]]
+        if claim["metadata"]["name"] in names and "podAffinity" not in pod.get("affinity", {}):
+            yield f"{one['metadata']['name']} may land on another node than the volume"
+
+
+def gives_up(workload: Mapping[str, Any]) -> Iterator[str]:
+    """A Deployment that counts as failed while its start may still take."""
+    for container in template(workload)["spec"]["containers"]:
+        probe = container.get("startupProbe")
+        if probe is None or workload["kind"] != "Deployment":
+            continue
+        may_take_s = probe["failureThreshold"] * probe["periodSeconds"]
+        if workload["spec"].get("progressDeadlineSeconds", 600) <= may_take_s:
+            yield f"the rollout of {workload['metadata']['name']} fails before its start may"
+
+
+def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Objects that a monitor scrapes as a job that no alert on a silent process knows."""
+    if monitor["kind"] not in ("ServiceMonitor", "PodMonitor"):
+        return
+    (pattern,) = re.findall(r'up\{job=~"(.+?)"\}', (CHART / "files/rules.yaml").read_text())
+    found = [one for one in objects if one["kind"] == "Service"]
+    if monitor["kind"] == "PodMonitor":
+        found = [template(one) for one in objects if one["kind"] in WORKLOADS]
+    for labels in (one["metadata"]["labels"] for one in found):
+        job = labels.get(monitor["spec"]["jobLabel"], "")
+        if monitor["spec"]["selector"]["matchLabels"].items() <= labels.items() and not re.fullmatch(
+            pattern, job
+        ):
+            yield f"no alert sees that the job {job!r} is silent"
+
+
+def template(workload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Template of a workload's pods."""
+    spec = workload["spec"]
+    found: Mapping[str, Any] = (
+        spec["jobTemplate"]["spec"]["template"] if "jobTemplate" in spec else spec["template"]
+    )
+    return found
+
+
+def rendered_as_dependency(given: Mapping[str, Any]) -> dict[str, str]:
+    """Manifests of a chart that has this one as a dependency; raises `helm_python.HelmError`."""
+    import helm_python as helm
+
+    with tempfile.TemporaryDirectory() as name:
+        umbrella = Path(name)
+        shutil.copytree(CHART, umbrella / "charts/conserve")
+        described = "apiVersion: v2\nname: night\nversion: 0.1.0\n"
+        (umbrella / "Chart.yaml").write_text(described)
+        with helm.Chart.load(name) as chart:
+            values = {"conserve": dict(given), "global": {"region": "eu"}}
+            chart.validate_schema(values)
+            return dict(chart.render(values, name="night", namespace="batch"))
