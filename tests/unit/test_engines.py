@@ -51,6 +51,7 @@ def live(
             },
             "tbt_ms": {},
         },
+        "counts": {name: {"all": requests, "late": 1} for name in ("ttft_ms", "tbt_ms")},
         "histograms": {
             name: {"bounds_ms": [1000.0], "counts": counts, "sum_ms": 10.0 * requests}
             for name in ("ttft_ms", "tbt_ms")
@@ -117,6 +118,7 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert online["attainment"] == 0.6
     assert online["held_back"] == ["ttft_ms"]
     assert online["promises"]["ttft_ms"] == {"p99": {"promised_ms": 1000.0, "seen_ms": 1200.0, "kept": False}}
+    assert online["counts"]["ttft_ms"] == {"all": 8, "late": 3}
     assert online["histograms"]["ttft_ms"] == {"bounds_ms": [1000.0], "counts": [8, 0], "sum_ms": 80.0}
     assert whole["offline"] == {"tokens": 140, "tokens_per_s": 14.0, "work": 210.0}
     assert [whole[name] for name in ("iterations", "planned", "overruns", "busy_s")] == [300, 150, 3, 7.5]

@@ -36,6 +36,7 @@ def test_nothing_has_happened_yet() -> None:
     report = Traffic().report(now=5.0)
     counts = [sum(one["counts"]) for one in report["online"].pop("histograms").values()]
     assert counts == [0, 0]
+    assert report["online"].pop("counts") == {name: {"all": 0, "late": 0} for name in ("ttft_ms", "tbt_ms")}
     assert report == {
         "online": {
             "requests": 0,
@@ -59,6 +60,7 @@ def test_clients_that_leave_after_more_than_is_promised_are_late() -> None:
     assert (online["requests"], online["attainment"], online["held_back"]) == (0, 0.0, ["ttft_ms"])
     assert online["ttft_ms"] == pytest.approx({"p50": 1500, "p99": 1500})
     assert sum(online["histograms"]["ttft_ms"]["counts"]) == 20
+    assert online["counts"]["ttft_ms"] == {"all": 20, "late": 20}
     assert traffic.online_now == 0
 
 
@@ -107,6 +109,8 @@ def test_an_attainment_is_that_of_the_promise_that_is_kept_less_often() -> None:
     answer(traffic, "a", at=0.0, ttft_s=2.0, gaps_s=(0.01, 0.01))
     answer(traffic, "b", at=0.0, ttft_s=0.5, gaps_s=(0.01, 0.2))
     assert traffic.report(now=3.0)["online"]["attainment"] == 0.5
+    counts = traffic.report(now=3.0)["online"]["counts"]
+    assert counts == {"ttft_ms": {"all": 2, "late": 1}, "tbt_ms": {"all": 4, "late": 1}}
     traffic.promise(Promises.of({"tbt_ms": 100.0}))
     assert traffic.report(now=3.0)["online"]["attainment"] == 0.75
     traffic.promise(Promises.of({"tbt_ms": {"p50": 20.0, "p99": 100.0}}))

@@ -22,6 +22,28 @@ class Moment(NamedTuple):
     times: int = 1  # number of equal measurements
 
 
+class LateCount:
+    """Latencies since the start, and those above the promise of the P99 or a higher quantile."""
+
+    def __init__(self, named: Mapping[str, float]) -> None:
+        self._all = self._late = 0
+        self.promise(named)
+
+    def promise(self, named: Mapping[str, float]) -> None:
+        """Hold latencies against these bounds from now on."""
+        self._bound_ms = tail_ms(named)
+
+    def note(self, ms: float, times: int = 1) -> None:
+        """Note a latency that was measured so many times."""
+        self._all += times
+        if ms > self._bound_ms:
+            self._late += times
+
+    def report(self) -> dict[str, int]:
+        """The two counts, for JSON."""
+        return {"all": self._all, "late": self._late}
+
+
 class ClassTraffic:
     """One class. Times are monotonic seconds, given by the caller."""
 
@@ -30,6 +52,7 @@ class ClassTraffic:
         self.ttft_ms: deque[Moment] = deque()
         self.tbt_ms: deque[Moment] = deque()
         self.ttft_counts, self.tbt_counts = LatencyHistogram(TTFT_MS), LatencyHistogram(TBT_MS)
+        self.ttft_late, self.tbt_late = LateCount(promises.ttft_ms), LateCount(promises.tbt_ms)
         self.requests = 0  # that got a token
         self.waiting = self.decoding = 0  # in the engine, before and after their first token
         self.served = 0.0  # cost of the tokens computed for it, in prompt tokens
@@ -48,6 +71,8 @@ class ClassTraffic:
     def promise(self, promises: Promises) -> None:
         """Hold latencies against these promises from now on."""
         self.accountant = Accountant(promises)
+        self.ttft_late.promise(promises.ttft_ms)
+        self.tbt_late.promise(promises.tbt_ms)
 
     def bounds(self) -> Slo:
         """Bounds on the next iteration under which every promise can be kept."""
@@ -82,12 +107,14 @@ class ClassTraffic:
     def _waited(self, ms: float, at: float) -> None:
         remember(self.ttft_ms, Moment(at, ms))
         self.ttft_counts.note(ms)
+        self.ttft_late.note(ms)
         self.accountant.ttft.note(ms)
 
     def gap(self, ms: float, count: int, *, at: float) -> None:
         """Note `count` gaps of this length."""
         remember(self.tbt_ms, Moment(at, ms, count))
         self.tbt_counts.note(ms, count)
+        self.tbt_late.note(ms, count)
         self.accountant.tbt.note(ms, count)
 
     def latencies(self, *, now: float) -> tuple[list[float], list[float]]:
@@ -110,6 +137,7 @@ class ClassTraffic:
                 name: kept(getattr(self.promises, name), ordered)
                 for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
             },
+            "counts": {"ttft_ms": self.ttft_late.report(), "tbt_ms": self.tbt_late.report()},
             "histograms": {"ttft_ms": self.ttft_counts.report(), "tbt_ms": self.tbt_counts.report()},
         }
 

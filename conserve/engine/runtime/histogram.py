@@ -1,7 +1,7 @@
 """Cumulative histogram of latencies, whose buckets Prometheus reads. Pure."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TTFT_MS = (5, 10, 25, 50, 100, 250, 500, 1000, 1500, 2000, 3000, 5000, 7500, 10_000, 20_000, 30_000, 60_000)
@@ -24,6 +24,11 @@ class LatencyHistogram:
     def report(self) -> dict[str, Any]:
         """Bounds and the counts between them, for JSON; the last count is of latencies above all bounds."""
         return {"bounds_ms": list(self._bounds_ms), "counts": list(self._counts), "sum_ms": self._sum_ms}
+
+
+def added(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sum of counts with the same names."""
+    return {name: sum(one[name] for one in several) for name in several[0]}
 
 
 def together(several: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from conserve.engine.runtime.class_traffic import (
     quantiles,
     remember,
 )
-from conserve.engine.runtime.histogram import together
+from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
 
@@ -217,6 +217,7 @@ class Traffic:
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
             "held_back": held_back(by_class.values()),
+            "counts": {name: added([one["counts"][name] for one in by_class.values()]) for name in LATENCIES},
             "histograms": {
                 name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
             },

@@ -88,6 +88,7 @@ def live(sections: Sequence[Report]) -> dict[str, Any]:
             }
             for name in LATENCIES
         },
+        "counts": {name: added([one["counts"][name] for one in sections]) for name in LATENCIES},
         "histograms": {
             name: all_latencies([one["histograms"][name] for one in sections]) for name in LATENCIES
         },

@@ -31,6 +31,7 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
         held_back(by_class, names),
         *promises(by_class, names),
         *latencies(by_class, names),
+        *late(by_class, names),
         *counted(by_class, names),
     )
     yield from (family for family in several if family.samples)
@@ -94,6 +95,22 @@ def latencies(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[
                 if ms is not None:
                     latency.add_metric([*of(name), which.removesuffix("_ms"), quantile], ms / 1e3)
     yield latency
+
+
+def late(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
+    """Latencies since the server's start, and how many of them were later than promised."""
+    labels = [*names, "latency"]
+    total = CounterMetricFamily("conserve_live_latencies", "TTFTs and TBTs of live requests.", labels=labels)
+    over = CounterMetricFamily(
+        "conserve_live_late", "Those above what is promised of the P99 or a higher quantile.", labels=labels
+    )
+    for name, said in by_class.items():
+        for which, counts in said.get("counts", {}).items():
+            where = [*of(name), which.removesuffix("_ms")]
+            total.add_metric(where, counts["all"])
+            over.add_metric(where, counts["late"])
+    yield total
+    yield over
 
 
 def counted(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
