@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from conserve import __version__
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
-from conserve.engine.vllm.server import routes
+from conserve.engine.vllm.server import metrics, routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
 from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
@@ -139,15 +139,15 @@ async def post(app: FastAPI, content: Any) -> httpx.Response:
         return await client.post(routes.PATH, content=body)
 
 
-def ours(answer: httpx.Response) -> dict[str, float]:
-    """Our samples of an exposition, those with labels by their quantile."""
+def ours(answer: httpx.Response, *, age: bool = False) -> dict[str, Any]:
+    """Our samples of an exposition, those with labels by their quantile; with `age`, the report's too."""
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return {
         "/".join([sample.name, *sample.labels.values()]): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
-        if sample.name.startswith("conserve_")
+        if sample.name.startswith("conserve_") and (age or sample.name != "conserve_report_age_seconds")
     }
 
 
@@ -244,10 +244,15 @@ def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_
         for answer in await asyncio.gather(*(get(app, "/metrics") for _ in range(3))):
             assert ours(answer) == {**build, "conserve_iterations_total": 1}
         assert len(client.asked) == 2
+        await asyncio.sleep(metrics.STALE_S)
+        assert ours(await get(app, "/metrics"), age=True) == {
+            **build,
+            "conserve_report_age_seconds": pytest.approx(metrics.STALE_S, abs=1.0),
+        }, "figures that are a minute old are left out"
+        assert len(client.asked) == 2
         slow.set()
-        await asyncio.sleep(0)
-        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 2}
-        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 3}
+        await asyncio.sleep(1.0)
+        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 3}, "asked anew"
 
     virtual_time.run(go())
 

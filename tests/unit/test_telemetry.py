@@ -336,7 +336,7 @@ def families(*registries: Any) -> set[str]:
 def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None:
     pytest.importorskip("vllm")
     from conserve.engine.runtime.traffic import Traffic
-    from conserve.engine.vllm.server.metrics import Report
+    from conserve.engine.vllm.server.metrics import Report, ReportAge
     from tests.unit.test_surface import FORMER_NAMES, SAID
 
     traffic = Traffic()
@@ -350,7 +350,7 @@ def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None
     with store.write() as tx:
         harvested.note(tx, 900, since=1e9 - 900.0, now=1e9)
     api = ApiMetrics(StoreLook(load(), lambda: 1e9), {}).registry
-    found = families(harvest, api, Report({**SAID, "online": online}))
+    found = families(harvest, api, Report({**SAID, "online": online}), ReportAge(0.0))
     former = {name.partition("/")[0] for name in FORMER_NAMES}
     page = (DOCS / "reference/metrics.md").read_text()
     assert found == set(re.findall(r"conserve_[a-z_]+", page)) - former | (found & former)

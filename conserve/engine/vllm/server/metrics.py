@@ -16,6 +16,9 @@ from conserve.metrics_page import Build
 log = logging.getLogger("vllm.conserve")
 PATH = "/metrics"
 WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
+STALE_S = (
+    60.0  # after which an answer is shown no more: figures that stand still would keep every alert quiet
+)
 
 Ask = Callable[[Any], Awaitable[dict[str, Any] | None]]
 
@@ -106,8 +109,9 @@ class MetricsRoute:
     def __init__(self, ask: Ask, *, wait_s: float = WAIT_S) -> None:
         self._ask = ask
         self._wait_s = wait_s
-        self._asking: asyncio.Task[dict[str, Any] | None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._said: dict[str, Any] | None = None
+        self._said_at: float | None = None  # by the event loop's clock
 
     def attach(self, app: FastAPI) -> None:
         """Answer in the place of vLLM's route: the first route of a path does, in every version."""
@@ -116,22 +120,38 @@ class MetricsRoute:
 
     async def show(self, request: Request) -> Response:
         """Answer with vLLM's metrics, then ours, then those of the backlog."""
-        said = await self._report(request.app.state.engine_client)
-        content = await asyncio.to_thread(exposition, said) + await backlog(request.app.state)
+        said, age_s = await self._report(request.app.state.engine_client)
+        content = await asyncio.to_thread(exposition, said, age_s) + await backlog(request.app.state)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _report(self, engine_client: Any) -> dict[str, Any] | None:
-        """The scheduler's report, or its last one if it does not answer in time."""
-        asking = self._asking = self._asking or asyncio.ensure_future(self._ask(engine_client))
+    async def _report(self, engine_client: Any) -> tuple[dict[str, Any] | None, float | None]:
+        """The scheduler's report and its age, or its last one if it does not answer in time, and is not stale."""
+        asking = self._asking
+        if asking is None or asking.done():
+            asking = self._asking = asyncio.ensure_future(self._look(engine_client))
         await asyncio.wait({asking}, timeout=self._wait_s)
-        if asking.done():
-            if self._asking is asking:
-                self._asking = None
-            if asking.cancelled() or asking.exception() is not None:
-                log.debug("the scheduler does not answer: %r", asking)
-            else:
-                self._said = asking.result()
-        return self._said
+        if asking.done() and (asking.cancelled() or asking.exception() is not None):
+            log.debug("the scheduler does not answer: %r", asking)
+        if self._said is None or self._said_at is None:
+            return None, None
+        age_s = asyncio.get_running_loop().time() - self._said_at
+        return (self._said if age_s <= STALE_S else None), age_s
+
+    async def _look(self, engine_client: Any) -> None:
+        """Ask the scheduler, and keep its answer."""
+        self._said = await self._ask(engine_client)
+        self._said_at = asyncio.get_running_loop().time()
+
+
+class ReportAge(NamedTuple):
+    """Collector of the age of the scheduler's report."""
+
+    seconds: float
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge."""
+        says = "Age of the scheduler's last report; after a minute its figures are left out."
+        yield GaugeMetricFamily("conserve_report_age_seconds", says, self.seconds)
 
 
 class Report(NamedTuple):
@@ -202,11 +222,12 @@ def at(said: Mapping[str, Any], place: tuple[str, ...]) -> float | None:
     return None if found is None else float(found)
 
 
-def exposition(said: Mapping[str, Any] | None) -> bytes:
-    """Both groups of metrics in Prometheus's text format."""
+def exposition(said: Mapping[str, Any] | None, age_s: float | None) -> bytes:
+    """Both groups of metrics in Prometheus's text format, ours as far as the report is there."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     theirs: bytes = generate_latest(get_prometheus_registry())
-    if said is None:
+    if age_s is None:
         return theirs
-    return theirs + generate_latest(Build("serve")) + generate_latest(Report(said))
+    aged = theirs + generate_latest(Build("serve")) + generate_latest(ReportAge(age_s))
+    return aged if said is None else aged + generate_latest(Report(said))
