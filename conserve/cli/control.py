@@ -57,19 +57,31 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
             back = True
             left = f"{output.count(job.unanswered, 'row')} left and " if job.state == "expired" else ""
             output.data(f"{job.id}: {left}{output.count(rows, 'failed row')} back in the queue")
+            with store.read() as tx:
+                say_if_undated(job, catalog.get(tx, job.id))
     if back:
         output.say("run them with: conserve run")
 
 
 def move(context: Context, jobs: list[str], verb: str) -> None:
     """Apply the verb to all these jobs and print their states."""
-    for job in moved(context, jobs, verb):
+    for before, job in moved(context, jobs, verb):
         output.data(f"{job.id}: {job.state}")
+        say_if_undated(before, job)
 
 
-def moved(context: Context, jobs: list[str], verb: str) -> list["JobRecord"]:
-    """Apply the verb to all these jobs, or to none if one of them refuses it; returns them as they are then."""
+def moved(context: Context, jobs: list[str], verb: str) -> list[tuple["JobRecord", "JobRecord"]]:
+    """Apply the verb to all these jobs, or to none if one of them refuses it; returns each before and after."""
     from conserve.store.books import catalog
 
     with context.store() as store, store.write() as tx:
-        return [catalog.move(tx, job, verb, now=time.time()) for job in jobs]
+        return [(catalog.get(tx, job), catalog.move(tx, job, verb, now=time.time())) for job in jobs]
+
+
+def say_if_undated(before: "JobRecord", after: "JobRecord") -> None:
+    """Say so if a job that goes on has lost its deadline, which had passed."""
+    if before.deadline is not None and after.deadline is None:
+        output.say(
+            f"{after.id}: its deadline ({output.moment(before.deadline)}) has passed, so it goes on without one; "
+            f"give it another with: conserve deadline {after.id} --within 24h"
+        )

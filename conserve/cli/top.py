@@ -202,7 +202,7 @@ def pressed(key: str, choice: "ScreenState", seen: "Overview | None", context: C
 def steered(choice: "ScreenState", job_id: str, verb: str, context: Context) -> "ScreenState":
     """Pause or resume a job as the command of that name does; an error is shown, and the screen goes on."""
     try:
-        (job,) = moved(context, [job_id], verb)
+        ((_, job),) = moved(context, [job_id], verb)
     except ConserveError as error:
         return replace(choice, message=str(error), failed=True)
     return replace(choice, message=f"{job.id}: {job.state}")

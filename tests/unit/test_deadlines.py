@@ -11,6 +11,8 @@ from sqlalchemy import Connection
 from conserve.batch_api import workers
 from conserve.batch_api.workers import Deliveries
 from conserve.cli import output
+from conserve.cli.context import Context
+from conserve.cli.control import move
 from conserve.cli.deadline import clock_time, length_s
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
@@ -203,12 +205,34 @@ def test_only_a_job_that_has_not_ended_gets_another_deadline(store: Store) -> No
         catalog.set_deadline(tx, "job-1", 9.0)
 
 
-def test_resume_takes_the_deadline_away(store: Store) -> None:
-    add_job(store, deadline=5.0)
-    expire(store, now=5.0)
-    with store.write() as tx:
-        assert catalog.move(tx, "job-1", "resume", now=6.0).deadline is None
+@pytest.mark.parametrize(
+    ("state", "on_late", "deadline"),
+    [
+        ("expired", None, None),
+        ("failed", None, None),
+        ("paused", OnLate.PUSH, None),
+        ("failed", OnLate.BEST_EFFORT, 5.0),
+    ],
+)
+def test_resume_takes_a_passed_deadline_away_and_says_so(
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    on_late: OnLate | None,
+    deadline: float | None,
+) -> None:
+    for name, due, now in (("job-1", 5.0, state), ("job-2", 1e10, "paused")):
+        add_job(store, name, deadline=due)
+        with store.write() as tx:
+            catalog.set_deadline(tx, name, due, on_late)
+            tx.exec_driver_sql(f"update job set state = '{now}' where id = '{name}'")
+    move(Context(), ["job-1", "job-2"], "resume")
+    assert [job(store, name).deadline for name in ("job-1", "job-2")] == [deadline, 1e10]
     assert expire(store, now=7.0) == []
+    said = capsys.readouterr().err
+    assert ("job-1: its deadline (" in said) is (deadline is None)
+    assert ("conserve deadline job-1 --within 24h" in said) is (deadline is None)
+    assert "job-2" not in said
 
 
 def test_the_command_line(store: Store, tmp_path: Path) -> None:

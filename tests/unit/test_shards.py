@@ -15,7 +15,7 @@ from sqlalchemy import text
 from conserve.errors import JobRefused, StoreError, StoreFull, StoreUnreachable
 from conserve.store.books import batches, catalog, hooks, queue, results, shards
 from conserve.store.books.events import Event
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -372,26 +372,34 @@ def test_a_retry_leaves_a_paused_job_paused_and_refuses_a_cancelled_one(store: S
 
 
 @pytest.mark.parametrize(
-    ("state", "then", "deadline"),
+    ("state", "now", "on_late", "then", "deadline"),
     [
-        ("queued", JobState.QUEUED, 9.0),
-        ("paused", JobState.PAUSED, 9.0),
-        ("failed", JobState.QUEUED, 9.0),
-        ("expired", JobState.QUEUED, None),
+        ("queued", 1.0, None, JobState.QUEUED, 9.0),
+        ("paused", 1.0, None, JobState.PAUSED, 9.0),
+        ("failed", 1.0, None, JobState.QUEUED, 9.0),
+        ("completed", 1.0, None, JobState.QUEUED, 9.0),
+        ("expired", 1.0, None, JobState.QUEUED, None),
+        ("completed", 9.0, None, JobState.QUEUED, None),
+        ("failed", 9.0, OnLate.PUSH, JobState.QUEUED, None),
+        ("paused", 9.0, OnLate.EXPIRE, JobState.PAUSED, None),
+        ("completed", 9.0, OnLate.BEST_EFFORT, JobState.QUEUED, 9.0),
     ],
 )
-def test_a_retry_keeps_the_deadline_unless_that_has_ended_the_job(
-    store: Store, state: str, then: JobState, deadline: float | None
+def test_a_retry_keeps_a_deadline_that_does_not_end_the_job(
+    store: Store, state: str, now: float, on_late: OnLate | None, then: JobState, deadline: float | None
 ) -> None:
     add_job(store, rows=3, deadline=9.0)
     add_job(store, "other", deadline=5.0)
     finish(store, leased(store, limit=2, only=["job-1"]), failed=(0,))
     with store.write() as tx:
+        catalog.set_deadline(tx, "job-1", 9.0, on_late)
         tx.execute(text(f"update job set state = '{state}' where id = 'job-1'"))
-    assert shards.retry_failed(store, "job-1", now=1.0) == 1
+    assert shards.retry_failed(store, "job-1", now=now) == 1
     found = job(store)
     assert (found.state, found.deadline, found.failed, found.succeeded) == (then, deadline, 0, 1)
     assert job(store, "other").deadline == 5.0
+    with store.read() as tx:
+        assert "job-1" not in catalog.late(tx, now=now)
 
 
 def test_a_retry_of_an_expired_job_without_failed_rows_takes_up_what_is_left(store: Store) -> None:

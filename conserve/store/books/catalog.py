@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, exists, extract, func, insert, or_, select, update
+from sqlalchemy import Connection, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
 from conserve.store.books.journal import complete
+from conserve.store.books.lateness import is_late, kept_deadline
 from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
@@ -20,9 +21,6 @@ from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
 
 job, lease, meta, request = schema.job, schema.lease, schema.meta, schema.request
-
-CLOCK = extract("epoch", func.clock_timestamp())
-"""Time of a PostgreSQL server, in seconds since 1970."""
 
 COUNTERS = (
     "succeeded",
@@ -252,7 +250,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
             state=target.value,
             finished_at=finished_at,
             error=None,
-            deadline=None if current.state is JobState.EXPIRED else current.deadline,
+            deadline=kept_deadline(tx, now) if verb == "resume" else current.deadline,
         )
     )
     # Without a row left no claim would ever end the job.
@@ -282,18 +280,6 @@ def expire(tx: Connection, *, now: float) -> list[str]:
 def late(tx: Connection, *, now: float) -> list[str]:
     """Ids of the jobs that are to expire."""
     return list(tx.scalars(select(job.c.id).where(is_late(tx, now))))
-
-
-def is_late(tx: Connection, now: float) -> ColumnElement[bool]:
-    """Condition that a job has rows to run, that its deadline has passed, and that it expires then.
-
-    It has passed by the database's clock too where that has one: this machine's may be ahead of all others.
-    """
-    here = job.c.deadline <= now
-    passed = and_(here, job.c.deadline <= CLOCK) if tx.dialect.name == "postgresql" else here
-    expires = or_(job.c.on_late.is_(None), job.c.on_late != OnLate.BEST_EFFORT.value)
-    waits = job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value])
-    return and_(waits, passed, expires)
 
 
 def set_deadline(

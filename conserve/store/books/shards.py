@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
-from conserve.errors import JobRefused, StoreUnreachable, one_line
+from conserve.errors import JobRefused, StoreUnreachable
 from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, Misfit, is_whole
+from conserve.store.books.lateness import kept_deadline
 from conserve.store.books.queue import waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
-from conserve.store.books.unrendered import Unrendered, unrendered
+from conserve.store.books.unrendered import stays_failed, unrendered
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, insert_rows, matching, read_rows
 from conserve.store.database.connection import chunks
@@ -333,7 +334,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 failed=job.c.failed - len(positions),
                 finished_at=None,
                 error=None,
-                deadline=None if current.state is JobState.EXPIRED else current.deadline,
+                deadline=kept_deadline(tx, now),
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )
@@ -344,16 +345,6 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
     for file in gone:
         discard(store.data / file.file)
     return len(positions)
-
-
-def stays_failed(job_id: str, stuck: Mapping[int, Unrendered]) -> str:
-    """Sentence on rows that `retry` leaves as they are."""
-    first = min(stuck.values())
-    rows = "1 row" if len(stuck) == 1 else f"{len(stuck):,} rows"
-    return (
-        f"{job_id}: {rows} could not be rendered at submit and would fail again (row {first.row_index:,}: "
-        f"{one_line(first.error)}); correct the prompt or the input and submit it again"
-    )
 
 
 def back_to_journal(tx: Connection, where: FilePath, file: ShardFile, positions: Collection[int]) -> None:

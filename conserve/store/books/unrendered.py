@@ -1,12 +1,13 @@
 """Rows that could not be rendered at submit, which another attempt ends with the same error."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conserve.errors import one_line
 from conserve.store.files.objects import FilePath, source
 
 
@@ -44,3 +45,13 @@ def nulls(table: pa.Table, first: int) -> dict[int, Unrendered]:
         for position, (row_index, payload, error) in enumerate(rows, start=first)
         if not payload.is_valid
     }
+
+
+def stays_failed(job_id: str, stuck: Mapping[int, Unrendered]) -> str:
+    """Sentence on rows that `retry` leaves as they are."""
+    first = min(stuck.values())
+    rows = "1 row" if len(stuck) == 1 else f"{len(stuck):,} rows"
+    return (
+        f"{job_id}: {rows} could not be rendered at submit and would fail again (row {first.row_index:,}: "
+        f"{one_line(first.error)}); correct the prompt or the input and submit it again"
+    )
