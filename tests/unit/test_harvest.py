@@ -36,19 +36,21 @@ from conserve.jobs.harvest import retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
-from conserve.store.books import catalog, journal, leases, saved_tokens, shards
+from conserve.store.books import catalog, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import COUNT_FROZEN, WriteInput
+from tests.store_rows import add_job, leased
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 Row = tuple[int, str | None, str | None, int, int]
@@ -1169,6 +1171,79 @@ def test_a_suspect_runs_alone_from_begin_to_end(store: Store, queue_up: Callable
     endpoint = Dying(8)
     timed(store, endpoint)
     assert endpoint.loads == [1, 2, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("priority", "deadline"),
+    [(5, None), (0, 6.0)],
+)
+def test_suspects_of_a_job_that_goes_first_run_alone_before_other_rows_are_done(
+    store: Store,
+    queue_up: Callable[..., str],
+    write_input: WriteInput,
+    priority: int,
+    deadline: float | None,
+) -> None:
+    due = None if deadline is None else virtual_time.BEGIN_S + deadline
+    path = write_input("urgent.parquet", q=[f"suspect {n} x 300" for n in range(4)])
+    urgent = submit(store, str(path), TASK, priority=priority, deadline=due).job_id
+    lease = leased(store, only=[urgent], limit=4, now=virtual_time.BEGIN_S, owner=owners.this_process())
+    with store.write() as tx:
+        for row in lease.rows:
+            queue.put_back(
+                tx, epoch=lease.epoch, job_id=urgent, position=row.position, failed=True, suspect=True
+            )
+    other = queue_up(*(f"{n} x 300" for n in range(400)))
+    beside: list[int] = []
+
+    class Watched(Timed):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            if "suspect" in str(call.body):
+                beside.append(self.running)
+            else:
+                assert not self.suspect_runs
+            self.suspect_runs = "suspect" in str(call.body)
+            try:
+                return await super().complete(call, on_tokens)
+            finally:
+                self.suspect_runs = False
+
+        suspect_runs = False
+
+    timed(store, Watched(16))
+    found = job(store, urgent)
+    assert (found.state, found.succeeded, beside) == (JobState.COMPLETED, 4, [0, 0, 0, 0])
+    ended = [job(store, job_id).finished_at or 0.0 for job_id in (urgent, other)]
+    assert ended[0] < ended[1] - 2.0
+
+
+def test_suspects_beside_other_rows_have_a_tenth_of_the_time(store: Store) -> None:
+    now = 0.0
+    turns = SuspectTurns(store, only=None, clock=lambda: now, monotonic=lambda: now)
+    found: list[bool] = []
+    for name in ("job-1", "job-2"):
+        add_job(store, name, rows=9)
+    turns.look(None)
+    assert not turns.are_next(others_fly=False), "without a suspect"
+    lease = leased(store, limit=1, only=["job-2"])
+    with store.write() as tx:
+        queue.put_back(tx, epoch=lease.epoch, job_id="job-2", position=0, suspect=True)
+    turns.look(None)
+    looks = [(299.0, True), (300.0, True), (330.0, True), (340.0, False), (369.0, False), (370.0, False)]
+    for at, others_fly in [*looks, (999.0, True), (1000.0, True)]:
+        now = at
+        found.append(turns.are_next(others_fly=others_fly))
+    assert found == [False, True, True, True, True, False, False, True]
+    turns.none_left()
+    assert not turns.are_next(others_fly=False)
+    with store.write() as tx:
+        tx.execute(text("update job set priority = 1 where id = 'job-2'"))
+    turns.look(None)
+    assert not turns.are_next(others_fly=True), "its own other rows go first"
+    with store.write() as tx:
+        tx.execute(text("update job set next_position = 9 where id = 'job-2'"))
+    turns.look(None)
+    assert turns.are_next(others_fly=True)
 
 
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]

@@ -31,6 +31,7 @@ from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
 from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
+from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.workload import ReadyRow
@@ -116,6 +117,7 @@ class Harvester:
         said = say if follow else log.warning  # a run that ends by itself says little else
         self._outage = Outage(said, self.tally.outages)
         self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
+        self._suspects = SuspectTurns(store, only=only, clock=clock, monotonic=self.monotonic)
         self._hold = Hold(self.monotonic, say)
         self._recording = OutboxWriter(self._write, self._outage)
         self._flights = Flights(
@@ -269,14 +271,15 @@ class Harvester:
             await self._wait_for_landing()
 
     async def _next_works(self) -> list[ReadyRow]:
-        """Claim rows if enough of the endpoint is free; a suspect only once no other row is left, and alone."""
+        """Claim rows if enough of the endpoint is free; a suspect alone, at its turn or if no other row is left."""
         works: list[ReadyRow] = []
         self._ledger.model = model_of(self.endpoint)  # a server may come back with another model
         if self.endpoint.capacity < 1:  # all servers are drained, or out of reach
             return []
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
-        if due and free >= max(1, self.endpoint.capacity // 4) and not self._flights.has_suspect:
+        enough = free >= max(1, self.endpoint.capacity // 4)
+        if due and enough and not self._flights.has_suspect and not await self._are_suspects_next():
             self._claim_at = inf  # unless the store calls meanwhile
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
             if works:
@@ -286,7 +289,15 @@ class Harvester:
         if not works and not self._flights:
             await self._recording.flush()
             works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
+            if not works:
+                self._suspects.none_left()
         return works
+
+    async def _are_suspects_next(self) -> bool:
+        """True if suspects have their turn, so that no other row is to be claimed."""
+        if self._suspects.is_to_look:
+            await self._in_store(self._suspects.look, self._ledger.model)
+        return self._suspects.are_next(others_fly=bool(self._flights))
 
     @property
     def _idle_s(self) -> float:
@@ -344,6 +355,8 @@ class Harvester:
 
     async def _write(self, outbox: Outbox) -> None:
         await self._in_store(self._ledger.write, outbox)
+        if any(decision.suspect for _, decision in outbox.returned):
+            self._suspects.look_soon()
 
     async def _in_store(self, function: Callable[..., T], *arguments: object) -> T:
         """Run a function in the store's thread; its `OSError` becomes a `StoreError`."""
