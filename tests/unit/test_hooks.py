@@ -14,7 +14,7 @@ from typing import Any
 import httpcore
 import openai
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
 import conserve as package
 from conserve import owners
@@ -528,6 +528,26 @@ class TestDelivery:
             assert outbox.holders(tx) == {"ben"}
             assert outbox.any_due(tx, now=1.0)
             assert outbox.turn(tx, now=1.0, limit=8) == [first]
+
+    @pytest.mark.parametrize(
+        ("next_at", "held_until", "due"),
+        [
+            (25 * HOUR_S, None, False),
+            (25 * HOUR_S + 1.0, None, True),
+            (0.0, outbox.HOLD_S + HOUR_S, False),
+            (0.0, outbox.HOLD_S + HOUR_S + 1.0, True),
+        ],
+    )
+    def test_a_time_that_is_further_off_than_any_is_of_a_clock_that_was_ahead(
+        self, store: Store, next_at: float, held_until: float | None, due: bool
+    ) -> None:
+        hook(store)
+        submitted(store)
+        with store.write() as tx:
+            owner = None if held_until is None else "ann"
+            tx.execute(update(schema.message).values(next_at=next_at, held_until=held_until, owner=owner))
+            assert outbox.any_due(tx, now=0.0) is due
+            assert len(claimed(tx, owner="ben", now=0.0)) == int(due)
 
     def test_the_log_shows_the_newest_messages_of_a_hook_or_of_a_state(self, store: Store) -> None:
         one, two = hook(store), hook(store)

@@ -449,9 +449,11 @@ def test_a_session_forgets_figures_and_servers_of_long_ago(store: Store, party: 
         tokens_per_s=1.0, why=None,
     )  # fmt: skip
     with store.write() as tx:
-        harvested.note(tx, 100, since=1000.0, now=1010.0)
+        for day in (0, 60):
+            since = 1000.0 + day * 86_400
+            harvested.note(tx, 100, since=since, now=since + 10.0)
         servers.note(tx, "elsewhere:1:2:3", [seen], now=1000.0)
-    for days, slots, known in ((1, 1, 1), (8, 1, 0), (60, 0, 0)):
+    for days, slots, known in ((1, 2, 1), (8, 2, 0), (60, 1, 0)):
         party.clock.now = 1000.0 + days * 86_400
         party.ledger.recover()
         assert select(store, "select (select count(*) from harvested), (select count(*) from server)") == [

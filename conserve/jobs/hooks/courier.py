@@ -192,7 +192,7 @@ def verdict(
         return MessageState.DROPPED, None
     if mine.event == outbox.TEST or mine.attempts >= len(PAUSES_S):
         return MessageState.GIVEN_UP, None
-    pause_s = max(PAUSES_S[mine.attempts], min(retry_after_s or 0.0, 24 * HOUR_S))
+    pause_s = max(PAUSES_S[mine.attempts], min(retry_after_s or 0.0, outbox.LONGEST_WAIT_S))
     return MessageState.WAITING, attempt.at + pause_s
 
 

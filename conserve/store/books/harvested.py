@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, case, delete, select
+from sqlalchemy import ColumnElement, Connection, case, delete, func, select
 
 from conserve.store.books.states import is_slot
 from conserve.store.database import schema
@@ -67,5 +67,8 @@ def slots(tx: Connection) -> list[HarvestedQuarter]:
 
 
 def forget_old(tx: Connection, *, now: float) -> None:
-    """Drop slots of more than eight weeks ago."""
-    tx.execute(delete(harvested).where(harvested.c.slot < int((now - KEPT_S) // SLOT_S)))
+    """Drop slots of more than eight weeks ago, by the newest of them too: the clock may be ahead for a while."""
+    newest = tx.scalar(select(func.max(harvested.c.slot)))
+    if newest is not None:
+        oldest = min(int((now - KEPT_S) // SLOT_S), newest - KEPT_S // SLOT_S)
+        tx.execute(delete(harvested).where(harvested.c.slot < oldest))

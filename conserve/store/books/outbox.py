@@ -19,6 +19,10 @@ from conserve.store.database import schema
 message = schema.message
 
 HOLD_S = 120.0  # beyond the longest attempt; a message of a killed process of another machine waits as long
+SKEW_S = (
+    3600.0  # of the clocks of two machines at most; what lies further ahead is of a clock that was set back
+)
+LONGEST_WAIT_S = 24 * 3600.0  # between two attempts
 MOST_OF_HOOK = 2  # held at a time, so that a slow receiver does not hold up the others
 TEST = "test"
 
@@ -69,8 +73,14 @@ class SendAttempt:
 
 def is_due(now: float) -> ColumnElement[bool]:
     """Condition that a message is to be sent now and that no process holds it."""
-    free = or_(message.c.held_until.is_(None), message.c.held_until <= now)
-    return and_(message.c.state == MessageState.WAITING.value, message.c.next_at <= now, free)
+    passed = or_(message.c.next_at <= now, message.c.next_at > now + LONGEST_WAIT_S + SKEW_S)
+    free = or_(message.c.held_until.is_(None), ~is_held(now))
+    return and_(message.c.state == MessageState.WAITING.value, passed, free)
+
+
+def is_held(now: float) -> ColumnElement[bool]:
+    """Condition that a process holds a message, by a clock that was not set back since."""
+    return and_(message.c.held_until > now, message.c.held_until <= now + HOLD_S + SKEW_S)
 
 
 def any_due(tx: Connection, *, now: float) -> bool:
@@ -101,7 +111,7 @@ def turn(tx: Connection, *, now: float, limit: int) -> list[str]:
     )
     busy = (
         select(message.c.hook_id, func.count().label("held"))
-        .where(message.c.state == MessageState.WAITING.value, message.c.held_until > now)
+        .where(message.c.state == MessageState.WAITING.value, is_held(now))
         .group_by(message.c.hook_id)
         .subquery()
     )
@@ -178,7 +188,7 @@ def again(tx: Connection, message_id: str, *, owner: str, now: float) -> Message
     """Hold a message to send it again, under its id; raises `UsageError` if it is held or its hook has ended."""
     active(tx, get(tx, message_id).hook_id)
     fresh = {"state": MessageState.WAITING.value, "attempts": 0, "next_at": now, **held_by(owner, now)}
-    held = and_(message.c.owner.is_not(None), message.c.held_until > now)
+    held = and_(message.c.owner.is_not(None), is_held(now))
     changed = tx.execute(update(message).where(message.c.id == message_id, ~held).values(fresh)).rowcount
     if not changed:
         raise UsageError(f"the message {message_id} is being sent now; run: conserve hooks log")
