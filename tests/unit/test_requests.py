@@ -9,17 +9,21 @@ import pytest
 from sqlalchemy import text
 
 from conserve.endpoints.protocol import Url
+from conserve.errors import StoreDamaged
+from conserve.jobs.requests.asked import asked as asked_of
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog, choice, shards
 from conserve.store.books.leases import Terms
+from conserve.store.books.standing import standing
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased, positions, put_back
+from tests.store_rows import job as record
 
 PROMPT = Task(kind=Kind.PROMPT, template="Say {{ q }}", id_column="q", params={"max_tokens": 7})
 
@@ -168,6 +172,38 @@ def test_prompts_that_are_gone_are_a_sentence(store: Store, write_input: WriteIn
     done = conserve("show", job_id, "0")
     assert (done.returncode, done.stdout) == (1, "")
     assert "cannot be read" in done.stderr
+
+
+def test_a_row_of_damaged_requests_is_not_found_with_a_sentence(
+    store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), PROMPT).job_id
+    path = home.requests_file(store.home, job_id)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:6] + b"\0" * 9 + whole[15:])
+    with pytest.raises(StoreDamaged, match=f"cannot be read .*; run: conserve check {job_id}"):
+        asked_of(store, record(store, job_id), row_index=0)
+
+
+def test_a_row_stands_in_a_shard_of_an_earlier_version_and_where_retry_put_it(
+    store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a", "b"])), PROMPT).job_id
+    finish(store, leased(store), failed=(1,))
+    shards.compact(store, job_id, now=0.0)
+    for path in (store.home / "jobs" / job_id / "results").iterdir():
+        pq.write_table(pq.read_table(path).drop(["engine"]), path)
+    with store.write() as tx:
+        tx.execute(text("update shard set digest = null, bytes = null"))
+    found = [standing(store, record(store, job_id), position) for position in (0, 1)]
+    assert [(row.state, row.result and row.result.engine) for row in found] == [
+        ("succeeded", None),
+        ("failed", None),
+    ]
+    shards.retry_failed(store, job_id, now=5.0)
+    row = standing(store, record(store, job_id), 1)
+    assert (row.state, row.attempts) == ("waiting", 0)
+    assert row.where == "put back by conserve retry or check --repair, and not taken since"
 
 
 class TestShow:

@@ -2,17 +2,12 @@
 
 from dataclasses import dataclass
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
 from conserve.errors import UsageError
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.wording import Tasks
 from conserve.store.books.catalog import JobRecord
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from conserve.store.files.objects import FilePath, source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +26,10 @@ def asked(
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
     if not may_be_there(job, row_index, custom_id):
         raise UsageError(missing(job, row_index, custom_id))
-    path = home.requests_file(store.data, job.id)
-    requests = RequestFile(path)
+    requests = RequestFile(home.requests_file(store.data, job.id))
     try:
         wanted = ("row_index", row_index) if custom_id is None else ("custom_id", custom_id)
-        position = position_of(path, *wanted)
+        position = requests.position_of(*wanted)
         if position is None:
             raise UsageError(missing(job, row_index, custom_id))
         (request,) = requests.read([position])
@@ -62,15 +56,3 @@ def missing(job: JobRecord, row_index: int | None, custom_id: str | None) -> str
     if custom_id is not None:
         return f"no row of job {job.id} has the id {custom_id!r}; rows are also named by number, from 0"
     return f"job {job.id} has no row {row_index}; its rows go from 0 to {job.num_rows - 1}"
-
-
-def position_of(path: FilePath, column: str, value: object) -> int | None:
-    """Position of the one row with this value in a request file, None if absent; reads that column alone."""
-    start = 0
-    with pq.ParquetFile(source(path)) as file:
-        for group in range(file.num_row_groups):
-            found = pc.index(file.read_row_group(group, columns=[column])[column], pa.scalar(value)).as_py()
-            if found >= 0:
-                return start + int(found)
-            start += file.metadata.row_group(group).num_rows
-    return None

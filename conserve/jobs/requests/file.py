@@ -184,6 +184,16 @@ class RequestFile:
         at = dict(zip(in_order, found, strict=True))
         return [at[position] for position in positions]
 
+    def position_of(self, column: str, value: object) -> int | None:
+        """Position of the one row with this value, None if absent; reads that column alone."""
+        for group, start in enumerate(self._starts[:-1]):
+            with self._readable():
+                values = self._file.read_row_group(group, columns=[column])[column]
+            found = pc.index(values, pa.scalar(value)).as_py()
+            if found >= 0:
+                return start + int(found)
+        return None
+
     def earliest(self, returned: Sequence[int], start: int) -> int | None:
         """Smallest row index at these sorted positions and at all from `start` on; None if there are none.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +10,7 @@ from sqlalchemy import Connection, select
 from conserve.store.books import shards, spans
 from conserve.store.books.catalog import JobRecord
 from conserve.store.books.journal import is_whole
-from conserve.store.books.results import COLUMNS, TIMES, Result, decode
+from conserve.store.books.results import Result, decode, from_arrow
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -21,6 +20,7 @@ from conserve.store.files.objects import FilePath, source
 
 request, lease, journal = schema.request, schema.lease, schema.journal
 BYTES_A_TOKEN = 4
+PUT_BACK = "put back by conserve retry or check --repair, and not taken since"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,9 @@ def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:
         where = f"leased by {found.owner}{tokens}"
         return RowStanding(state="running", where=where, attempts=found.attempts)
     if not found.attempts:
-        return waiting(job, "not taken yet; rows behind it were chosen first", 0)
+        passed_over = not found.available_at  # as in schema.PASSED_OVER
+        why = "not taken yet; rows behind it were chosen first" if passed_over else PUT_BACK
+        return waiting(job, why, 0)
     alone = ", to run alone since an engine or a harvester died with it" if found.suspect else ""
     return waiting(job, f"came back{alone}{tokens}", found.attempts)
 
@@ -100,7 +102,7 @@ def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Row
             damaged.append(path.name)
             continue
         if found.num_rows and digests.fault(path, file.seal) is None:
-            return finished(to_result(found.to_pylist()[0]), f"in the shard {path.name}")
+            return finished(from_arrow(found)[0], f"in the shard {path.name}")
         damaged += [path.name] if found.num_rows else []
     return lost(", ".join(damaged) or "a shard that is not recorded")
 
@@ -109,9 +111,3 @@ def lost(place: str) -> RowStanding:
     """Standing of a row whose result cannot be read."""
     where = f"in a file that cannot be read ({place}); run: conserve check --repair"
     return RowStanding(state="unreadable", where=where, attempts=0)
-
-
-def to_result(row: dict[str, Any]) -> Result:
-    """A row of a shard as a `Result`."""
-    values = {name: row[name] for name in COLUMNS}
-    return Result(**(values | {name: values[name].timestamp() for name in TIMES}))
