@@ -95,13 +95,15 @@ def queue_up(store: Store, write_input: WriteInput, *prompts: str) -> str:
 
 def test_a_drained_queue_is_counted_once_a_row(store: Store, write_input: WriteInput) -> None:
     queue_up(store, write_input, *[f"row {number}" for number in range(40)])
-    page = harvested_page(store, Script(token_ms=100.0, tokens=5))
+    page = harvested_page(store, Script(token_ms=100.0, tokens=70))  # of which the first 64 are saved
     assert page["conserve_rows_total/succeeded"] == 40
     assert page["conserve_rows_total/failed"] == page["conserve_rows_total/late"] == 0
     for name in ("row_latency_seconds", "row_prompt_tokens", "row_completion_tokens"):
         assert page[f"conserve_{name}_count"] == 40
     assert page["conserve_claim_rows_sum"] == page["conserve_commit_rows_sum"] == 40
     assert page["conserve_claim_rows_count"] == page["conserve_claim_seconds_count"] > 0
+    assert page["conserve_commit_rows_bucket/1.0"] == 0, "saved tokens alone are no commit"
+    assert page["conserve_commit_rows_count"] == page["conserve_commit_seconds_count"] > 0
     assert page["conserve_row_tokens_total/prompt"] == page["conserve_row_prompt_tokens_sum"] > 0
     assert page["conserve_row_tokens_total/completion"] == page["conserve_row_completion_tokens_sum"] > 0
     assert page["conserve_shard_seconds_count"] == 1

@@ -74,6 +74,8 @@ class HarvestMetrics(Observer):
         self._broken.labels(kind_of(error)).inc()
 
     def committed(self, committed: Committed, *, begun: float, seconds: float) -> None:
+        if not committed.written:  # rows that go back, or saved tokens alone
+            return
         self._commit.observe(seconds)
         self._committed.observe(len(committed.written))
 
