@@ -76,12 +76,12 @@ os.register_at_fork(after_in_child=under_way.clear)  # a child has no thread tha
 
 def reading_of(settings: Settings, job_id: str) -> JobReading:
     """Reading of one job; raises `JobNotFound` if it was removed."""
-    from conserve.store.books.readings import resolve
+    from conserve.store.books.readings import job_named
 
     if found := read_jobs(settings, now=time.time(), only=[job_id]):
         return found[0]
     every = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
-    return every[resolve(list(every), job_id)]
+    return every[job_named(settings, list(every.values()), job_id)]
 
 
 def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending[Outcome]:

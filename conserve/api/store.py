@@ -17,7 +17,7 @@ from conserve.api.results import answered
 from conserve.api.twins import blocking
 from conserve.config import Settings
 from conserve.errors import RowsUnanswerable
-from conserve.store.books.readings import read_jobs, resolve
+from conserve.store.books.readings import job_named, read_jobs
 
 if TYPE_CHECKING:
     from conserve.jobs.requests.submit import Submitted
@@ -115,9 +115,9 @@ class Store:
 
         Raises `JobNotFound`, which names the nearest.
         """
-        known = [reading.id for reading in read_jobs(self._settings, now=time.time())]
-        namesakes = [job_id for job_id in known if job_id.rpartition("-")[0] == name]
-        return Job(self._settings, namesakes[-1] if namesakes else resolve(known, name))
+        known = read_jobs(self._settings, now=time.time())
+        namesakes = [reading.id for reading in known if reading.id.rpartition("-")[0] == name]
+        return Job(self._settings, namesakes[-1] if namesakes else job_named(self._settings, known, name))
 
     @blocking
     def sql(

@@ -11,7 +11,7 @@ from conserve.cli.forecast_report import document, header, row
 from conserve.cli.options import JOB
 from conserve.jobs.deadlines.queue import GOING, forecast_queue
 from conserve.jobs.deadlines.rate import LEAST_BUSY_S
-from conserve.store.books.readings import read_harvested, read_jobs, resolve
+from conserve.store.books.readings import job_named, read_harvested, read_jobs
 
 EXAMPLE = """
 conserve forecast
@@ -30,7 +30,7 @@ def forecast(
     settings, now = context.settings(), time.time()
     readings = read_jobs(settings, now=now)
     found = forecast_queue(readings, read_harvested(settings), now=now)
-    wanted = None if job is None else resolve([reading.id for reading in readings], job)
+    wanted = None if job is None else job_named(settings, readings, job)
     shown = [one for one in readings if one.state in GOING and wanted in (None, one.id)]
     if as_json:
         output.data_json([document(one, found.get(one.id)) for one in shown])

@@ -6,7 +6,9 @@ import typer
 
 from conserve.cli.context import job_ids
 
-JOB = typer.Argument(metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids)
+JOB = typer.Argument(
+    metavar="JOB", help="A job's or its batch's id, the beginning of one, or last.", autocompletion=job_ids
+)
 Rebind = Annotated[
     bool, typer.Option("--rebind", help="Answer jobs with this model that another one has begun.")
 ]

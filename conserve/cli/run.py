@@ -32,7 +32,7 @@ from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoi
 from conserve.cli.progress import RunProgress
 from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
-from conserve.store.books.readings import JobReading, read_jobs, resolve
+from conserve.store.books.readings import JobReading, job_named, read_jobs
 from conserve.store.books.states import JobState
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def drain(
 ) -> int:
     """Run the harvester to its end and report; returns the exit code."""
     readings = read_jobs(settings, now=time.time())
-    only = [resolve([reading.id for reading in readings], job) for job in jobs] or None
+    only = [job_named(settings, readings, job) for job in jobs] or None
     waiting = unfinished(settings, only)
     if not waiting:
         idle = [r for r in readings if only is None or r.id in only]

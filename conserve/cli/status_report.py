@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
 from conserve.config import Settings
-from conserve.store.books.readings import JobReading, read_harvested, read_jobs, resolve
+from conserve.store.books.readings import JobReading, job_named, read_harvested, read_jobs
 from conserve.store.books.states import JobState
 
 WATCH_S = 1.0
@@ -30,7 +30,7 @@ def answer(settings: Settings, question: StatusArguments) -> None:
     if not question.watch:
         show(selected(settings, job), server_status.read_servers(settings), job, as_json)
         return
-    job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
+    job = job_named(settings, read_jobs(settings, now=time.time()), job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
         seen, servers = selected(settings, job), server_status.read_servers(settings)
@@ -64,7 +64,7 @@ def selected(settings: Settings, job: str | None) -> ShownJobs:
     if job is None:
         shown = [reading for reading in readings if not reading.state.final] or readings[-1:]
         return ShownJobs(shown, forecast=foreseen(settings, readings, None, now))
-    wanted = resolve([reading.id for reading in readings], job)
+    wanted = job_named(settings, readings, job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
     words = foreseen(settings, readings, reading, now)
     return ShownJobs([reading], oldest(settings, reading, now), words)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, text
 
 from conserve.config import Settings, load
 from conserve.errors import (
@@ -23,6 +23,7 @@ from conserve.store.books.readings import (
     JOBS,
     JobReading,
     data,
+    job_named,
     opened,
     read_harvested,
     read_jobs,
@@ -31,7 +32,7 @@ from conserve.store.books.readings import (
     untaken,
 )
 from conserve.store.books.states import JobState
-from conserve.store.database import moves
+from conserve.store.database import moves, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files.digests import Seal
@@ -573,6 +574,43 @@ def test_what_names_no_job_or_several_is_said(known: list[str], wanted: str, sai
     with pytest.raises(JobNotFound) as error:
         resolve(known, wanted)
     assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("batch_ab12", "job-1"),
+        ("batch_a", "job-1"),
+        ("batch_cd34", "job-2"),
+        ("batch_own-aaaa", "batch_own-aaaa"),
+        ("batch_", "'batch_' could be batch_own-aaaa, batch_ab12, batch_cd34, batch_ef56; type more of it"),
+        ("batch_ef56", "batch_ef56 has no job: its input is still checked, or was refused"),
+        ("batch_ffff", "there is no job 'batch_ffff'; did you mean batch_own-aaaa?"),
+    ],
+)
+def test_a_job_is_found_by_the_id_of_its_batch_for_writers_and_readers(
+    store: Store, read_settings: Settings, wanted: str, found: str
+) -> None:
+    for job_id in ("job-1", "job-2", "batch_own-aaaa"):
+        add_job(store, job_id)
+    with store.write() as tx:
+        for batch_id, of in (("batch_ab12", "job-1"), ("batch_cd34", "job-2"), ("batch_ef56", None)):
+            values = {"id": batch_id, "job_id": of, "project": "search", "created_at": 0.0}
+            tx.execute(insert(schema.batch).values(values))
+
+    def of_writer() -> str:
+        with store.read() as tx:
+            return catalog.get(tx, wanted).id
+
+    def of_reader() -> str:
+        return job_named(read_settings, read_jobs(read_settings, now=0.0), wanted)
+
+    for ask in (of_writer, of_reader):
+        try:
+            said = ask()
+        except JobNotFound as error:
+            said = str(error)
+        assert said == found
 
 
 @pytest.mark.parametrize(

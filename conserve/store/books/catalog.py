@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, exists, func, insert, or_, select, update
+from sqlalchemy import Connection, exists, func, insert, or_, select, text, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
 from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline
-from conserve.store.books.readings import resolve
+from conserve.store.books.readings import BATCH, BATCHES, resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.connection import by_bytes, chunks
@@ -166,13 +166,17 @@ def named(tx: Connection, name: str) -> list[str]:
 
 
 def get(tx: Connection, job_id: str) -> JobRecord:
-    """The job with this id, or the only one whose id begins so. Raises `JobNotFound`, which names the nearest."""
-    return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one()._mapping)
+    """The job with this id or batch id, or the only one whose id begins so; else raises `JobNotFound`."""
+    return to_job(tx.execute(select(job).where(job.c.id == get_id(tx, job_id))).one()._mapping)
 
 
 def get_id(tx: Connection, job_id: str) -> str:
     """Full id for what the user typed, even if the job's record is damaged."""
-    return resolve(ids(tx), job_id)
+    begun: list[tuple[str, str | None]] = []
+    if job_id.startswith(BATCH):
+        wanted = {"wanted": job_id, "length": len(job_id)}
+        begun = [(row.id, row.job_id) for row in tx.execute(text(BATCHES), wanted)]
+    return resolve(ids(tx), job_id, begun)
 
 
 def record(tx: Connection, job_id: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from conserve.store.database import moves
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (
     LATEST,
+    WITH_BATCHES,
     WITH_DEADLINES,
     WITH_FORECASTS,
     WITH_MODELS,
@@ -68,6 +69,12 @@ UNTAKEN = """
 """
 """The job's cursor, from which on no row was ever leased, and the positions of its waiting rows. The cursor is the
 largest, since waiting rows lie in front of it."""
+
+BATCHES = "select id, job_id from batch where substr(id, 1, :length) = :wanted order by seq limit 9"
+"""Batches of the Batch API whose id begins so, and their jobs; each job of `conserve submit` has one too."""
+
+BATCH = "batch_"
+"""Beginning of each batch's id."""
 
 HARVESTED = "select slot, tokens, busy_s from harvested order by slot"
 """Tokens and busy seconds of each quarter of an hour (store.books.harvested)."""
@@ -316,17 +323,39 @@ def check_version(rows: list[tuple[Any, ...]]) -> None:
         raise StoreTooNew(too_new(number(rows[0][0])))
 
 
-def resolve(known: Sequence[str], wanted: str) -> str:
-    """Full id for what the user typed: an id, an unambiguous beginning, or "last". Raises `JobNotFound`."""
+def job_named(settings: Settings, readings: Sequence[JobReading], wanted: str) -> str:
+    """Full id of one of these jobs for what the user typed; raises `JobNotFound`."""
+    return resolve([reading.id for reading in readings], wanted, batches_named(settings, wanted))
+
+
+def batches_named(settings: Settings, wanted: str) -> list[tuple[str, str | None]]:
+    """Batches whose id is what the user typed, or begins so, and their jobs."""
+    if not wanted.startswith(BATCH):
+        return []
+    with opened(settings) as query:
+        if query is None or ((rows := query(VERSION, {})) and number(rows[0][0]) < WITH_BATCHES):
+            return []
+        return [(row[0], row[1]) for row in query(BATCHES, {"wanted": wanted, "length": len(wanted)})]
+
+
+def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = ()) -> str:
+    """Full id for what the user typed: an id, an unambiguous beginning, or "last". Raises `JobNotFound`.
+
+    The id of a batch, or an unambiguous beginning of one, is that of its job; `batches` are those that begin so.
+    """
     if wanted in known:
         return wanted
     if wanted == "last" and known:
         return known[-1]
-    matches = [job_id for job_id in known if wanted and job_id.startswith(wanted)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
+    matches = {job_id: job_id for job_id in known if wanted and job_id.startswith(wanted)}
+    matches |= {batch_id: job_id or "" for batch_id, job_id in batches}
+    if len(matches) > 1 and wanted not in matches:
         raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
+    if matches:
+        name = wanted if wanted in matches else next(iter(matches))
+        if not matches[name]:
+            raise JobNotFound(f"{name} has no job: its input is still checked, or was refused")
+        return matches[name]
     import difflib
 
     nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)

@@ -6,6 +6,7 @@ LATEST = 13
 WITH_SPANS = 9  # first version in which a lease may hold an interval of rows
 WITH_FORECASTS = 8  # first version that keeps harvested tokens, and what becomes of a late job
 WITH_DEADLINES = 6  # first version in which a job has a deadline
+WITH_BATCHES = 5  # first version in which a job has a batch
 WITH_MODELS = 3  # first version in which a job has a model and tags
 
 
