@@ -490,6 +490,25 @@ def test_a_retry_leaves_rows_that_were_never_rendered(store: Store, compacted: b
     assert sorted(row for _, rows, _ in shard_rows(store) for row in rows) == list(range(6))
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_retry_says_of_rows_beyond_the_context_that_they_fail_again(store: Store, compacted: bool) -> None:
+    add_job(store, rows=4)
+    lease = leased(store)
+    finish(store, lease, of=[0, 1], failed=(0, 1), error_type="too_long")
+    finish(store, lease, of=[2, 3], failed=(2,))
+    if compacted:
+        shards.compact(store, "job-1", now=0.0)
+    said: list[str] = []
+    assert shards.retry_failed(store, "job-1", now=1.0, warn=said.append) == 3
+    assert said == [
+        "job-1: 2 rows were too long for the model's context (row 0), and they will fail again "
+        "unless the next run's context is longer"
+    ]
+    finish(store, leased(store, now=1.0, limit=1), failed=(0,), error_type="too_long")
+    shards.retry_failed(store, "job-1", now=2.0, warn=said.append)
+    assert said[1].startswith("job-1: 1 row was too long for the model's context (row 0), and it will fail")
+
+
 def failures(store: Store) -> dict[int, tuple[object, ...]]:
     """Failed results by position."""
     with views(store, now=0.0) as opened:

@@ -21,6 +21,7 @@ from conserve.store.books.lateness import kept_deadline
 from conserve.store.books.queue import waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
+from conserve.store.books.too_long import fails_again, too_long
 from conserve.store.books.unrendered import stays_failed, unrendered
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, insert_rows, matching, read_rows
@@ -299,7 +300,7 @@ def compact_finished(store: Store, *, now: float) -> None:
 def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str], None] = log.warning) -> int:
     """Put the failed rows of a job back into its queue, as if never tried; returns how many.
 
-    Rows that could not be rendered at submit stay failed.
+    Rows that could not be rendered at submit stay failed. `warn` is told of them, and of rows that will fail again.
     """
     with store.write() as tx:
         known = catalog.get(tx, job_id).id
@@ -319,6 +320,8 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         positions = [*(position for position in failed if position not in stuck), *damaged.lost]
         if not positions and current.state is not JobState.EXPIRED:
             return 0
+        if again := too_long(tx, current.id, [store.data / file.file for file in in_shards]):
+            warn(fails_again(current.id, again))
         mixed = [file for file, rows in in_shards.items() if not stuck.keys() >= set(rows)]
         for file in mixed:
             back_to_journal(tx, store.data, file, stuck.keys() & set(in_shards[file]))
