@@ -16,6 +16,7 @@ import httpx
 
 from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.launching.environment import last_error
+from conserve.engine.vllm.launching.phases import server_step
 from conserve.errors import ServiceFailed
 from conserve.logs import plain
 
@@ -65,6 +66,15 @@ class SupervisedProcess:
                 start_new_session=True,  # a terminal's Ctrl-C reaches only us; we pass it on
                 preexec_fn=partial(follow_parent, parent=os.getpid()),  # if we are killed, it gets SIGTERM
             )
+
+    def written(self) -> str | None:
+        """Output of this start so far; None if it goes to no file."""
+        log = self.command.log
+        if log is None or not log.is_file():
+            return None
+        with log.open("rb") as file:
+            file.seek(self.log_begins)
+            return file.read().decode(errors="replace")
 
     async def ended(self) -> int:
         """Wait for the process to end; returns its exit code."""
@@ -151,6 +161,11 @@ class Service:
             if self._batch_api is not None:
                 await self._batch_api.stop(BATCH_API_S)
 
+    @property
+    def log(self) -> Path | None:
+        """File of the server's output."""
+        return self._server.command.log
+
     def process_ids(self) -> list[int]:
         """Process ids of the server and of those beside it, if they were started."""
         children = filter(None, (self._server, self._harvester, self._batch_api))
@@ -181,14 +196,18 @@ class Service:
         return not stopping.done()
 
     async def _ready(self) -> None:
-        """Wait until the server answers; raises `ServiceFailed` if its process ends first."""
-        ending = asyncio.create_task(self._server.ended())
+        """Wait until the server answers, and say each step; raises `ServiceFailed` if its process ends first."""
+        ending, begun, said = asyncio.create_task(self._server.ended()), time.monotonic(), None
         try:
             async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
                 while not ending.done():
                     with contextlib.suppress(httpx.HTTPError):
                         if (await client.get(f"{self._url}/health")).status_code == httpx.codes.OK:
                             return
+                    log = self._server.written()
+                    if log is not None and (step := server_step(log)) != said:
+                        self._say(f"{step}, after {time.monotonic() - begun:.0f} s" if said else step)
+                        said = step
                     await asyncio.wait({ending}, timeout=READY_S)
         finally:
             ending.cancel()

@@ -1,6 +1,6 @@
 """Steps of the engine's start, for the display: ours, and others read off vLLM's log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 IMPORTING = "importing vLLM"
 CONVERTING = "converting the demo model"
@@ -13,6 +13,11 @@ TOLD = {
     "Warming up model for the compilation": "compiling",
     "Capturing CUDA graph": "capturing CUDA graphs",
 }  # phrases of vLLM's log, in the order in which they appear, and the step that follows each
+SERVER_TOLD = {
+    "Initializing a V1 LLM engine": PROCESSES,
+    **TOLD,
+    "learning how long iterations take": LEARNING,
+}  # of a server's log, which begins before vLLM is imported
 
 
 class Phases:
@@ -36,8 +41,13 @@ class Phases:
         return (told(self._log()) if self._log else None) or self._step
 
 
-def told(log: str) -> str | None:
+def server_step(log: str) -> str:
+    """The step that a starting server is at, by its log so far."""
+    return told(log, SERVER_TOLD) or IMPORTING
+
+
+def told(log: str, phrases: Mapping[str, str] = TOLD) -> str | None:
     """The step that follows the last known phrase in the log; None without one."""
-    places = {log.rfind(words): meaning for words, meaning in TOLD.items()}
+    places = {log.rfind(words): meaning for words, meaning in phrases.items()}
     last = max(places)
     return places[last] if last >= 0 else None

@@ -1,0 +1,75 @@
+"""Supervisor of the processes of `conserve serve`."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from conserve.engine import service
+from conserve.engine.service import ProcessCommand, Service, SupervisedProcess
+from conserve.errors import ServiceFailed
+from conserve.hosts import free_port
+
+LOG = (
+    "(APIServer) Resolved architecture",
+    "(EngineCore) Initializing a V1 LLM engine (v0.32.0) with config",
+    "(Worker) Starting to load model",
+    "(Worker) Loading weights took 4.87 seconds",
+    "(Worker) 30 safepoints between layers",
+    "(APIServer) learning how long iterations take",
+)
+
+
+class StartingServer:
+    """A process that writes a line to its log each time the log is read, and ends after the last one."""
+
+    def __init__(self, command: ProcessCommand) -> None:
+        self.command = command
+        self.log_begins = 0
+        self._lines, self._ends = 0, asyncio.Event()
+
+    def written(self) -> str:
+        self._lines += 1
+        if self._lines == len(LOG):
+            self._ends.set()
+        return "\n".join(LOG[: self._lines])
+
+    async def ended(self) -> int:
+        await self._ends.wait()
+        return 3
+
+
+def test_a_start_says_its_steps_and_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "READY_S", 0.0)
+    said: list[str] = []
+    command = ProcessCommand(name="server", words=(), log=tmp_path / "8000.log")
+    starting = Service(command, None, url=f"http://127.0.0.1:{free_port()}", say=said.append)
+    assert starting.log == command.log
+
+    async def start() -> None:
+        monkeypatch.setattr(starting, "_server", StartingServer(command))
+        await starting._ready()
+
+    with pytest.raises(ServiceFailed, match="the server ended with code 3"):
+        asyncio.run(start())
+    assert [words.partition(",")[0] for words in said] == [
+        "importing vLLM",
+        "starting its processes",
+        "loading the weights",
+        "preparing the model",
+        "learning the machine's speed",
+    ]
+
+
+def test_a_start_is_read_from_its_own_beginning_of_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "8000.log"
+    server = SupervisedProcess(ProcessCommand(name="server", words=("/bin/sh", "-c", "echo new"), log=log))
+    assert server.written() is None
+    log.write_text("of an earlier start\n")
+
+    async def run() -> None:
+        await server.start()
+        await server.ended()
+
+    asyncio.run(run())
+    assert server.written() == "new\n"
