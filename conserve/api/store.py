@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.api import display
 from conserve.api.asking import in_order, job_name, make_task, request_params, unanswerable
+from conserve.api.caller import warn
 from conserve.api.due import moment_of, on_late_of
 from conserve.api.handing import Source, input_of
 from conserve.api.job import Job
@@ -142,10 +143,8 @@ class Store:
 
     def _handle(self, done: "Submitted") -> Job:
         """Handle of a new job; warns of its rows that cannot be sent."""
-        import warnings
-
         if (sentence := unanswerable(done)) is not None:
-            warnings.warn(sentence, RowsUnanswerable, stacklevel=4)
+            warn(sentence, RowsUnanswerable)
         return Job(self._settings, done.job_id)
 
     def _repr_html_(self) -> str:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+from conserve.api.caller import called
 from conserve.api.portal import portal
 from conserve.api.speech import spoken
 
@@ -25,12 +26,12 @@ class BlockingCall(Generic[P, R]):
         self._function = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with spoken():
+        with called(), spoken():
             return self._function(*args, **kwargs)
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function in a thread, off the event loop; if cancelled, it still runs to its end."""
-        with spoken():
+        with called(), spoken():
             return await asyncio.to_thread(self._function, *args, **kwargs)
 
 
@@ -42,12 +43,12 @@ class PortalCall(BlockingCall[P, R]):
         self._work = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with spoken():
+        with called(), spoken():
             return portal.submit(self._work(*args, **kwargs)).result()
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Await the coroutine in the portal's loop, without blocking the caller's."""
-        with spoken():
+        with called(), spoken():
             return await portal.submit(self._work(*args, **kwargs)).awaited()
 
 

@@ -10,6 +10,7 @@ from conserve.jobs.deadlines.queue import LIKELY
 from conserve.store.books.readings import JobReading
 
 FAR = "weeks away"
+IDLE = "if rows run from now on"  # where none runs
 
 
 def header() -> Sequence[str]:

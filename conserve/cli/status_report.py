@@ -80,7 +80,7 @@ def foreseen(
     slots = read_harvested(settings)
     if not slots:
         return None
-    from conserve.cli.forecast_report import queue_sentence, sentence
+    from conserve.cli.forecast_report import IDLE, queue_sentence, sentence
     from conserve.jobs.deadlines.queue import forecast_queue
 
     found = forecast_queue(readings, slots, now=now, courses=COURSES)
@@ -88,7 +88,7 @@ def foreseen(
         return None
     words = queue_sentence(found, now) if job is None else sentence(found[job.id], job.deadline, now)
     runs = any(one.state is JobState.RUNNING for one in readings)
-    return words if runs else f"{words}, if rows run from now on"
+    return words if runs else f"{words}, {IDLE}"
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:

@@ -31,4 +31,5 @@ def wilson(share: float, n: int, confidence: float) -> tuple[float, float]:
     z = float(norm.isf((1 - confidence) / 2))
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     margin = z / (1 + z * z / n) * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - margin), min(1.0, centre + margin)
+    low = 0.0 if share == 0 else max(0.0, centre - margin)  # exactly, whatever the rounding
+    return low, 1.0 if share == 1 else min(1.0, centre + margin)

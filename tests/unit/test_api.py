@@ -216,9 +216,17 @@ def test_commands_in_a_sentence_stay_as_they_are() -> None:
 
 
 def test_rows_that_cannot_be_sent_are_warned_of_where_they_were_submitted(opened: conserve.Store) -> None:
+    rows = [{"q": {"a": "b"}}, {"q": {}}]
+
+    async def submit() -> None:
+        opened.submit(rows, prompt="{{ q.a }}")
+        await opened.submit.aio(rows, prompt="{{ q.a }}")
+        conserve.map(rows, "{{ q.a }}", store=opened, endpoint="fake:", progress=False)
+
     with pytest.warns(RowsUnanswerable, match="1 of 2 rows") as warned:
-        opened.submit([{"q": {"a": "b"}}, {"q": {}}], prompt="{{ q.a }}")
-    assert warned[0].filename == __file__
+        asyncio.run(submit())
+    assert [one.filename for one in warned] == 3 * [__file__]
+    assert len({one.lineno for one in warned}) == 3
 
 
 def test_the_command_line_and_python_see_one_store(opened: conserve.Store, tmp_path: Path) -> None:

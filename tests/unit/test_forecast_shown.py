@@ -41,7 +41,9 @@ def words(tmp_path: Path) -> list[str]:
 
 def test_the_command_shows_when_jobs_are_done(seen: Store, words: list[str]) -> None:
     job_id = conserve(*words, "--within", "9h").stdout.strip()
-    assert "100 %" in conserve("forecast").stdout
+    shown = conserve("forecast")
+    assert "100 %" in shown.stdout
+    assert shown.stderr == "none runs now; done by then if rows run from now on: conserve run\n"
     assert job_id in conserve("forecast", "last").stdout
     (shown,) = json.loads(conserve("forecast", "--json").stdout)
     assert (shown["job_id"], shown["rows_left"], shown["in_time"]) == (job_id, 100, 1.0)

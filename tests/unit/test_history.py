@@ -134,6 +134,8 @@ def test_a_thousand_nights_against_equal_ones_hold_at_most_5_percent_alarms() ->
 def test_an_interval_of_right_answers_is_wilsons() -> None:
     mean, low, high = interval(np.array([1.0] * 8 + [0.0] * 2), np.arange(10))
     assert (mean, low, high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-3)
+    for share in (0.0, 1.0):
+        assert share in interval(np.full(12, share), np.arange(12))[1:], "the bounds contain the mean"
 
 
 def test_items_of_one_source_widen_the_interval() -> None:
