@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from select import select as select_files
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -694,10 +695,14 @@ def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store
 @pytest.mark.parametrize(
     ("look", "index"),
     [
-        (lambda tx: queue.returned(tx, "job", 0.0, 10, False, True), "request_by_epoch"),
+        (lambda tx: queue.having(tx, [SimpleNamespace(seq=1)], queue.returned(0.0)), "request_by_epoch"),
+        (
+            lambda tx: tx.execute(queue.returned(0.0).where(schema.request.c.job_id == "job")),
+            "request_by_epoch",
+        ),
         (lambda tx: choice.passed_over(tx, "job", start=3, limit=10), "request_passed_over"),
     ],
-    ids=["returned", "passed over"],
+    ids=["having", "returned", "passed over"],
 )
 def test_waiting_rows_come_in_the_order_of_the_index(
     store: Store, look: Callable[[Connection], Any], index: str

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, Select, select, update
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import (
+    having,
+    returned,
     runnable_jobs,
     take_again,
     take_back,
@@ -30,19 +32,23 @@ PLACE = "window"  # its key in `meta`
 
 def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
     """Runnable jobs with rows that were never leased, all of the highest priority that has any."""
+    left = {c.seq for c in runnable if c.next_position < c.num_rows}
+    skipped = having(tx, [c for c in runnable if c.seq not in left], skipped_rows())
     for _, level in groupby(runnable, key=lambda candidate: candidate.priority):
-        found = [c for c in level if c.next_position < c.num_rows or passed_over(tx, c.id, limit=1)]
-        if found:
+        if found := [c for c in level if c.seq in left or c.seq in skipped]:
             return found
     return []
 
 
 def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | None = None) -> Sequence[int]:
     """Positions of a job that were passed over, ascending from `start`; read in an index of such rows alone."""
-    rows = select(request.c.position).where(
-        request.c.job_id == job_id, PASSED_OVER, request.c.position >= start
-    )
-    return tx.scalars(rows.order_by(request.c.position).limit(limit)).all()
+    rows = skipped_rows().where(request.c.job_id == job_id, request.c.position >= start)
+    return tx.scalars(rows.limit(limit)).all()
+
+
+def skipped_rows() -> Select[Any]:
+    """Positions of rows that were passed over, ascending."""
+    return select(request.c.position).where(PASSED_OVER).order_by(request.c.position)
 
 
 def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:
@@ -58,9 +64,11 @@ def reclaim(
     tx: Connection, runnable: Sequence[Any], priority: int, terms: Terms, *, limit: int
 ) -> Lease | None:
     """Lease rows that came back, of the first runnable job with at least this priority that has any."""
-    for candidate in runnable:
-        if candidate.priority < priority:
-            break
+    high = [candidate for candidate in runnable if candidate.priority >= priority]
+    waiting = having(tx, high, returned(terms.now, passed_over_too=False))
+    for candidate in high:
+        if candidate.seq not in waiting:
+            continue
         back = take_back(tx, candidate.id, terms.now, limit, model=terms.model, passed_over_too=False)
         if back:
             begin_job(tx, candidate.id, terms.now, terms.model)

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Select,
     Update,
     and_,
     bindparam,
@@ -32,7 +33,7 @@ from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, finish, matching
-from conserve.store.database.connection import by_bytes
+from conserve.store.database.connection import by_bytes, chunks
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
 
@@ -111,8 +112,12 @@ def claim(
     `ends` the transaction may be committed with the last statement, so nothing must follow in it.
     """
     terms = Terms(owner, now, lease_s, model)
-    for candidate in runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs:
-        back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
+    candidates = runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs
+    waiting = having(tx, candidates, returned(now, suspect))
+    for candidate in candidates:
+        back: list[LeasedRow] = []
+        if candidate.seq in waiting:
+            back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
         if not back and not suspect and (new := at_once(tx, candidate, limit, terms, ends=ends)):
             return new
         first = range(0) if suspect else fresh(tx, candidate, now, limit - len(back), model)
@@ -198,6 +203,25 @@ def may_answer(model: str) -> ColumnElement[bool]:
     return or_(job.c.model.is_(None), job.c.model == model)
 
 
+def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any]) -> set[int]:
+    """The `seq` of those of these jobs that have a row as `wanted`.
+
+    One statement looks each of hundreds of jobs up: a claim holds up all writers of SQLite.
+    """
+    there = wanted.where(request.c.job_id == job.c.id).limit(1).correlate(job).scalar_subquery()
+    found: set[int] = set()
+    for some in chunks([candidate.seq for candidate in jobs]):
+        found.update(tx.scalars(select(job.c.seq).where(job.c.seq.in_(some), there.is_not(None))))
+    return found
+
+
+def returned(now: float, suspect: bool = False, *, passed_over_too: bool = True) -> Select[Any]:
+    """Positions of waiting rows that may run; rows that were passed over only with `passed_over_too`."""
+    waiting = request.c.epoch.is_(None), is_due(now), request.c.suspect == suspect
+    rows = select(request.c.position).where(*waiting).order_by(*WAITING_ORDER)
+    return rows if passed_over_too else rows.where(not_(schema.PASSED_OVER))
+
+
 def take_back(
     tx: Connection,
     job_id: str,
@@ -208,38 +232,14 @@ def take_back(
     model: str | None = None,
     passed_over_too: bool = True,
 ) -> list[LeasedRow]:
-    """Lock waiting rows of a runnable job, without those that another claim is just taking.
+    """Lock waiting rows of a runnable job as their next attempt sees them, without those that others take just now.
 
     The job is locked before its rows, as by all others that need both.
     """
-    there = returned(tx, job_id, now, 1, suspect, passed_over_too)
-    if not there or not lock_runnable(tx, job_id, model):
+    if not lock_runnable(tx, job_id, model):
         return []
-    return returned(tx, job_id, now, limit, suspect, passed_over_too, locked=True)
-
-
-def returned(
-    tx: Connection,
-    job_id: str,
-    now: float,
-    limit: int,
-    suspect: bool,
-    passed_over_too: bool,
-    *,
-    locked: bool = False,
-) -> list[LeasedRow]:
-    """Waiting rows as their next attempt sees them; rows that were passed over only with `passed_over_too`."""
-    waiting = select(request).where(
-        request.c.epoch.is_(None),
-        request.c.job_id == job_id,
-        is_due(now),
-        request.c.suspect == suspect,
-    )
-    if not passed_over_too:
-        waiting = waiting.where(not_(schema.PASSED_OVER))
-    waiting = waiting.order_by(*WAITING_ORDER).limit(limit)
-    if locked:
-        waiting = waiting.with_for_update(skip_locked=True)
+    rows = returned(now, suspect, passed_over_too=passed_over_too).where(request.c.job_id == job_id)
+    waiting = rows.with_only_columns(request).limit(limit).with_for_update(skip_locked=True)
     return [
         LeasedRow(
             r.position,
