@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
@@ -41,14 +42,6 @@ class RunnableJob(NamedTuple):
         return self.deadline is not None and self.on_late is OnLate.PUSH
 
 
-class LateJobs(NamedTuple):
-    """Jobs whose 90 % forecast is behind their deadline."""
-
-    asked: frozenset[str]  # jobs that may push, for which the forecast was made
-    late: frozenset[str]  # of these
-    rates: Rates  # that it follows from
-
-
 class Turns:
     """Orders the runnable jobs of a harvester."""
 
@@ -59,7 +52,8 @@ class Turns:
         self._rates = Rates({})
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
-        self._foreseen = LateJobs(frozenset(), frozenset(), self._rates)
+        self._late = frozenset[str]()  # jobs that may push and whose 90 % forecast is behind their deadline
+        self._foreseen_at = -inf
         self.pushing: frozenset[str] = frozenset()  # ids of jobs of the newest claim whose rows push
 
     def ordered(
@@ -70,21 +64,22 @@ class Turns:
         self._turn = self._claims[group]
         usual = usual_row_tokens(runnable)
         found = claim_order([candidate(job, usual, now) for job in runnable], self._turn)
-        self.pushing = self._foreseen.late & {job.id for job in found if job.pushes}
+        self.pushing = self._late & {job.id for job in found if job.pushes}
         return found
 
     def is_to_foresee(self, runnable: Sequence[Any], now: float) -> bool:
-        """True if a forecast is due of which of all runnable jobs push: of other jobs, or once in `LOOK_S`."""
-        asked = {job.id for job in runnable if job.on_late == OnLate.PUSH and candidate(job, 0.0, now).pushes}
-        known = self._foreseen
-        return bool(asked) and (
-            asked != known.asked or known.rates is not self._rates or self._is_to_look(now)
-        )
+        """True if a forecast is due of which of all runnable jobs push: `LOOK_S` after the end of the last one.
+
+        A job that comes meanwhile does not push before. With thousands of jobs a forecast takes seconds.
+        """
+        if self._foreseen_at <= now < self._foreseen_at + LOOK_S:
+            return False
+        return any(job.on_late == OnLate.PUSH and candidate(job, 0.0, now).pushes for job in runnable)
 
     def foresee(self, runnable: Sequence[Any], now: float) -> None:
         """Find the jobs that would miss their deadline without a push, as the 90 % forecast has it.
 
-        That takes up to some tenths of a second, in which no transaction should be open.
+        No transaction should be open meanwhile.
         """
         self._rate(now)
         usual = usual_row_tokens(runnable)
@@ -101,11 +96,12 @@ class Turns:
             for job in jobs.values()
         ]
         found = forecasts(waiting, self._rates, now=now, courses=COURSES)
-        asked = frozenset(job.id for job in jobs.values() if job.pushes)
-        late = {
-            id_ for id_ in asked & found.keys() if finite(found[id_].done_90) > finite(jobs[id_].deadline)
-        }
-        self._foreseen = LateJobs(asked, frozenset(late), self._rates)
+        self._late = frozenset(
+            id_
+            for id_, forecast in found.items()
+            if jobs[id_].pushes and finite(forecast.done_90) > finite(jobs[id_].deadline)
+        )
+        self._foreseen_at = self._clock()  # the forecast took its time
 
     def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
