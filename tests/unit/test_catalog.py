@@ -75,7 +75,7 @@ def test_a_job_is_stored_as_it_was_submitted(store: Store) -> None:
     assert (found.submitted_at, found.started_at, found.finished_at) == (4.0, None, None)
 
 
-def test_jobs_are_listed_as_they_were_submitted(store: Store) -> None:
+def test_jobs_are_listed_as_they_were_submitted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for job_id in ("b", "c", "a"):
         add_job(store, job_id)
     with store.read() as tx:
@@ -83,6 +83,11 @@ def test_jobs_are_listed_as_they_were_submitted(store: Store) -> None:
         assert [found.id for found in catalog.everything(tx)] == ["b", "c", "a"]
         assert catalog.states(tx, ["a", "c", "unknown"]) == {"a": JobState.QUEUED, "c": JobState.QUEUED}
         assert catalog.get(tx, "last").id == "a"
+        for odd in ("a\0", "\ud800", "d"):
+            with pytest.raises(JobNotFound):
+                catalog.get(tx, odd)
+        monkeypatch.setattr(catalog, "ids", None)
+        assert catalog.get(tx, "c").id == "c", "of a full id no other is read"
 
 
 def test_a_paused_job_can_go_on_or_be_cancelled(store: Store) -> None:
