@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conserve import open_files
 from conserve.api.binding import Binding
 from conserve.api.progress import first_step
 from conserve.api.running import (
@@ -185,7 +184,6 @@ def begin(settings: Settings) -> str | None:
 
 async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """Run the harvester beside its display until it ends or a signal comes; True if it was interrupted."""
-    open_files.raised()  # each row at a server has a connection
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import resource
 import shutil
 import socket
 import threading
@@ -1302,6 +1303,14 @@ def test_idling_writes_nothing(store: Store, queue_up: Callable[..., str]) -> No
     assert ["read_only" in options for options in last] == [False, False, True], (
         "the stop gives rows and jobs back"
     )
+
+
+def test_a_harvester_raises_its_limit_of_open_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    harvest(store, FakeEndpoint())
+    assert raised == [(4096, 4096)]
 
 
 def test_a_harvester_that_follows_closes_jobs_that_have_ended(

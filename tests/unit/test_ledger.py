@@ -1,5 +1,7 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 
 from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreInUse, StoreUnreachable
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
+from conserve.jobs.harvest import workload
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
@@ -136,6 +139,49 @@ def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: P
         source = catalog.Source(path=None, format="jsonl")
         catalog.add(tx, job_id="later", task="{}", source=source, num_rows=1, priority=0, now=0.0)
     assert party.ledger.claimable()
+
+
+def test_many_jobs_with_rows_in_flight_have_few_files_open(
+    store: Store, party: Party, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload, "MOST_FILES", 2)
+    jobs = [submit(store, str(write_input(f"{n}.parquet", q=["x", "y"])), TASK).job_id for n in range(5)]
+    works = [work for _ in range(3) for work in party.claim(4)]
+    assert sorted(work.key for work in works) == sorted((job_id, row) for job_id in jobs for row in range(2))
+    assert all(work.request.row_index == work.row.position for work in works)
+    assert len(party.ledger._workload._files) == 2
+    assert sorted(party.ledger._workload.seen()) == sorted(jobs)
+    with store.write() as tx:
+        for job_id in jobs:
+            catalog.move(tx, job_id, "pause", now=0.0)
+    assert party.ledger.stopped_jobs() == set(jobs)
+    assert party.ledger._workload._files == {}
+
+
+@pytest.mark.parametrize(
+    "where", ["conserve.jobs.requests.file.pq.ParquetFile", "conserve.store.files.digests.digest_of"]
+)
+def test_a_machine_that_opens_no_more_files_is_no_damage_of_a_job(
+    store: Store, party: Party, job_id: str, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Nor is a folder of all jobs that is missing, as when a disk is not mounted."""
+    left = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE]
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(left[0], os.strerror(left[0]))
+
+    with monkeypatch.context() as machine:
+        machine.setattr(where, refused)
+        while left:
+            said = "ulimit -n" if left[0] in (errno.EMFILE, errno.ENFILE) else "run the command again"
+            with pytest.raises(StoreError, match=said):
+                party.claim(1)
+            left.pop(0)
+    party.ledger.give_back()
+    home.jobs_folder(store.data).rename(store.data / "elsewhere")
+    with pytest.raises(StoreError, match="check CONSERVE_HOME"):
+        party.claim()
+    assert (party.tally.refused, job(store, job_id).state) == ({}, JobState.QUEUED)
 
 
 @pytest.mark.parametrize(

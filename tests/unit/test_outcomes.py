@@ -58,7 +58,7 @@ def work(
         cached_tokens=0, resumed_tokens=0,
     )  # fmt: skip
     request = StoredRequest(6, "mine", url, payload, None, None)
-    return to_work(OpenJob(stored, task, None), 5, row, request, "model")  # type: ignore[arg-type]
+    return to_work(OpenJob(stored, task), 5, row, request, "model")
 
 
 def test_a_row_becomes_a_call_under_its_lease() -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import TypeVar
 
+from conserve import open_files
 from conserve.config import UTILITY
 from conserve.endpoints.protocol import Endpoint, InFlight, KvCache, model_of
 from conserve.errors import ConserveError, EndpointUnusable, StoreError, StoreMoved, StoreUnreachable
@@ -167,6 +168,7 @@ class Harvester:
         With `follow`, only `stop` ends the work: while the store or the endpoint is out of reach, the harvester
         waits. A bucket out of reach is waited for without `follow` too.
         """
+        open_files.raised()  # for the files of jobs, and a connection a row
         try:
             with collected_apart():
                 await self._sessions(stop)

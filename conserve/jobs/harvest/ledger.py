@@ -59,7 +59,7 @@ class Ledger:
         self._shares = Shares(Weights.of(share)) if share is not None else None
         self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
         self._turns = Turns(store, clock)
-        self._workload = Workload(store)
+        self._workload = Workload(store, clock)
         self._observer = observer or Observer()
         self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
@@ -72,6 +72,7 @@ class Ledger:
     def reopen(self) -> None:
         """Open new connections, and check that the store exists and can be written."""
         self._close_lookahead()
+        self._workload.close_files()
         self._alone = None
         self.recorder.pause()
         self._file = StoreFile.of(self._store)
@@ -271,7 +272,7 @@ class Ledger:
 
     def _refused(self, job_id: str, epoch: int | None = None) -> bool:
         """True if this job must not run; it then fails with the reason, and the lease on its rows ends."""
-        reason = self._workload.refusal(job_id, now=self._clock())
+        reason = self._workload.refusal(job_id)
         if reason is not None:
             self._refuse(job_id, reason, epoch)
         return reason is not None
@@ -282,8 +283,7 @@ class Ledger:
             if epoch is not None:
                 leases.end(tx, spans.lock(tx, [epoch], self.owner))
             catalog.refuse(tx, job_id, reason, now=self._clock())
-        if job_id in self._workload.seen():
-            self._workload.close([job_id])  # once it is mended, it is opened anew
+        self._workload.close([job_id])  # once it is mended, it is opened anew
         self._tally.refused[job_id] = reason
 
     def claimable(self) -> bool:
@@ -363,12 +363,12 @@ class Ledger:
         removed = set(self._workload.seen()) - states.keys()
         ended = {job_id for job_id, state in states.items() if state.final} | removed
         self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
+        stopped = {id_ for id_, state in states.items() if state.stopped} | removed
+        self._workload.close_files(stopped)
         self._ended = ended
-        for job_id, state in states.items():
-            ended_early = state in (JobState.CANCELLED, JobState.EXPIRED)
-            if ended_early and job_id not in self._tally.cancelled:
-                self._tally.cancelled.append(job_id)
-        return {id_ for id_, state in states.items() if state.stopped} | removed
+        early = [id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.EXPIRED)]
+        self._tally.cancelled += [job_id for job_id in early if job_id not in self._tally.cancelled]
+        return stopped
 
     def _expire(self, late: Sequence[str]) -> Sequence[str]:
         """End late jobs in a transaction of its own (jobs are locked after leases); count those of this run."""

@@ -1,12 +1,12 @@
 """The workload: turns leased positions into calls to the endpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from conserve.endpoints.protocol import Call, Url, resumable
-from conserve.errors import StoreDamaged
+from conserve.errors import StoreDamaged, StoreError
 from conserve.jobs.inputs.fingerprint import changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Task
@@ -16,6 +16,8 @@ from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.upkeep.damage import StorePart, unreadable
+
+MOST_FILES = 64  # open request files, each with its last row group in memory
 
 
 class ReadyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,25 +41,29 @@ class ReadyRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job with its task and its open request file."""
+    """A job with its task."""
 
     job: catalog.JobRecord
     task: Task
-    requests: RequestFile
 
 
 class Workload:
-    """Opens jobs as rows of theirs are leased, and closes them again."""
+    """Opens jobs as rows of theirs are leased, and closes them again.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    A job stays open until it has ended. Its request file does not: of thousands of jobs with rows in flight only
+    those that rows were leased of last have theirs open.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
         self._open: dict[str, OpenJob] = {}
+        self._files: dict[str, RequestFile] = {}  # the one that was read last is the last
 
     def seen(self) -> list[str]:
         """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
         return list(self._open)
 
-    def refusal(self, job_id: str, *, now: float) -> str | None:
+    def refusal(self, job_id: str) -> str | None:
         """Open a job; returns why it must not run, if so: a changed input, or a damaged record or requests."""
         if job_id in self._open:
             return None
@@ -70,21 +76,39 @@ class Workload:
             )
         try:
             task = task_of(job)
-            requests = self._requests(job, now)
+            self._requests(job)
         except StoreDamaged as error:
-            if not home.jobs_folder(self._store.data).is_dir():
-                raise  # not this job alone: the whole store is out of reach
             return str(error)
-        self._open[job_id] = OpenJob(job, task, requests)
+        self._open[job_id] = OpenJob(job, task)
         return None
 
-    def _requests(self, job: catalog.JobRecord, now: float) -> RequestFile:
-        """The job's requests, compared with the digest that was taken at submit."""
-        for damage in unreadable(self._store.data, [job], [], now=now, parts=[StorePart.REQUESTS]):
+    def _requests(self, job: catalog.JobRecord) -> RequestFile:
+        """The job's open requests; when they are opened they are compared with the digest taken at submit."""
+        if (file := self._files.pop(job.id, None)) is None:
+            while len(self._files) >= MOST_FILES:
+                self.close_files([next(iter(self._files))])
+            file = self._opened(job)
+        self._files[job.id] = file
+        return file
+
+    def _opened(self, job: catalog.JobRecord) -> RequestFile:
+        """Open a job's requests; raises `StoreError` if those of all jobs are out of reach."""
+        jobs = home.jobs_folder(self._store.data)
+        try:
+            self._compare(job)
+            return RequestFile(home.requests_file(self._store.data, job.id))
+        except StoreDamaged as error:
+            if not jobs.is_dir():
+                raise StoreError(f"{jobs} is missing; check CONSERVE_HOME") from error
+            raise
+
+    def _compare(self, job: catalog.JobRecord) -> None:
+        """Raise `StoreDamaged` if the job's requests are not what was submitted."""
+        parts = [StorePart.REQUESTS]
+        for damage in unreadable(self._store.data, [job], [], now=self._clock(), parts=parts):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )
-        return RequestFile(home.requests_file(self._store.data, job.id))
 
     def load(
         self, lease: Lease, identity: str, *, model: str | None = None, pushes: bool = False
@@ -95,16 +119,24 @@ class Workload:
         """
         opened = self._open[lease.job_id]
         with home.explained(self._store.data):
-            requests = opened.requests.read([row.position for row in lease.rows])
+            requests = self._requests(opened.job).read([row.position for row in lease.rows])
         return [
             to_work(opened, lease.epoch, row, request, identity, model=model, pushes=pushes)
             for row, request in zip(lease.rows, requests, strict=True)
         ]
 
     def close(self, job_ids: Iterable[str] | None = None) -> None:
-        """Close the request files of these jobs, or all; a job is opened again when rows of it are leased."""
-        for job_id in list(self._open if job_ids is None else job_ids):
-            self._open.pop(job_id).requests.close()
+        """Close these jobs, or all; a job is opened again when rows of it are leased."""
+        closed = list(self._open if job_ids is None else job_ids)
+        self.close_files(closed)
+        for job_id in closed:
+            self._open.pop(job_id, None)
+
+    def close_files(self, job_ids: Iterable[str] | None = None) -> None:
+        """Close the request files of these jobs, or all, until rows are leased again; the jobs stay open."""
+        for job_id in list(self._files if job_ids is None else job_ids):
+            if (file := self._files.pop(job_id, None)) is not None:
+                file.close()
 
 
 def task_of(job: catalog.JobRecord) -> Task:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conserve.config import Settings
-from conserve.errors import StoreDamaged
+from conserve.errors import StoreDamaged, StoreError
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
@@ -143,7 +143,8 @@ class RowGroup(NamedTuple):
 class RequestFile:
     """Reads requests by position; keeps the row group read last, since claims walk forward.
 
-    Raises `StoreDamaged` for a file that is missing or damaged.
+    Raises `StoreDamaged` for a file that is missing or damaged, and another `StoreError` if this process can open
+    no more files.
     """
 
     def __init__(self, path: FilePath) -> None:
@@ -160,7 +161,8 @@ class RequestFile:
     def _readable(self) -> Iterator[None]:
         """Turn pyarrow's errors about the file into `StoreDamaged` of the job, whose folder it is in."""
         try:
-            yield
+            with home.damage_apart(self._path):
+                yield
         except (OSError, pa.ArrowException, IndexError) as error:
             job_id = self._path.parent.name
             said = str(error).strip().splitlines()[0]
@@ -242,5 +244,5 @@ def first_waiting(settings: Settings, job_id: str) -> int | None:
             return requests.earliest(returned, start)
         finally:
             requests.close()
-    except StoreDamaged:
+    except StoreError:
         return None

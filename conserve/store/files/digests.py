@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, ObjectPath, source
 
 MEMORY = "verified.json"
@@ -109,18 +110,20 @@ def memory(home: Path, *, now: float) -> Iterator[Memory]:
 def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str | None:
     """Compare a Parquet file with its seal; returns its fault, to follow its name, or None if it is whole.
 
-    Of a file without a seal, which an earlier version made, only the footer is read.
+    Of a file without a seal, which an earlier version made, only the footer is read. Raises `StoreError` if this
+    process can open no more files.
     """
     if isinstance(path, ObjectPath):
         return object_fault(path, seal)
     try:
-        look = FileAttributes.at(path)
-        if seal is None:
-            return footer_fault(path)
-        if known is not None and known.knows(path, seal, look):
-            return None if os.access(path, os.R_OK) else "cannot be read (no permission)"
-        if what := length_fault(look.bytes, seal) or digest_fault(path, seal):
-            return what
+        with damage_apart(path):
+            look = FileAttributes.at(path)
+            if seal is None:
+                return footer_fault(path)
+            if known is not None and known.knows(path, seal, look):
+                return None if os.access(path, os.R_OK) else "cannot be read (no permission)"
+            if what := length_fault(look.bytes, seal) or digest_fault(path, seal):
+                return what
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -155,7 +158,8 @@ def footer_fault(path: FilePath) -> str | None:
     import pyarrow.parquet as pq
 
     try:
-        pq.read_metadata(source(path))
+        with damage_apart(path):
+            pq.read_metadata(source(path))
     except (OSError, pa.ArrowException) as error:
         return f"is damaged ({str(error).splitlines()[0]})"
     return None

@@ -220,6 +220,22 @@ def no_space(where: FilePath) -> StoreFull:
 
 
 @contextmanager
+def damage_apart(path: FilePath) -> Iterator[None]:
+    """Turn an `OSError` of this process or machine, which says nothing about the file, into a `StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StoreError(
+                f"{path} cannot be opened, since too many files are open; run: ulimit -n 65535, "
+                "and then the command again"
+            ) from error
+        if error.errno in (errno.ENOMEM, errno.ESTALE):
+            raise StoreError(f"{path} cannot be read: {error.strerror}; run the command again") from error
+        raise
+
+
+@contextmanager
 def explained(where: FilePath) -> Iterator[None]:
     """Turn `OSError` into a store error that names `where` and the next step."""
     try:
