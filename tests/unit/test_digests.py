@@ -102,6 +102,25 @@ def test_an_error_without_words_is_named_by_itself(file: Path, monkeypatch: pyte
     assert fault(file, written) == "cannot be read (short read)"
 
 
+def test_a_memory_that_is_kept_forgets_by_the_day_and_keeps_what_others_wrote(
+    file: Path, tmp_path: Path
+) -> None:
+    """A harvester saves its own once a minute."""
+    written, now, path = seal(file), later(file), tmp_path / digests.MEMORY
+    kept = digests.Memory(path, now=now)
+    assert fault(file, written, kept) is None
+    kept.save(every_s=60.0)
+    assert not path.exists()
+    path.write_text(json.dumps({"other": [1, 2, 3, 4, "digest", now]}))
+    kept.now += 60.0
+    kept.save(every_s=60.0)
+    assert list(json.loads(path.read_bytes())) == ["other", str(file)]
+    look = digests.FileAttributes.at(file)
+    assert kept.knows(file, written, look)
+    kept.now = now + REMEMBER_S
+    assert not kept.knows(file, written, look)
+
+
 def test_a_digest_is_of_all_blocks_of_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "BLOCK_BYTES", 999)
     assert digests.digest_of(file) == hashlib.blake2b(file.read_bytes(), digest_size=20).hexdigest()

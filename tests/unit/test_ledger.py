@@ -1,7 +1,9 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
 import errno
+import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -34,7 +36,8 @@ from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import digests, home, marks
+from conserve.store.files.digests import Memory
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S
 from tests.commands import conserve
@@ -144,18 +147,31 @@ def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: P
 def test_many_jobs_with_rows_in_flight_have_few_files_open(
     store: Store, party: Party, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file that is opened again is compared again, by the memory that is read once."""
     monkeypatch.setattr(workload, "MOST_FILES", 2)
     jobs = [submit(store, str(write_input(f"{n}.parquet", q=["x", "y"])), TASK).job_id for n in range(5)]
+    read, compared = counted(monkeypatch, Memory, "_read"), counted(monkeypatch, digests, "digest_of")
+    party.clock.now = time.time() + digests.YOUNG_S + 1
     works = [work for _ in range(3) for work in party.claim(4)]
     assert sorted(work.key for work in works) == sorted((job_id, row) for job_id in jobs for row in range(2))
     assert all(work.request.row_index == work.row.position for work in works)
     assert len(party.ledger._workload._files) == 2
     assert sorted(party.ledger._workload.seen()) == sorted(jobs)
+    assert (len(read), len(compared)) == (1, 5)
     with store.write() as tx:
         for job_id in jobs:
             catalog.move(tx, job_id, "pause", now=0.0)
     assert party.ledger.stopped_jobs() == set(jobs)
     assert party.ledger._workload._files == {}
+    party.ledger.close()
+    assert len(json.loads((store.home / digests.MEMORY).read_bytes())) == 5
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[object]:
+    """One object for each call of a function from now on."""
+    calls, function = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append(given) or function(*given))
+    return calls
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -15,9 +16,11 @@ from conserve.store.books.leases import Lease, LeasedRow
 from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.files.digests import MEMORY, Memory
 from conserve.store.upkeep.damage import StorePart, unreadable
 
 MOST_FILES = 64  # open request files, each with its last row group in memory
+SAVE_S = 60.0  # between two writes of which files were found whole
 
 
 class ReadyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,7 @@ class Workload:
         self._store, self._clock = store, clock
         self._open: dict[str, OpenJob] = {}
         self._files: dict[str, RequestFile] = {}  # the one that was read last is the last
+        self._memory: Memory | None = None  # of the files that were compared
 
     def seen(self) -> list[str]:
         """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
@@ -104,11 +108,16 @@ class Workload:
 
     def _compare(self, job: catalog.JobRecord) -> None:
         """Raise `StoreDamaged` if the job's requests are not what was submitted."""
-        parts = [StorePart.REQUESTS]
-        for damage in unreadable(self._store.data, [job], [], now=self._clock(), parts=parts):
+        data, now, parts = self._store.data, self._clock(), [StorePart.REQUESTS]
+        if isinstance(data, Path):
+            self._memory = self._memory or Memory(data / MEMORY, now=now)
+            self._memory.now = now
+        for damage in unreadable(data, [job], [], now=now, parts=parts, known=self._memory):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )
+        if self._memory is not None:
+            self._memory.save(every_s=SAVE_S)
 
     def load(
         self, lease: Lease, identity: str, *, model: str | None = None, pushes: bool = False
@@ -131,6 +140,8 @@ class Workload:
         self.close_files(closed)
         for job_id in closed:
             self._open.pop(job_id, None)
+        if self._memory is not None and job_ids is None:
+            self._memory.save()
 
     def close_files(self, job_ids: Iterable[str] | None = None) -> None:
         """Close the request files of these jobs, or all, until rows are leased again; the jobs stay open."""

@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, ObjectPath, source
@@ -61,39 +62,47 @@ class FileAttributes(NamedTuple):
 
 
 class Memory:
-    """Files that were found whole within the last day."""
+    """Files that were found whole within the day before `now`, which a process that goes on sets anew."""
 
     def __init__(self, path: Path, *, now: float) -> None:
-        self._path, self._now = path, now
+        self.now = now
+        self._path, self._saved_at = path, now
         self._known = dict(self._read())
         self._changed = False
 
-    def _read(self) -> Iterator[tuple[str, list[object]]]:
+    def _read(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield the entries of the last day; none if the memory's own file is damaged."""
         with suppress(OSError, ValueError, TypeError, AttributeError):
             for name, (*look, digest, at) in json.loads(self._path.read_bytes()).items():
-                if abs(self._now - at) < REMEMBER_S:
+                if self._is_young(at):
                     yield name, [*look, digest, at]
+
+    def _is_young(self, at: float) -> bool:
+        return abs(self.now - at) < REMEMBER_S
 
     def knows(self, path: Path, seal: Seal, look: FileAttributes) -> bool:
         """True if this file was found whole and not written to since."""
-        return self._known.get(str(path), [])[:-1] == [*look, seal.digest]
+        *seen, at = self._known.get(str(path), [-inf])
+        return seen == [*look, seal.digest] and self._is_young(at)
 
     def remember(self, path: Path, seal: Seal, look: FileAttributes) -> None:
         """Note that a file is whole, unless it is so young that a later change might not show."""
-        if self._now - look.ctime_ns / 1e9 > YOUNG_S:
-            self._known[str(path)] = [*look, seal.digest, self._now]
+        if self.now - look.ctime_ns / 1e9 > YOUNG_S:
+            self._known[str(path)] = [*look, seal.digest, self.now]
             self._changed = True
 
-    def save(self) -> None:
-        """Write the memory for the next command, which compares files again if that fails."""
-        if not self._changed:
+    def save(self, *, every_s: float = 0.0) -> None:
+        """Write the memory for the next command, which compares files again if that fails; once in `every_s`."""
+        if not self._changed or abs(self.now - self._saved_at) < every_s:
             return
+        self._known = dict(self._read()) | self._known  # others may have written since
+        self._saved_at, self._changed = self.now, False
         # One name for all processes, so that kills leave one file at most.
         scratch = self._path.with_name(f".{self._path.name}")
         with suppress(OSError):
             try:
-                scratch.write_text(json.dumps(self._known))
+                young = {name: entry for name, entry in self._known.items() if self._is_young(entry[-1])}
+                scratch.write_text(json.dumps(young))
                 scratch.replace(self._path)
             finally:
                 scratch.unlink(missing_ok=True)

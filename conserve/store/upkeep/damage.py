@@ -6,6 +6,7 @@ day (`digests`). Queries leave out the files that it names; `conserve check` loo
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -67,20 +68,22 @@ def unreadable(
     *,
     now: float,
     parts: Collection[StorePart] = FILES,
+    known: Memory | None = None,
 ) -> list[Damage]:
     """Damages of the files of these jobs and of these shards, in the place `where`.
 
     `shards` are from `shards.files(tx, job_ids)`, read in the transaction that the caller shows. `parts` restricts
-    the comparison: a query of results alone need not have the requests read. Input files outside the store are the
-    user's and not compared.
+    the comparison: a query of results alone need not have the requests read. A caller that asks again and again
+    has the memory of the place and gives it as `known`. Input files outside the store are the user's and not
+    compared.
     Of objects in a bucket only the presence and the length are looked at, in listings of the jobs' folders: a
     service compares what it keeps with checksums of its own.
     """
     if isinstance(where, ObjectPath):
         return missing_objects(where, recorded_files(where, jobs, shards), parts)
-    with digests.memory(where, now=now) as known:
+    with digests.memory(where, now=now) if known is None else nullcontext(known) as memory:
         wanted = (file for file in recorded_files(where, jobs, shards) if file.part in parts)
-        return [damage for file in wanted if (damage := look_at(where, file, known))]
+        return [damage for file in wanted if (damage := look_at(where, file, memory))]
 
 
 def missing_objects(
