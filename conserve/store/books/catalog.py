@@ -171,7 +171,7 @@ def get(tx: Connection, job_id: str) -> JobRecord:
 
 
 def get_id(tx: Connection, job_id: str) -> str:
-    """Full id for what the user typed, even if the job's record is damaged; of a full id no other job is read."""
+    """Full id for what the user typed, even if the job's record is damaged; a full id is looked up alone."""
     if job_id.isprintable() and taken(tx, job_id):  # no database takes half a surrogate pair
         return job_id
     begun: list[tuple[str, str | None]] = []
