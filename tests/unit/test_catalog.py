@@ -436,7 +436,9 @@ def test_a_log_of_another_user_is_told_from_damage(
     """Even a reader of an SQLite database writes to its log."""
 
     def refuse(path: Path, timeout_s: float) -> sqlite3.Connection:
-        raise sqlite3.OperationalError("attempt to write a readonly database")
+        error = sqlite3.OperationalError("attempt to write a readonly database")
+        error.sqlite_errorname = "SQLITE_READONLY_DIRECTORY"  # type: ignore[misc]
+        raise error
 
     monkeypatch.setattr(readings, "reader", refuse)
     with pytest.raises(StoreReadOnly, match="conserve"):
