@@ -12,6 +12,8 @@ from conserve.errors import SettingsError
 
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
+UNSET = "none"  # takes back what a weaker source sets
+MAY_BE_UNSET = ("model", "endpoint", "endpoints")
 SQLITE = "sqlite:///"
 UTILITY = 0.9
 LOG_FORMATS = ("text", "json")
@@ -29,8 +31,8 @@ class Settings:
     """Database URL of the store; an SQLite file in `home` unless set."""
     data: str | None = None
     """Folder or bucket of the files of its jobs, as s3://BUCKET/PREFIX; `home` unless set."""
-    model: str = DEMO_MODEL
-    """Model of the embedded engine: local path, hub id, or smollm2-demo."""
+    model: str | None = None
+    """Model of the embedded engine (smollm2-demo unless set), or the one of `endpoint`'s models to ask for."""
     endpoint: str | None = None
     """OpenAI-compatible server to use instead of the embedded engine."""
     endpoints: str | None = None
@@ -120,6 +122,11 @@ class Settings:
                 ) from error
 
     @property
+    def engine_model(self) -> str:
+        """Model of the embedded engine: local path, hub id, or smollm2-demo."""
+        return self.model or DEMO_MODEL
+
+    @property
     def profiles_folder(self) -> Path:
         """Folder of this machine's latency profiles."""
         return self.home / "profiles"
@@ -188,6 +195,7 @@ def load(
     # A secret that was made from a file may end in a line break.
     values |= {name: said for name, var in variables().items() if (said := environ.get(var, "").strip())}
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    values = {name: value for name, value in values.items() if value != UNSET or name not in MAY_BE_UNSET}
     if "home" not in values:
         values["home"] = default_home()
     return Settings(**{name: convert(name, value) for name, value in values.items()})

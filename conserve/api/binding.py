@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from conserve.config import DEMO_MODEL, Settings, model_name
+from conserve.config import Settings, model_name
 from conserve.errors import JobRefused
 from conserve.store.books.readings import JobReading
 
@@ -24,10 +24,10 @@ class Binding(NamedTuple):
         wanted = bound.pop() if len(bound) == 1 else None
         if wanted is None or self.rebind:
             return settings
-        if not self.named and settings.model == DEMO_MODEL:
+        if not self.named and settings.model is None:
             return replace(settings, model=wanted)
-        if settings.endpoint is None and model_name(settings.model) != wanted:
+        if settings.endpoint is None and model_name(settings.engine_model) != wanted:
             from conserve.jobs.harvest.bound import bound_elsewhere
 
-            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.model))
+            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.engine_model))
         return settings

@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def _named(self) -> str:
-        return split_login(self._settings.endpoint or self._settings.model)[0]
+        return split_login(self._settings.endpoint or self._settings.engine_model)[0]
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

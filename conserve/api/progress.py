@@ -23,7 +23,7 @@ def first_step(settings: Settings) -> str:
     """First step of a run, in its endpoint's words; printed before anything slow is imported."""
     address = settings.endpoint
     if address is None:
-        return f"starting {settings.model}: importing vLLM"
+        return f"starting {settings.engine_model}: importing vLLM"
     if address.startswith("fake:"):
         return "starting the fake endpoint"
     address, _ = split_login(address)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conserve.config import DEMO_MODEL, Settings
+from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_jobs
@@ -100,7 +100,7 @@ def make_pacing(settings: Settings, flags: Sequence[str], pace: ProfileFlags) ->
     behind = f" -- {shlex.join(flags)}" if flags else ""
     return Pacing(
         folder=settings.profiles_folder,
-        command=f"conserve profile {settings.model}{behind}",
+        command=f"conserve profile {settings.engine_model}{behind}",
         profile=pace.profile,
         promises=Promises.of({"tbt_ms": pace.tbt_ms}),
         keep_correction=not pace.forget_correction,
@@ -146,7 +146,7 @@ def make_endpoint(
         from conserve.engine.vllm.embedded import EmbeddedEndpoint
 
         return EmbeddedEndpoint(
-            settings.model,
+            settings.engine_model,
             engine_flags=engine_flags(settings, flags),
             cache_dir=settings.models_folder,
             pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
@@ -159,8 +159,8 @@ def make_endpoint(
     from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 
-    model = None if settings.model == DEMO_MODEL else settings.model
-    return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=AnswerLimits.of(settings))
+    limits = AnswerLimits.of(settings)
+    return HttpEndpoint(address, api_key=settings.api_key, model=settings.model, limits=limits)
 
 
 def harvester_of(

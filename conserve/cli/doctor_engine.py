@@ -68,12 +68,12 @@ def internals(found: "EngineDescription", loaded: "LoadTrial") -> Iterator[Findi
 
 def model(settings: Settings) -> Finding:
     """Model that `conserve run` would load."""
-    path = Path(settings.model).expanduser()
+    path = Path(settings.engine_model).expanduser()
     if path.is_absolute() and not (path / "config.json").is_file():
         return Finding(
             "model", f"{path} is no model folder", ok=False, fix="set CONSERVE_MODEL, or give --model"
         )
-    return Finding("model", settings.model)
+    return Finding("model", settings.engine_model)
 
 
 def cores() -> Finding:
@@ -107,13 +107,14 @@ def number_format(settings: Settings) -> Finding:
 
     if names_format(shlex.split(settings.engine_args)):
         return Finding("format", f"as CONSERVE_ENGINE_ARGS says: {settings.engine_args}")
-    model = converted(settings.models_folder) if settings.model == DEMO_MODEL else Path(settings.model)
+    named = settings.engine_model
+    model = converted(settings.models_folder) if named == DEMO_MODEL else Path(named)
     config = read_config(str(model.expanduser())) if model and model.expanduser().is_dir() else None
     if config and config.get("quantization_config"):
         return Finding("format", "vLLM's choice")
     chosen = recall(config) if config else None
     if chosen is None:
-        return Finding("format", f"measured when the engine first starts with {settings.model}")
+        return Finding("format", f"measured when the engine first starts with {settings.engine_model}")
     figures = "; ".join(
         f"{name}: prefill {speed.prefill:,.0f}, decode {speed.decode:,.0f} GFLOP/s"
         for name, speed in chosen.speeds.items()

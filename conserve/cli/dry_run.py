@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.api.running import engine_flags
 from conserve.cli import exits, output
-from conserve.config import DEMO_MODEL, Settings, model_name
+from conserve.config import Settings, model_name
 from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_task
 
@@ -75,7 +75,7 @@ def refusal(job: JobReading, model: str) -> str | None:
 async def counter_of(settings: Settings, flags: list[str]) -> Counter:
     """Tokenizer of the server, or of the local model."""
     if settings.endpoint is None:
-        return local_counter(settings, settings.model, engine_flags(settings, flags))
+        return local_counter(settings, settings.engine_model, engine_flags(settings, flags))
     if settings.endpoint.startswith("fake:"):
         from conserve.endpoints.fake import Script
 
@@ -83,8 +83,7 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
         return Counter(None, "the fake endpoint has no tokenizer", fake)
     from conserve.endpoints.tokens import ServerTokens
 
-    model = None if settings.model == DEMO_MODEL else settings.model
-    tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=model)
+    tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=settings.model)
     return Counter(tokens, f"{split_login(settings.endpoint)[0]} has no /tokenize", tokens.model)
 
 

@@ -20,7 +20,7 @@ from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoi
 from conserve.cli.progress import RunProgress
 from conserve.cli.run import report, supervise
 from conserve.cli.telemetry import Telemetry, begin_logging, telemetry
-from conserve.config import DEMO_MODEL, Settings
+from conserve.config import Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreMoved, StoreTooNew
 from conserve.store.books.readings import read_jobs
 
@@ -214,11 +214,14 @@ def servers(
     from conserve.jobs.fleet.fleet import Fleet
 
     several = len(urls) > 1 or bool(lists)
-    model = None if settings.model == DEMO_MODEL else settings.model
     one = partial(server, settings=settings, window=window, steady=steady, listed_only=several)
     patient = bool(lists) or (follow and several)
     return Fleet(
-        rosters_of(urls, lists), one, model=model if several else None, patient=patient, say=output.say
+        rosters_of(urls, lists),
+        one,
+        model=settings.model if several else None,
+        patient=patient,
+        say=output.say,
     )
 
 
@@ -237,7 +240,7 @@ def server(
     return HttpEndpoint(
         url,
         api_key=settings.harvest_key or settings.api_key,
-        model=None if settings.model == DEMO_MODEL else settings.model,
+        model=settings.model,
         most_rows=window,
         considerate=True,
         steady=steady,

@@ -77,9 +77,9 @@ def measure(
     settings = context.settings(model=names[0] if names else None)
     require_writable(settings.profiles_folder)
     begun = time.monotonic()
-    output.say(f"starting the engine with {settings.model}")
+    output.say(f"starting the engine with {settings.engine_model}")
     rig = EngineRig.start(
-        settings.model,
+        settings.engine_model,
         engine_flags=engine_flags(settings, flags),
         cache_dir=settings.models_folder,
         served=served,

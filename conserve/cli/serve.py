@@ -34,7 +34,7 @@ from conserve.cli.serve_flags import (
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.cli.tuned import recorded, tuned_promises
-from conserve.config import DEMO_MODEL, Settings
+from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, lets_rows_leave
@@ -296,7 +296,7 @@ def print_command(settings: Settings, section: dict[str, Any], flags: list[str])
     from conserve.engine.service import python
 
     keys = "keys" if settings.api_key else ""
-    words = (settings.model, str(settings.models_folder), json.dumps(section), keys, *flags)
+    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
     command = python("conserve.engine.vllm.server.printed", *words)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run(command, env=environment, check=False).returncode
@@ -317,7 +317,7 @@ def server_command(
 
     log = os.environ.get("CONSERVE_ENGINE_LOG")
     limits = json.dumps((front or Front()).document())
-    words = (settings.model, str(settings.models_folder), json.dumps(section), limits, *flags)
+    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), limits, *flags)
     return ProcessCommand(
         name="server",
         words=python("conserve.engine.vllm.server.process", *words),
@@ -338,7 +338,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
 
     # The server's model and this store win over the environment's.
     environment = {
-        "CONSERVE_MODEL": DEMO_MODEL,
+        "CONSERVE_MODEL": UNSET,
         "CONSERVE_STORE": settings.store_url,
         HARVEST_KEY: settings.harvest_key or "",
         **harvesters_telemetry(settings),
@@ -364,11 +364,13 @@ async def supervise(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    output.say(f"starting {settings.model} at {url}" + (f"; its log is {service.log}" if service.log else ""))
+    output.say(f"starting {settings.engine_model} at {url}" + (f"; its log is {service.log}" if service.log else ""))
     begun = time.monotonic()
 
     async def on_ready() -> None:
-        output.say(f"serving {settings.model} at {url} after {output.duration(time.monotonic() - begun)}")
+        output.say(
+            f"serving {settings.engine_model} at {url} after {output.duration(time.monotonic() - begun)}"
+        )
         for warning in await warnings(settings, section, url):
             output.say(warning)
 

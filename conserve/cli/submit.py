@@ -195,7 +195,7 @@ def preview(
     from conserve.jobs.requests.preview import previews
 
     found = previews(given, task, rows, constant_prompt=constant_prompt)
-    show_previews(found, local_counter(settings, settings.model), task.params, as_json=as_json)
+    show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
 def tell(done: "Submitted") -> None:

@@ -192,7 +192,7 @@ def on_servers(
     from conserve.cli.bench_plan import own_plan
 
     preset = PRESETS[wanted.preset]
-    plan = plan_of(wanted, size, " ".join([settings.model, *preset.engine_flags, *flags]))
+    plan = plan_of(wanted, size, " ".join([settings.engine_model, *preset.engine_flags, *flags]))
     ledger = CellLedger.open(folder / FILE, plan)
     if ledger.missing:
         made = partial(own_plan, settings, flags, seed=plan.seed)

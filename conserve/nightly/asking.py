@@ -12,7 +12,7 @@ from conserve.api.job import Job
 from conserve.api.portal import portal
 from conserve.api.runs import RunArguments, drained_together
 from conserve.api.store import Store
-from conserve.config import Settings
+from conserve.config import UNSET, Settings
 from conserve.errors import JobRefused
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.records import LiveLatencies
@@ -133,7 +133,7 @@ class Answering:
             self._target = target
             self._engine = Engine(
                 target.model or self._settings.model,
-                endpoint=target.endpoint or self._settings.endpoint,
+                endpoint=target.endpoint or self._settings.endpoint or UNSET,
                 api_key=self._settings.api_key,
                 engine_args=target.engine_args,
                 path=self._settings.home,

@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 def facts_of(settings: Settings, target: ModelTarget, job_ids: Sequence[str]) -> dict[str, str]:
     """Facts about a target and the answers that it gave."""
     given = {
-        "model": target.model or settings.model,
+        "model": target.model or settings.engine_model,
         "endpoint": target.endpoint or settings.endpoint,
         "flags": flags_of((settings.engine_args, *target.engine_args)),
         "conserve": __version__,

@@ -28,13 +28,17 @@ def test_flags_win_over_variables_over_project_over_user_over_defaults(
     sources: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     cwd, environ = sources
-    assert load({}, {"XDG_CONFIG_HOME": str(tmp_path / "none")}, tmp_path).model == "smollm2-demo"
+    assert load({}, {"XDG_CONFIG_HOME": str(tmp_path / "none")}, tmp_path).model is None
     assert load({}, environ, tmp_path).model == "of-user"
     assert load({}, environ, cwd).model == "of-project"
     environ["CONSERVE_MODEL"] = "of-variable"
     assert load({}, environ, cwd).model == "of-variable"
     assert load({"model": "of-flag"}, environ, cwd).model == "of-flag"
     assert load({"model": None}, environ, cwd).model == "of-variable"
+    environ["CONSERVE_MODEL"] = ""
+    assert load({}, environ, cwd).model == "of-project", "an empty variable is no value"
+    environ["CONSERVE_MODEL"] = "none"
+    assert (load({}, environ, cwd).model, load({}, environ, cwd).engine_model) == (None, "smollm2-demo")
 
 
 def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, str]], tmp_path: Path) -> None:

@@ -227,10 +227,12 @@ def test_a_run_whose_model_was_not_named_takes_the_jobs(write_input: WriteInput)
     queue_up(write_input, "--model", "one")
     jobs = read_jobs(load(), now=0.0)
     assert Binding().settled(load(), jobs).model == "one"
-    assert Binding(named=True).settled(load({"endpoint": "http://x"}), jobs).model == "smollm2-demo"
+    assert Binding(named=True).settled(load({"endpoint": "http://x"}), jobs).model is None
+    asked = load({"model": "smollm2-demo", "endpoint": "http://x"})
+    assert Binding().settled(asked, jobs).model == "smollm2-demo", "a name that was given is asked for"
     assert Binding().settled(load({"model": "other", "endpoint": "http://x"}), jobs).model == "other"
     queue_up(write_input, "--model", "two", rows=2)
-    assert Binding().settled(load(), read_jobs(load(), now=0.0)).model == "smollm2-demo"
+    assert Binding().settled(load(), read_jobs(load(), now=0.0)).engine_model == "smollm2-demo"
 
 
 def test_the_embedded_engine_is_not_started_for_another_models_job(write_input: WriteInput) -> None:

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,10 @@ from conserve.api import runs
 from conserve.api.display import SilentDisplay
 from conserve.api.progress import COUNT_S, LINE_S, Progress, ProgressNow, first_step, rounded
 from conserve.api.running import ProfileFlags, make_endpoint
+from conserve.cli.harvest import server
 from conserve.cli.progress import RunProgress
 from conserve.config import load
+from conserve.endpoints import http
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.endpoints.stream import AnswerPieces
@@ -106,6 +109,28 @@ def test_the_first_step_is_called_as_the_endpoint_calls_it(address: str | None) 
     endpoint: Any = make_endpoint(settings, [], ProfileFlags(), say=print)
     assert first_step(settings) == endpoint.doing
     asyncio.run(endpoint.close())
+
+
+@pytest.mark.parametrize("model", [None, "smollm2-demo"])
+def test_a_server_is_asked_for_the_model_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, model: str | None
+) -> None:
+    def served(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [{"id": "first"}, {"id": "smollm2-demo"}]})
+
+    def client(*_: Any, **__: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(served), base_url="http://x")
+
+    async def asked(endpoint: Any) -> str:
+        await endpoint.start()
+        await endpoint.close()
+        return str(endpoint.model)
+
+    monkeypatch.setattr(http, "open_client", client)
+    settings = load({"model": model, "endpoint": "http://127.0.0.1:9"})
+    run: Any = make_endpoint(settings, [], ProfileFlags(), say=print)
+    for endpoint in (run, server("http://127.0.0.1:9", settings=settings, window=None)):
+        assert asyncio.run(asked(endpoint)) == (model or "first")
 
 
 def test_tokens_show_before_any_row_is_answered(run: Run) -> None:

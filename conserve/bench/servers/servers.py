@@ -92,7 +92,7 @@ class Servers:
 
     async def start(self) -> None:
         """Start the plug-in's server, by whose latency model everything is sized."""
-        self._plan.say(f"starting {self._plan.settings.model}")
+        self._plan.say(f"starting {self._plan.settings.engine_model}")
         await self._plugged.begin()
 
     async def prepare(self, sized: Sized, engine: EngineModel | None, tokens: int | None) -> Self:
@@ -124,7 +124,7 @@ class Servers:
             await place.filled(FILL_S)
         settings = self._plan.settings
         target = LoadTarget(
-            base_url=place.url, model=settings.model, api_key=settings.api_key, vocab_range=VOCABULARY
+            base_url=place.url, model=settings.engine_model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
         return Turn(place.server, target, next(self._seeds))
 
@@ -217,7 +217,7 @@ def stock_settings(settings: Settings, policy: str) -> Settings:
 
 def stock_command(settings: Settings, flags: Sequence[str], preset: Preset, port: int) -> ProcessCommand:
     """Command of vLLM's own server."""
-    words = (settings.model, str(settings.models_folder), *flags)
+    words = (settings.engine_model, str(settings.models_folder), *flags)
     return ProcessCommand(
         name="server",
         words=python("conserve.engine.vllm.server.stock", *words),

@@ -79,7 +79,11 @@ def evaluated(night: Night, recorded: NotingQueue, options: Mapping[str, Any], s
         tools["endpoint"] = target.endpoint
     with handed(recorded) as token:
         model = get_model(
-            f"conserve/{target.model or night.settings.model}", memoize=False, handed=token, jobs=1, **tools
+            f"conserve/{target.model or night.settings.engine_model}",
+            memoize=False,
+            handed=token,
+            jobs=1,
+            **tools,
         )
         try:
             (log,) = evaluate(

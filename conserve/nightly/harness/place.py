@@ -67,7 +67,7 @@ def model_tokens(
 
     if scoring not in ("auto", "echo", "next-token"):
         raise UsageError(f"scoring is auto, echo or next-token, not {scoring!r}")
-    model, context, is_vllm = settings.model, None, True
+    model, context, is_vllm = settings.engine_model, None, True
     if settings.endpoint is not None and settings.endpoint.startswith("http"):
         model, context, is_vllm = asyncio.run(told_by_server(settings))
     found = folder_tokens(tokenizer or model, settings.models_folder, flags)
@@ -87,12 +87,10 @@ def model_tokens(
 
 async def told_by_server(settings: Settings) -> tuple[str, int | None, bool]:
     """Model of a server, its context length, and True if the server is vLLM, which alone has /tokenize."""
-    from conserve.config import DEMO_MODEL
     from conserve.endpoints.tokens import ServerTokens
 
     assert settings.endpoint is not None
-    named = None if settings.model == DEMO_MODEL else settings.model
-    server = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=named)
+    server = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=settings.model)
     try:
         counted = await server.of_text("a", special=False)
         return server.model, server.context, counted is not None
