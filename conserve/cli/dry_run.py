@@ -15,17 +15,18 @@ from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
     from conserve.jobs.requests.preview import Preview
-    from conserve.jobs.requests.rehearsal import Rehearsal, Tokenizer
+    from conserve.jobs.requests.rehearsal import Refuses, Rehearsal, Tokenizer
 
 PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 
 
 class Counter(NamedTuple):
-    """A tokenizer, or the reason that there is none; and the model that it is of."""
+    """A tokenizer, or the reason that a prompt has no count; the model that it is of, and what that refuses."""
 
     tokens: "Tokenizer | None"
     why_none: str
     model: str
+    refuses: "Refuses" = lambda url, body: None
 
 
 def rehearse_run(
@@ -56,7 +57,7 @@ async def rehearsed(
         found = []
         for job in jobs:
             task = Task.from_json(read_task(settings, job.id))
-            found.append(await rehearse(settings, job, task, counter.tokens))
+            found.append(await rehearse(settings, job, task, counter.tokens, counter.refuses))
             found[-1].refused = None if rebind else refusal(job, counter.model)
         return counter, found
     finally:
@@ -84,15 +85,21 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
     from conserve.endpoints.tokens import ServerTokens
 
     tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=settings.model)
-    return Counter(tokens, f"{split_login(settings.endpoint)[0]} has no /tokenize", tokens.model)
+    return Counter(tokens, f"{split_login(settings.endpoint)[0]} has no /tokenize for them", tokens.model)
 
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
-    """Tokenizer of a model on this machine."""
+    """Tokenizer of a model on this machine, and what the embedded engine refuses."""
     from conserve.engine.vllm.model.tokenizer import folder_tokens
+    from conserve.engine.vllm.requests.refused import refusal
 
     tokens = folder_tokens(model, settings.models_folder, flags)
-    return Counter(tokens, f"no tokenizer of {model} is on this machine", model_name(model))
+    why = (
+        f"no tokenizer of {model} is on this machine"
+        if tokens is None
+        else f"the chat template of {model} does not take them"
+    )
+    return Counter(tokens, why, model_name(model), refusal)
 
 
 def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:

@@ -172,6 +172,31 @@ def test_a_dry_run_leaves_the_queue_as_it_was(write_input: WriteInput, settings:
     assert everything(settings) == before
 
 
+def test_a_dry_run_names_what_the_embedded_engine_refuses(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    lines: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {**chat, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat/completions", {**chat, "use_beam_search": True}),
+        ("embeddings", {"input": "hi"}),
+        ("responses", {"input": "hi"}),
+        ("chat/completions", chat),
+    ]
+    (tmp_path / "batch.jsonl").write_text(
+        "".join(
+            json.dumps({"custom_id": str(n), "method": "POST", "url": f"/v1/{route}", "body": body}) + "\n"
+            for n, (route, body) in enumerate(lines)
+        )
+    )
+    conserve("submit", str(tmp_path / "batch.jsonl"), "--order", "input")
+    done = conserve("run", "--dry-run")
+    assert done.returncode == 5
+    assert (
+        "4 of them cannot be answered (row 0: the embedded engine does not parse tool calls; " in done.stderr
+    )
+    assert "1 prompt could not be counted: no tokenizer of smollm2-demo is on this machine" in done.stderr
+    assert conserve("run", "--dry-run", "--endpoint", "fake:").returncode == 0, "a server may answer them"
+
+
 def test_a_dry_run_as_json(write_input: WriteInput) -> None:
     job_id = conserve("submit", str(write_input(q=["a", "b"])), "--prompt", "{{ q }}").stdout.strip()
     done = conserve("run", job_id, "--dry-run", "--endpoint", "fake:", "--json")

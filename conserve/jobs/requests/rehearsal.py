@@ -1,7 +1,7 @@
 """Rehearsal of a run: makes every request and counts its prompt's tokens; sends and changes nothing."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
         """Tokens of a chat as the model's chat template writes it; None where it cannot be counted."""
 
 
+Refuses = Callable[[Url, Mapping[str, Any]], Exception | None]
+"""Error of a request that the endpoint does not answer; None if it takes the request."""
+
+
 class Length(NamedTuple):
     """Tokens of a row's prompt, and the most tokens that its answer may have."""
 
@@ -46,7 +50,7 @@ class Rehearsal:
 
     job_id: str
     rows: int = 0  # waiting rows
-    unrendered: int = 0  # waiting rows that fail without being sent
+    unrendered: int = 0  # waiting rows that fail without being computed
     first_error: str | None = None
     counted: int = 0  # rows whose prompt was counted
     prompt_tokens: int = 0
@@ -55,6 +59,11 @@ class Rehearsal:
     first_too_long: Length | None = None
     cut_short: int = 0  # rows whose answer may end for want of room
     refused: str | None = None  # reason for which the run would leave the job alone
+
+    def add_failure(self, row_index: int, error: str | None) -> None:
+        """Add one row that cannot be answered."""
+        self.unrendered += 1
+        self.first_error = self.first_error or f"row {row_index:,}: {error}"
 
     def add_length(self, length: Length, context: int | None) -> None:
         """Add one counted prompt."""
@@ -71,7 +80,13 @@ class Rehearsal:
             self.cut_short += 1
 
 
-async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokenizer | None) -> Rehearsal:
+async def rehearse(
+    settings: Settings,
+    job: JobReading,
+    task: Task,
+    tokens: Tokenizer | None,
+    refuses: Refuses = lambda url, body: None,
+) -> Rehearsal:
     """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
     found = Rehearsal(job.id)
     requests = RequestFile(home.requests_file(readings.data(settings), job.id))
@@ -79,7 +94,7 @@ async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Toke
         for positions in chunks(waiting(settings, job)):
             stored = requests.read(positions)
             found.rows += len(stored)
-            await count(stored, task, tokens, found)
+            await count(stored, task, tokens, refuses, found)
     finally:
         requests.close()
     return found
@@ -105,22 +120,30 @@ def chunks(positions: Iterable[int]) -> Iterable[list[int]]:
 
 
 async def count(
-    stored: Sequence[StoredRequest], task: Task, tokens: Tokenizer | None, found: Rehearsal
+    stored: Sequence[StoredRequest],
+    task: Task,
+    tokens: Tokenizer | None,
+    refuses: Refuses,
+    found: Rehearsal,
 ) -> None:
     """Add these requests to the findings."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def length_of(request: StoredRequest) -> Length | None:
-        if tokens is None or request.payload is None:
+        if tokens is None:
             return None
         async with gate:
             return await measured(request, task, tokens)
 
+    taken = []
     for request in stored:
         if request.payload is None:
-            found.unrendered += 1
-            found.first_error = found.first_error or f"row {request.row_index:,}: {request.error}"
-    for length in await asyncio.gather(*map(length_of, stored)):
+            found.add_failure(request.row_index, request.error)
+        elif refused := refuses(Url(request.url or task.url), task.body(request.payload)):
+            found.add_failure(request.row_index, str(refused))
+        else:
+            taken.append(request)
+    for length in await asyncio.gather(*map(length_of, taken)):
         if length is not None:
             found.add_length(length, tokens.context if tokens else None)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conserve.endpoints.protocol import Call, Url
 from conserve.engine.vllm.requests.faults import row_error
+from conserve.engine.vllm.requests.refused import refusal
 from conserve.errors import EndpointError, RequestRejected
 
 if TYPE_CHECKING:
@@ -59,26 +60,10 @@ def _parse(call: Call) -> ChatCompletionRequest | CompletionRequest:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    if call.url not in (Url.CHAT, Url.COMPLETIONS):
-        raise RequestRejected(
-            f"the embedded engine does not answer {call.url}; use an HTTP endpoint (--endpoint)"
-        )
-    if _asks_for_tools(call.body):
-        raise RequestRejected(
-            "the embedded engine does not parse tool calls; use an HTTP endpoint (--endpoint)"
-        )
-    if call.body.get("use_beam_search"):
-        raise RequestRejected(
-            "the embedded engine does not do beam search; use an HTTP endpoint (--endpoint)"
-        )
+    if (refused := refusal(call.url, call.body)) is not None:
+        raise refused
     kind = ChatCompletionRequest if call.url is Url.CHAT else CompletionRequest
     return kind.model_validate({name: value for name, value in call.body.items() if name not in IGNORED})
-
-
-def _asks_for_tools(body: Mapping[str, Any]) -> bool:
-    if body.get("tool_choice") == "none":
-        return False
-    return bool(body.get("tools") or body.get("functions") or body.get("tool_choice"))
 
 
 def _prompt(
