@@ -19,6 +19,7 @@ from conserve.cli.context import Context
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
+from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.errors import ConserveError, SettingsError
 
 EXAMPLE = """
@@ -168,6 +169,8 @@ def bench(
         )
     if sweep is not None or cells is not None or simulated or processes is not None:
         raise typer.Exit(sweeping(ctx.obj, words, SweepFlags.of(ctx.params), as_json=as_json))
+    if endpoint is None:
+        require_engine(OR_A_SERVER)
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -294,7 +294,9 @@ def print_command(settings: Settings, section: dict[str, Any], flags: list[str])
     import subprocess
 
     from conserve.engine.service import python
+    from conserve.engine.vllm.compat.installed import require_engine
 
+    require_engine()
     keys = "keys" if settings.api_key else ""
     words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
     command = python("conserve.engine.vllm.server.printed", *words)

@@ -17,6 +17,7 @@ from conserve.cli.context import Context
 from conserve.cli.side_by_side import side_by_side
 from conserve.config import Settings
 from conserve.engine.runtime.machine import compute_threads
+from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def on_servers(
     plan = plan_of(wanted, size, " ".join([settings.engine_model, *preset.engine_flags, *flags]))
     ledger = CellLedger.open(folder / FILE, plan)
     if ledger.missing:
+        require_engine()
         made = partial(own_plan, settings, flags, seed=plan.seed)
         sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
         quick = wanted.size == "quick" and wanted.cells is None
@@ -212,6 +214,8 @@ def simulated(
     from conserve.cli.bench import interruptible
 
     ledger = CellLedger.open(folder / FILE, plan)
+    if ledger.missing:
+        require_engine()
     most = processes or min(compute_threads(), MOST_PROCESSES)
     with interruptible():  # the cells under way are dropped
         if ledger.missing:

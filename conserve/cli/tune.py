@@ -15,6 +15,7 @@ from conserve.cli.context import Context
 from conserve.cli.sweep import machine_of, simulator
 from conserve.cli.tuned import Tuned, arrivals_folder, write
 from conserve.config import Settings
+from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import Overloaded, SettingsError
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def tune(
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
     context: Context = ctx.obj
     settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
+    require_engine()
     machine = machine_of(settings, words[0])
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = start(machine, blocks, promised, block_s, seed)

@@ -23,6 +23,7 @@ import pytest
 from conserve import installation
 from conserve.engine.vllm.compat import installed
 from conserve.installation import DISTRIBUTION, TORCH_ON_CPUS, install_line, packages, requirement
+from tests.commands import conserve
 
 REPOSITORY = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -123,7 +124,28 @@ def test_every_line_that_is_printed_is_this_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(installed, "installed_engine", lambda: None)
     monkeypatch.setattr(installed, "_nvidia_gpu_visible", lambda: False)
     (problem,) = installed.describe_engine().problems
-    assert problem.fix == f"run: {install_line('cpu')}, or name an HTTP endpoint"
+    assert problem.fix == f"run: {install_line('cpu')}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench --sweep quick --simulated",
+        "bench --sweep quick",
+        "bench --gamma 1,1,64,16",
+        "tune llama-3.1-8b-h100 --trace azure_conv_2023_10min",
+        "serve smollm2-demo --print-flags",
+    ],
+)
+def test_a_command_without_its_engine_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+) -> None:
+    monkeypatch.setattr(installed, "installed_engine", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    done = conserve(*words.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("conserve: no engine is installed (vLLM); run: ")
 
 
 def test_the_documentation_installs_nothing_by_a_name_that_no_index_has() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
 from conserve.engine.vllm.compat import trial
-from conserve.engine.vllm.compat.installed import require_engine
+from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import (
@@ -170,7 +170,7 @@ class EmbeddedEndpoint:
         if dead is not None:
             await dead.result().stop()
         try:
-            require_engine()
+            require_engine(OR_A_SERVER)
             converts = is_to_convert(self._model, self._cache_dir)
             self._phases.begin(CONVERTING if converts else IMPORTING)
             path = await on_thread(partial(resolve_model, self._model, self._cache_dir))

