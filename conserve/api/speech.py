@@ -6,7 +6,13 @@ from contextlib import contextmanager
 
 from conserve.errors import ConserveError
 
-COMMAND_OR_FLAG = re.compile(r"((?<=: )conserve [^;]*)|--([a-z]+(?:-[a-z]+)*)")
+COMMAND = (
+    r"(?<=: )conserve [^;]*"
+    r"|(?<=run: )(?:(?!; |, or ).)*"  # of any program
+    r"|(?<=; )(?:uv )?\S*(?:pip|python[\d.]*) (?:(?!; |, or ).)*"  # a second one
+)
+FLAG = r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w-])"  # alone, and not within a name or in quotes
+COMMAND_OR_FLAG = re.compile(f"({COMMAND})|{FLAG}")
 OTHERWISE = {
     "param": "params",
     "tag": "tags",

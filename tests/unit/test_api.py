@@ -38,6 +38,7 @@ from conserve.errors import (
     SettingsError,
     UsageError,
 )
+from conserve.installation import install_line, uninstall_line
 from conserve.store.books import readings
 from conserve.store.database.store import Store
 from tests import commands
@@ -206,6 +207,23 @@ def test_errors_name_arguments_and_not_flags(
     assert said in str(raised.value)
     assert "--" not in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"no engine is installed (vLLM); run: {install_line('cpu')}",
+        f"vLLM is a CUDA build; run: {uninstall_line('vllm')}; {install_line('cpu')}",
+        "there is no file day--night.parquet",
+        "the columns are: a--b, '--c'; a template names 'a--b' as {{ row['a--b'] }}",
+        "there is no job 'a--b'",
+    ],
+)
+def test_names_and_commands_of_other_programs_stay_as_they_are(said: str) -> None:
+    assert in_python(said) == said
+    assert in_python(f"{said}, or name an HTTP endpoint: --endpoint URL") == (
+        f"{said}, or name an HTTP endpoint: endpoint URL"
+    )
 
 
 def test_commands_in_a_sentence_stay_as_they_are() -> None:
