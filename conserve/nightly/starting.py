@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conserve.errors import UsageError
+from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan_file import plan_of
+from conserve.nightly.mistakes import CHECK
 from conserve.nightly.running import check
+from conserve.nightly.samples import located, opened
+from conserve.store.sql import quoting as sql
+from conserve.store.sql.input_columns import shown_names
+
+PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a column that SQL takes without quotes behind `i.`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +32,13 @@ class NightlyWishes:
     effect: float = 0.02
 
 
-def text_of(wishes: NightlyWishes) -> str:
-    """Text of a nightly.toml that explains itself."""
+def text_of(wishes: NightlyWishes, column: str) -> str:
+    """Text of a nightly.toml that explains itself; `column` is the right answer's in the view `inputs`."""
     asked = {"model": wishes.model, "endpoint": wishes.endpoint}
     target = "".join(f"{name} = {quoted(value)}\n" for name, value in asked.items() if value is not None)
     drawn = "                # the same rows every night, drawn by the seed"
     limit = f"limit = {wishes.limit}{drawn}\n" if wishes.limit else ""
-    column = wishes.expected if wishes.expected.isidentifier() else f'"{wishes.expected}"'
+    named = column if PLAIN.fullmatch(column) else quoted(sql.quoted(column))[1:-1]
     return (
         f"# conserve eval run nightly.toml\n"
         f"name = {quoted(wishes.name)}\n"
@@ -52,7 +58,7 @@ def text_of(wishes: NightlyWishes) -> str:
         f"{limit}"
         f"params = {{ max_tokens = {wishes.max_tokens} }}\n"
         f'score = """\n'
-        f"select avg(contains(lower(r.text), lower(split_part(i.{column}::varchar, '#### ', -1))))\n"
+        f"select avg(contains(lower(r.text), lower(split_part(i.{named}::varchar, '#### ', -1))))\n"
         f"from results r join inputs i using (job_id, row_index)\n"
         f'"""\n'
     )
@@ -71,8 +77,14 @@ def quoted(text: str) -> str:
 
 def write(path: Path, wishes: NightlyWishes) -> None:
     """Write the file; raises `UsageError` if there is one already, or for questions that cannot be asked."""
-    text = text_of(wishes)
-    check(plan_of(text), path.parent.absolute())
+    folder = path.parent.absolute()
+    with opened(located([wishes.data], folder)) as rows:
+        in_view = shown_names(list(rows.columns))
+    text = text_of(wishes, in_view.get(wishes.expected, wishes.expected))
+    try:
+        check(plan_of(text), folder)
+    except SettingsError as error:
+        raise SettingsError(str(error).removesuffix(f"; {CHECK}")) from error  # there is no file to check yet
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

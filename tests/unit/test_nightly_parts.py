@@ -13,12 +13,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conserve import owners
 from conserve.config import load
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
+from conserve.evals.plan_file import plan_of
 from conserve.evals.records import LiveLatencies
 from conserve.nightly import evaluating
 from conserve.nightly.beside import worst
@@ -291,6 +294,25 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
     assert commands.conserve("eval", "run", str(file), "--check").returncode == 0
     assert commands.conserve("eval", "init", str(tmp_path / "x.toml")).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("expected", "named"),
+    [
+        ("text", "i.input_text::"),
+        ("job_id", "i.input_job_id::"),
+        ("order", "i.order::"),
+        ('a"b\\c"', 'i."a""b\\c"""::'),
+    ],
+)
+def test_init_names_the_right_answer_as_sql_does(tmp_path: Path, expected: str, named: str) -> None:
+    data = tmp_path / "ev.parquet"
+    pq.write_table(pa.table({"q": ["one?"], expected: ["1"]}), data)
+    words = ("--data", "ev.parquet", "--prompt", "{{ q }}", "--expected", expected)
+    done = commands.conserve("eval", "init", str(tmp_path / "n.toml"), *words)
+    assert done.returncode == 0, done.stderr
+    plan = plan_of((tmp_path / "n.toml").read_text())
+    assert named in str(plan.suites[0].options["score"])
 
 
 @pytest.mark.parametrize(
