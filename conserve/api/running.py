@@ -47,6 +47,8 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     resumed_tokens: int = 0
+    no_json: int = 0
+    """Whole answers that are not the JSON that was asked for: their column `json` is null."""
     start_s: float = 0.0
     """Seconds until the endpoint was ready."""
     work_s: float = 0.0
@@ -216,6 +218,7 @@ def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interru
         prompt_tokens=tally.prompt_tokens,
         completion_tokens=tally.completion_tokens,
         resumed_tokens=tally.resumed_tokens,
+        no_json=tally.no_json,
         start_s=ready_at - begun,
         work_s=max(0.0, ended_at - ready_at),
         interrupted=interrupted,

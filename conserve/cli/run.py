@@ -216,6 +216,11 @@ def report(
         failed = f", {reading.failed:,} failed" if reading.failed else ""
         said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
         output.say(said, job=reading.id)
+    if done.no_json:
+        output.say(
+            f"{done.no_json:,} of {output.count(done.succeeded, 'answer')} are not the JSON that was asked for, "
+            "and their column json is null: the server may not support response_format"
+        )
     for said in next_commands(ours, command if done.interrupted else None):
         output.say(said)
     output.say(

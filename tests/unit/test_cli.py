@@ -60,6 +60,14 @@ def test_a_run_says_what_it_does_from_the_start_to_the_end(write_input: WriteInp
     assert all("rows, " in line for line in said[1:-2])
 
 
+def test_a_run_says_how_many_answers_are_not_the_json_that_was_asked_for(write_input: WriteInput) -> None:
+    submit(write_input(q=["a", "b"]), "--schema", '{"type": "object"}')
+    done = conserve("run", "--endpoint", "fake:", "--json")
+    assert done.returncode == 0
+    assert "2 of 2 answers are not the JSON that was asked for" in done.stderr
+    assert json.loads(done.stdout)["no_json"] == 2
+
+
 def test_a_run_that_cannot_begin_says_nothing_but_why(write_input: WriteInput) -> None:
     submit(write_input(q=["a"]))
     (said,) = conserve("run", "--endpoint", "ftp://server").stderr.splitlines()

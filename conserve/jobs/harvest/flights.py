@@ -11,7 +11,7 @@ from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, Engi
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outbox import OutboxWriter
-from conserve.jobs.harvest.outcome import failure, success
+from conserve.jobs.harvest.outcome import failure, lacks_json, success
 from conserve.jobs.harvest.retry import RetryDecision, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
@@ -148,7 +148,7 @@ class Flights:
         else:
             self._hold.end()
             self._outage.answered()
-            self._tally.answer(completion)
+            self._tally.answer(completion, no_json=lacks_json(work, result))
             self._end(flight, result)
 
     def _warn(self, work: ReadyRow, error: BaseException) -> None:

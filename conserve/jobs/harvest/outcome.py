@@ -54,6 +54,12 @@ def failure(work: ReadyRow, error_type: str, error: str, *, now: float) -> Resul
     )
 
 
+def lacks_json(work: ReadyRow, result: Result) -> bool:
+    """True for a whole answer that is not the JSON that was asked for, as of a server that ignores a schema."""
+    whole = result.finish_reason != "length" and bool(result.text)
+    return work.wants_json and result.json is None and whole
+
+
 def choice_document(choice: Choice) -> dict[str, Any]:
     """A choice as it stands in the `choices` column."""
     document = {"text": choice.text, "finish_reason": choice.finish_reason, **choice.beside}

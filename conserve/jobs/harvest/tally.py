@@ -23,6 +23,7 @@ class Tally:
     outages: Counter[str] = field(default_factory=Counter)  # of the `store` and of the `endpoint`
     in_flight: int = 0
     answered: int = 0  # rows, whether durable by now or not
+    no_json: int = 0  # of answered rows: whole answers that are not the JSON that was asked for
     answered_tokens: int = 0  # of answered rows: prompts and answers
     waiting_for: str | None = None  # why nothing runs just now
     jobs: list[str] = field(default_factory=list)  # jobs that it leased rows of
@@ -42,9 +43,10 @@ class Tally:
         if job_id in self.completed:
             self.completed.remove(job_id)
 
-    def answer(self, completion: Completion) -> None:
+    def answer(self, completion: Completion, *, no_json: bool = False) -> None:
         """Count a row that was answered, before it is durable."""
         self.answered += 1
+        self.no_json += no_json
         self.answered_tokens += completion.prompt_tokens + completion.completion_tokens
 
     def count(self, committed: Committed) -> None:
