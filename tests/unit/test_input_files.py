@@ -103,7 +103,7 @@ def test_tsv_and_files_from_spreadsheets(store: Store, tmp_path: Path) -> None:
         ("q,q\na,b\n", "two columns called 'q'"),
         ('q\n"a\n', "line 2 .* is not CSV"),
         ('q\n"a"b\n', "line 2 .* is not CSV"),
-        (b"q\nfine\ncaf\xe9\n", "line 3 .* is not UTF-8"),
+        (b"q\nfine\ncaf\xe9\n", "line 3 .* is not UTF-8; if it is Latin-1, .* iconv -f latin1 -t utf-8"),
         ("", "has no rows"),
         ("q\n", "has no rows"),
     ],

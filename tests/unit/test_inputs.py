@@ -58,6 +58,13 @@ BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("truncated.parquet", b"PAR1 and no more", PROMPT, "damaged or truncated"),
     ("named.parquet", "text", PROMPT, "is not a Parquet file"),
     ("bad.jsonl", '{"q": "a"}\n{"q": "b"\n', PROMPT, "line 2 of .*bad.jsonl is not JSON"),
+    ("sheet.xlsx", b"PK\x03\x04\x14", PROMPT, "is a workbook, .*; save its sheet as CSV and submit that"),
+    (
+        "tabs.txt",
+        "q\tn\na\t1\n",
+        PROMPT,
+        "line 1 of .*tabs.txt is not JSON .*; if it is CSV or TSV, say so: --format",
+    ),
     ("list.jsonl", '{"q": "a"}\n\n["b"]\n', PROMPT, "line 3 .* is not a JSON object"),
     ("array.json", '[\n {"q": "a"},\n {"q": "b"}\n]\n', PROMPT, "array.json is one JSON array; .* --sql"),
     ("flat.json", '[{"q": "a"}, {"q": "b"}]', PROMPT, "flat.json is one JSON array; .* --sql"),

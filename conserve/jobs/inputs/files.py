@@ -39,6 +39,7 @@ SUFFIXES = {
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET_MAGIC = b"PAR1"
+WORKBOOKS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods, which are ZIPs; .xls
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
@@ -136,7 +137,12 @@ def form_of(path: Path, name: str, wanted: FileFormat | None, *, from_stdin: boo
     """Format of a file: `wanted`, else by its first bytes, else by its name, else JSON lines."""
     named = None if from_stdin else form_of_name(path)
     with opened(path, name) as file:
-        is_parquet = file.read(4) == PARQUET_MAGIC
+        head = file.read(4)
+    is_parquet = head == PARQUET_MAGIC
+    if head in WORKBOOKS:
+        raise InputError(
+            f"{name} is a workbook, as Excel saves it, or a ZIP; save its sheet as CSV and submit that"
+        )
     form = wanted or (FileFormat.PARQUET if is_parquet else named or FileFormat.JSONL)
     if form is FileFormat.PARQUET and not is_parquet:
         raise InputError(f"{name} is not a Parquet file; write it again, or say what it is: --format")

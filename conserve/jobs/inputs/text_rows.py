@@ -119,8 +119,13 @@ class JsonLines(TextRows):
                         raise one_array(path, name) from error
                     row = row_with_halves(line)
                     if row is None:
-                        said = f"{where} is not JSON ({error})"
-                        raise InputError(f"{said}; correct it and submit again") from error
+                        other = first and not line.lstrip().startswith((b"{", b"["))
+                        fix = (
+                            "if it is CSV or TSV, say so: --format csv"
+                            if other
+                            else "correct it and submit again"
+                        )
+                        raise InputError(f"{where} is not JSON ({error}); {fix}") from error
                 except RecursionError as error:
                     raise too_deep(where) from error
                 if first and holds_rows(row) and all(map(bytes.isspace, file)):
@@ -189,7 +194,8 @@ class CsvRows(TextRows):
             raise InputError(f"{said}; correct it and submit again") from error
         except UnicodeEncodeError as error:  # a byte that was none of UTF-8's
             said = f"line {reader.line_num} of {name} is not UTF-8"
-            raise InputError(f"{said}; correct it and submit again") from error
+            fix = "if it is Latin-1, as old spreadsheets write it, convert it: iconv -f latin1 -t utf-8 FILE"
+            raise InputError(f"{said}; {fix}") from error
         finally:
             text.detach()
 
