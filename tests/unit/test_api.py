@@ -196,6 +196,7 @@ def test_a_source_that_is_none_leaves_nothing_behind(opened: conserve.Store, sou
         ({"prompt": "{{ q }}", "order": "upwards"}, "order takes prefix, input, random or random:SEED"),
         ({"prompt": "{{ q }}", "format": "csv"}, "format and keep_input are for files"),
         ({"prompt": "{{ q }}", "priority": 2**40}, "priority goes from"),
+        ({"prompt": "{{ q }}", "tags": {"a": 1}}, "a tag and its value are text, not 'a': 1"),
         ({"prompt": "{{ q }}", "name": "!"}, "name takes Latin letters"),
     ],
 )

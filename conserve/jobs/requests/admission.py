@@ -52,6 +52,8 @@ def check_priority(priority: int) -> None:
 def check_tags(tags: Mapping[str, str]) -> None:
     """Raise for tags that a table, a shell and a database do not all take as they are."""
     for key, value in tags.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise UsageError(f"a tag and its value are text, not {key!r}: {value!r}; put them in quotes")
         if not key or "=" in key or not (key.isprintable() and value.isprintable()):
             raise UsageError(
                 f"a tag is KEY=VALUE without control characters, as in --tag team=search, not {key!r}={value!r}"
