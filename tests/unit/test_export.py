@@ -306,13 +306,22 @@ def test_json_columns_come_out_as_values(column: str) -> None:
         ("a.txt", Format.JSONL, Format.JSONL),
         ("/dev/null", None, Format.JSONL),
         ("/dev/fd/63", None, Format.JSONL),
-        ("a.csv", Format.PARQUET, Format.PARQUET),
+        ("a.jsonl", Format.OPENAI, Format.OPENAI),
+        ("a.CSV", Format.CSV, Format.CSV),
     ],
 )
-def test_the_format_asked_for_wins_over_the_name(
+def test_the_format_is_the_one_asked_for_or_the_names(
     path: str | None, wanted: Format | None, found: Format
 ) -> None:
     assert format_of(Path(path) if path else None, wanted) is found
+
+
+@pytest.mark.parametrize("wanted", [Format.OPENAI, Format.JSONL, Format.CSV])
+def test_a_file_is_not_written_in_another_format_than_its_name_says(wanted: Format) -> None:
+    with pytest.raises(
+        UsageError, match=f"a.parquet ends as parquet does, and the format is {wanted}; rename"
+    ):
+        format_of(Path("a.parquet"), wanted)
 
 
 @pytest.mark.parametrize("name", ["x.txt", "answers", "x.json"])

@@ -215,13 +215,18 @@ def on_one_line(document: str) -> str:
 def format_of(path: Path | None, wanted: Format | None) -> Format:
     """Format that was asked for, else that of the file's suffix.
 
-    Standard output, pipes and devices get JSON lines. Raises `UsageError` for a file whose suffix names no format.
+    Standard output, pipes and devices get JSON lines. Raises `UsageError` for a file whose suffix names no
+    format, or another one than was asked for.
     """
+    named = None if path is None else SUFFIXES.get(path.suffix.lower())
     if wanted is not None:
+        if named not in (None, Format.JSONL if wanted is Format.OPENAI else wanted):
+            raise UsageError(
+                f"{path} ends as {named} does, and the format is {wanted}; rename it, or leave one out"
+            )
         return wanted
     if path is None:
         return Format.JSONL
-    named = SUFFIXES.get(path.suffix.lower())
     device = path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm")
     if named is None and (device or (path.exists() and not path.is_file())):
         return Format.JSONL
