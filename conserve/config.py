@@ -206,6 +206,19 @@ def variables() -> dict[str, str]:
     return {field.name: f"CONSERVE_{field.name.upper()}" for field in fields(Settings)}
 
 
+def source_of(
+    name: str, value: object, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> str:
+    """Variable or file that sets a setting to this value; its flag if none does."""
+    environ = os.environ if environ is None else environ
+    variable = variables()[name]
+    said: dict[str, Any] = {variable: environ.get(variable, "").strip() or None}
+    for path in settings_files(environ, cwd or Path.cwd()):
+        said[str(path)] = read_toml(path).get(name)
+    first = next(((where, given) for where, given in said.items() if given is not None), None)
+    return first[0] if first is not None and first[1] == value else f"--{name.replace('_', '-')}"
+
+
 def settings_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
     """Existing conserve.toml files, the strongest first: the nearest project folder's, then the user's."""
     project = next((p for folder in (cwd, *cwd.parents) if (p := folder / PROJECT_FILE).is_file()), None)

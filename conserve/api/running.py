@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conserve.config import Settings
+from conserve.config import UNSET, Settings, source_of
 from conserve.errors import SettingsError
 from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_jobs
@@ -121,9 +121,9 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags)
     if address is None:
         return
     if pace.asked_for:
-        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
+        raise SettingsError(f"--tbt-ms and --profile are for the embedded engine, and {given(address)}")
     if flags:
-        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
+        raise SettingsError(f"flags for vLLM go to the embedded engine, and {given(address)}")
     if address.startswith("fake:") and os.environ.get(FAKE) != "1":
         raise SettingsError(
             "the fake endpoint answers with made-up words, which would stand in the results; to see what a run "
@@ -131,8 +131,17 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags)
         )
     if not address.startswith(ADDRESSES):
         raise SettingsError(
-            f"--endpoint takes an http:// or https:// address, not {split_login(address)[0]!r}"
+            f"--endpoint takes an http:// or https:// address, or {UNSET} for the embedded engine, "
+            f"not {split_login(address)[0]!r}"
         )
+
+
+def given(address: str) -> str:
+    """Words on what names the endpoint, and the flag that takes it back where that is no flag."""
+    where = source_of("endpoint", address)
+    if where.startswith("--"):
+        return f"{where} was given"
+    return f"{where} sets an endpoint; use the engine in spite of it: --endpoint {UNSET}"
 
 
 def make_endpoint(

@@ -20,7 +20,7 @@ from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoi
 from conserve.cli.progress import RunProgress
 from conserve.cli.run import report, supervise
 from conserve.cli.telemetry import Telemetry, begin_logging, telemetry
-from conserve.config import Settings
+from conserve.config import UNSET, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreMoved, StoreTooNew
 from conserve.store.books.readings import read_jobs
 
@@ -127,6 +127,7 @@ def harvest(
 
 def targets(settings: Settings, urls: list[str], lists: list[str]) -> tuple[list[str], list[str]]:
     """URLs and lists of servers: flags of either kind win over the variables of both."""
+    urls = [url for url in urls if url != UNSET]
     if urls or lists:
         return urls, lists
     return [settings.endpoint] if settings.endpoint else [], (settings.endpoints or "").split()

@@ -59,7 +59,10 @@ def run(
     ] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="OpenAI-compatible server instead of the embedded engine."),
+        typer.Option(
+            metavar="URL",
+            help="OpenAI-compatible server instead of the embedded engine; none for the engine.",
+        ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
     lease_s: Annotated[

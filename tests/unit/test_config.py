@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from conserve.api.running import ProfileFlags, check_endpoint
 from conserve.config import Settings, load
 from conserve.endpoints.exchange import AnswerLimits
 from conserve.errors import SettingsError
@@ -46,6 +47,24 @@ def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, st
     settings = load({}, environ, cwd)
     assert (settings.lease_s, settings.max_attempts) == (30.0, 9)
     assert settings.home == tmp_path / "project" / "store", "paths are relative to the file that names them"
+
+
+def test_an_endpoint_is_taken_back_and_a_refusal_names_who_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, url = tmp_path / "conserve.toml", "http://127.0.0.1:9"
+    file.write_text(f'endpoint = "{url}"')
+    with pytest.raises(SettingsError, match=f"and {file} sets an endpoint; .*: --endpoint none"):
+        check_endpoint(load(), ["--max-model-len", "9"], ProfileFlags())
+    with pytest.raises(SettingsError, match="and --endpoint was given"):
+        check_endpoint(load({"endpoint": f"{url}/v1"}), [], ProfileFlags(tbt_ms=9))
+    check_endpoint(load({"endpoint": "none"}), ["--max-model-len", "9"], ProfileFlags(tbt_ms=9))
+    monkeypatch.setenv("CONSERVE_ENDPOINT", url)
+    with pytest.raises(SettingsError, match="and CONSERVE_ENDPOINT sets an endpoint"):
+        check_endpoint(load(), ["--max-model-len", "9"], ProfileFlags())
+    monkeypatch.setenv("CONSERVE_ENDPOINT", "none")
+    assert load().endpoint is None
 
 
 @pytest.mark.parametrize(
