@@ -285,14 +285,15 @@ class Announcer:
         if notice is not None and notice != self._notice:
             self._notice = notice
             output.say(notice)
+        tally = self._harvester.tally
+        for job_id in tally.refused.keys() - self._refused:
+            output.say(f"left alone: {tally.refused[job_id]}", job=job_id)
+        self._refused = set(tally.refused)
         if self._jobs:
             await self._look_at_jobs()
 
     async def _look_at_jobs(self) -> None:
         tally = self._harvester.tally
-        for job_id in tally.refused.keys() - self._refused:
-            output.say(f"left alone: {tally.refused[job_id]}", job=job_id)
-        self._refused = set(tally.refused)
         ended = {*tally.completed, *tally.cancelled}
         running = set(tally.jobs) - ended
         for job_id in sorted(running - self._running):

@@ -53,7 +53,8 @@ def error_of(
     if status == httpx.codes.UNAUTHORIZED or (status == httpx.codes.FORBIDDEN and not answers):
         return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
     if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:
-        return EndpointUnusable(f"{message.rstrip('. ')}; correct the name of the model (--model)")
+        mend = "correct the name of the model (--model; with --rebind where the job names it)"
+        return EndpointUnusable(f"{message.rstrip('. ')}; {mend}")
     if status == httpx.codes.REQUEST_TIMEOUT or not 400 <= status < 500:
         return EndpointFault(message)
     too_long = any(words in lowered for words in TOO_LONG)

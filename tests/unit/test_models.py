@@ -118,19 +118,19 @@ def test_a_run_that_answered_nothing_frees_the_jobs_it_bound(store: Store, write
     assert bound(store, free) == "other"
 
 
-@pytest.mark.parametrize("kept", ["result", "tokens", "lease"])
-def test_a_job_that_its_model_has_done_something_for_stays_bound(store: Store, kept: str) -> None:
+@pytest.mark.parametrize("kept", ["answer", "tokens", "lease", None])
+def test_a_job_that_its_model_has_done_something_for_stays_bound(store: Store, kept: str | None) -> None:
+    """A row that failed is none: it may never have been sent."""
     job_id = add_job(store)
     lease = leased(store, limit=2, model="one")
-    if kept == "result":
-        finish(store, lease, of=[0])
+    finish(store, lease, of=[0], failed=[] if kept == "answer" else [0])
     with store.write() as tx:
         if kept == "tokens":
-            saved_tokens.save_tokens(tx, [SavedTokens(lease.epoch, job_id, 0, b"[1]", "one@1")])
+            saved_tokens.save_tokens(tx, [SavedTokens(lease.epoch, job_id, 1, b"[1]", "one@1")])
         if kept != "lease":
             leases.abandon(tx, ["ann"])
         catalog.unbind(tx)
-    assert bound(store, job_id) == "one"
+    assert bound(store, job_id) == ("one" if kept else None)
 
 
 def test_the_last_of_several_runs_without_an_answer_frees_the_job(
@@ -269,13 +269,19 @@ def test_a_refusal_ends_with_its_reason(store: Store, write_input: WriteInput) -
 def test_a_harvester_says_once_which_jobs_it_leaves_alone(
     store: Store, write_input: WriteInput, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """At its start, also beside a progress bar, while it answers other jobs."""
     job_id = queue_up(write_input, "--model", "one")
+    tally = Tally()
+    ledger = ledger_of(store, tally, model="other")
+    ledger.recover()
+    ledger.close()
     harvester = Harvester(store, FakeEndpoint(Script(model="other")), follow=True)
-    announcer = Announcer(harvester, load())
-    harvester.tally.refused[job_id] = "why"
+    announcer = Announcer(harvester, load(), jobs=False)
+    harvester.tally.refused |= tally.refused
     for _ in range(2):
         asyncio.run(announcer._look())
-    assert capsys.readouterr().err == "left alone: why\n"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"left alone: job {job_id} is bound to one and this run has other")
 
 
 def test_a_run_does_not_wait_for_rows_that_another_model_holds(store: Store, write_input: WriteInput) -> None:

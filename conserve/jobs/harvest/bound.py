@@ -1,8 +1,13 @@
 """Jobs that are bound to another model than the one that answers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from conserve.jobs.harvest.tally import Tally
+from conserve.store.books import catalog
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 STEP = "; give --model "
 """Between what such a sentence says and its next command, which is another one for a night."""
@@ -23,8 +28,9 @@ class BoundElsewhere:
         self._tally = tally
         self._jobs: set[str] = set()
 
-    def note(self, found: Mapping[str, str], model: str | None) -> None:
-        """Take the jobs that are bound elsewhere now, with their models."""
+    def look(self, tx: "Connection", model: str | None, only: Collection[str] | None) -> None:
+        """Note which of these queued jobs, or of all, are bound elsewhere now."""
+        found = catalog.of_other_models(tx, model, only) if model else {}
         for job_id in self._jobs - found.keys():
             self._tally.refused.pop(job_id, None)
         for job_id, bound_to in found.items():

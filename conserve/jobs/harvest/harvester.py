@@ -207,6 +207,7 @@ class Harvester:
                 self._started, self._flights.unusable = True, None
             self.ready_at = self.ready_at or time.monotonic()
             self._ledger.kv_cache = getattr(self.endpoint, "kv_cache", None) or KvCache()
+            self._ledger.model = model_of(self.endpoint)
             await self._in_store(self._ledger.reopen)
             await self._recording.flush()  # outcomes that an outage kept from the store
             await self._in_store(self._ledger.recover)

@@ -89,6 +89,8 @@ class Ledger:
             harvested.forget_old(tx, now=now)
             servers.forget_old(tx, now=now)
             catalog.unbind(tx)
+            if not self._rebind:
+                self._elsewhere.look(tx, self.model, self._only)
         shards.compact_finished(self._store, now=now)
         sweep(self._store, now=now)
 
@@ -305,8 +307,7 @@ class Ledger:
         with self._store.read() as tx:
             left, holders = self._backlog(tx), leases.owners(tx)
             unleased = any(job.next_position < job.num_rows for job in self._runnable(tx))
-            others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
-        self._elsewhere.note(others, self.model)
+            self._elsewhere.look(tx, self.model, self._only)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:

@@ -329,13 +329,13 @@ def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
 
 
 def unbind(tx: Connection) -> None:
-    """Free the jobs that runs bound to their models, and that have no result, no saved token and no lease now.
+    """Free the jobs that runs bound to their models, and that have no answer, no saved token and no lease now.
 
-    Such are jobs of a run that asked a server for a model it does not have. The next run may be of another model.
+    Such are jobs of a run whose server lacks the model. An error is no answer: unrendered rows have one unasked.
     """
     saved = exists().where(request.c.job_id == job.c.id, request.c.tokens.is_not(None))
     held = exists().where(lease.c.job_id == job.c.id)
-    untouched = job.c.bound_by_run.is_(True), job.c.succeeded + job.c.failed == 0, ~saved, ~held
+    untouched = job.c.bound_by_run.is_(True), job.c.succeeded == 0, ~saved, ~held
     for chunk in chunks(sorted(tx.scalars(select(job.c.id).where(*untouched)))):
         lock_jobs(tx, chunk)  # a claim that was under way has ended, and its lease is seen
         tx.execute(update(job).where(job.c.id.in_(chunk), *untouched).values(model=None, bound_by_run=None))
