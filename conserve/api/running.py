@@ -14,6 +14,7 @@ from conserve.errors import SettingsError
 from conserve.hosts import split_login
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
+from conserve.words import count, duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
@@ -54,6 +55,8 @@ class Outcome:
     work_s: float = 0.0
     """Seconds from there until the last row was durable."""
     interrupted: bool = False
+    ready: bool = True
+    """False if it was stopped before the endpoint was ready."""
     jobs: dict[str, str] = field(default_factory=dict)
     """State of each job that rows were taken of, by its id."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -68,6 +71,15 @@ class Outcome:
     def tokens_per_s(self) -> float:
         """Tokens of prompts and answers per second of work."""
         return (self.prompt_tokens + self.completion_tokens) / max(self.work_s, 1e-9)
+
+    def summary(self) -> str:
+        """Rows and tokens per second in a sentence."""
+        if not self.ready:
+            return "stopped before any row was sent"
+        return (
+            f"{count(self.done, 'row')} in {duration(self.work_s)}, {self.tokens_per_s:,.0f} tokens/s "
+            f"(ready after {duration(self.start_s)})"
+        )
 
     def document(self) -> dict[str, Any]:
         """Outcome as JSON (docs/reference/json.md)."""
@@ -231,6 +243,7 @@ def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interru
         start_s=ready_at - begun,
         work_s=max(0.0, ended_at - ready_at),
         interrupted=interrupted,
+        ready=harvester.ready_at is not None,
         jobs={job_id: states[job_id] for job_id in (*tally.jobs, *tally.cancelled) if job_id in states},
         refused=dict(tally.refused),
     )

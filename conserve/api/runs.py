@@ -29,7 +29,7 @@ from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
-from conserve.words import count, duration
+from conserve.words import count
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
@@ -242,19 +242,14 @@ def summary(done: Outcome, jobs: Sequence[JobReading]) -> str:
     failed = f", {failures:,} failed" if failures else ""
     subject = f"{jobs[0].id}: {jobs[0].state}" if len(jobs) == 1 else count(len(jobs), "job")
     return (
-        f"{subject}, {sum(job.done for job in jobs):,} of {count(rows, 'row')} done{failed}; "
-        f"{done.done:,} in {duration(done.work_s)}, {done.tokens_per_s:,.0f} tokens/s "
-        f"(ready after {duration(done.start_s)})"
+        f"{subject}, {sum(job.done for job in jobs):,} of {count(rows, 'row')} done{failed}; {done.summary()}"
     )
 
 
 def nothing_left(jobs: Sequence[JobReading]) -> Outcome:
     """Outcome of a run that found its jobs completed."""
-    counters = dict.fromkeys(
-        ("succeeded", "failed", "retried", "prompt_tokens", "completion_tokens", "resumed_tokens"), 0
-    )
     states = {job.id: job.state.value for job in jobs}
-    return Outcome(**counters, start_s=0.0, work_s=0.0, interrupted=False, jobs=states, refused={})
+    return Outcome(jobs=states)
 
 
 async def ended(

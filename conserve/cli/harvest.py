@@ -18,7 +18,7 @@ from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
-from conserve.cli.run import report, supervise
+from conserve.cli.run import report, say_how_they_stand, supervise
 from conserve.cli.telemetry import Telemetry, begin_logging, telemetry
 from conserve.config import UNSET, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreMoved, StoreTooNew
@@ -195,7 +195,8 @@ def work(
     with sending(store):
         interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
-    code = report(done, settings, command="harvest", only=only, as_json=as_json)
+    told = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
+    code = report(done, settings, only=only, told=told, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 
@@ -309,7 +310,4 @@ class Announcer:
             )
         except ConserveError:
             return  # the harvester says that the store is out of reach
-        for reading in readings:
-            failed = f", {reading.failed:,} failed" if reading.failed else ""
-            said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
-            output.say(said, job=reading.id)
+        say_how_they_stand(readings)

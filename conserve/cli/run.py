@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +25,7 @@ from conserve.api.running import (
     unfinished_rows,
 )
 from conserve.cli import exits, output
+from conserve.cli.again import again
 from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
@@ -208,28 +209,31 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
 
 
 def report(
-    done: Outcome, settings: Settings, *, command: str = "run", only: list[str] | None = None, as_json: bool
+    done: Outcome,
+    settings: Settings,
+    *,
+    only: list[str] | None = None,
+    told: Collection[str] = (),
+    as_json: bool,
 ) -> int:
-    """Print the outcome; returns the exit code. `only` are the jobs that the command line names."""
+    """Print the outcome; returns the exit code.
+
+    `only` are the jobs that the command line names, `told` those of which it was said how they ended.
+    """
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
     for job_id, reason in done.refused.items():
         output.say(f"refused: {reason}", job=job_id)
-    for reading in ours:
-        failed = f", {reading.failed:,} failed" if reading.failed else ""
-        said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
-        output.say(said, job=reading.id)
+    say_how_they_stand([reading for reading in ours if reading.id not in told])
     if done.no_json:
         output.say(
             f"{done.no_json:,} of {output.count(done.succeeded, 'answer')} are not the JSON that was asked for, "
             "and their column json is null: the server may not support response_format"
         )
-    for said in next_commands(ours, command if done.interrupted else None):
-        output.say(said)
-    output.say(
-        f"{output.count(done.done, 'row')} in {output.duration(done.work_s)}, "
-        f"{done.tokens_per_s:,.0f} tokens/s (ready after {output.duration(done.start_s)})"
-    )
+    going = any(reading.state in (JobState.QUEUED, JobState.RUNNING) for reading in ours)
+    if done.interrupted and (going or not done.ready):
+        output.say(f"go on with: {again()}")
+    output.say(done.summary())
     meant = [reading for job_id, reading in readings.items() if reading in ours or job_id in (only or ())]
     paused = left_paused(meant)
     if as_json:
@@ -237,17 +241,19 @@ def report(
     return exit_code(done, ours, paused=paused)
 
 
-def next_commands(ours: list[JobReading], command: str | None) -> Iterator[str]:
-    """Yield what to do about jobs that did not end well; `command` was interrupted, None if none was."""
-    failed = " ".join(f"--job {reading.id}" for reading in ours if reading.failed)
+def say_how_they_stand(readings: list[JobReading]) -> None:
+    """Print a line on each job, then what to do about those that did not end well."""
+    for reading in readings:
+        failed = f", {reading.failed:,} failed" if reading.failed else ""
+        said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
+        output.say(said, job=reading.id)
+    failed = " ".join(f"--job {reading.id}" for reading in readings if reading.failed)
     if failed:
         query = "select error_type, error from results where error is not null"
-        yield f'why rows failed: conserve sql {failed} "{query}"'
-    expired = " ".join(reading.id for reading in ours if reading.state == JobState.EXPIRED)
+        output.say(f'why rows failed: conserve sql {failed} "{query}"')
+    expired = " ".join(reading.id for reading in readings if reading.state == JobState.EXPIRED)
     if expired:
-        yield f"put the rows that are left back with: conserve retry {expired}"
-    if command and any(reading.state in (JobState.QUEUED, JobState.RUNNING) for reading in ours):
-        yield f"go on with: conserve {command}"
+        output.say(f"put the rows that are left back with: conserve retry {expired}")
 
 
 def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:

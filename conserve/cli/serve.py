@@ -16,6 +16,7 @@ import typer
 from conserve.api.running import engine_flags
 from conserve.api.servers import bearer
 from conserve.cli import exits, output
+from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
 from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
@@ -342,6 +343,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
     environment = {
         "CONSERVE_MODEL": UNSET,
         "CONSERVE_STORE": settings.store_url,
+        GIVEN: again(),
         HARVEST_KEY: settings.harvest_key or "",
         **harvesters_telemetry(settings),
     }

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +10,14 @@ from pathlib import Path
 import pytest
 import typer
 
+from conserve.api.running import outcome
+from conserve.cli.again import GIVEN, again
 from conserve.cli.app import app
+from conserve.cli.run import report
+from conserve.cli.serve import harvester_command
 from conserve.config import load
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import OnLate
@@ -92,12 +99,31 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
 
 def test_an_interrupted_run_names_the_command_that_goes_on(write_input: WriteInput) -> None:
     submit(write_input(q=["a"] * 4))
-    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    address = "fake:?token_ms=50&tokens=10000"
+    running = start(["-m", "conserve", "run", "--api-key", "geheim", "--endpoint", address])
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
     running.send_signal(signal.SIGINT)
     code, _, stderr = ended(running)
     assert code == 130
-    assert "go on with: conserve run\n" in stderr
+    assert f"go on with: conserve run --endpoint '{address}'\n" in stderr
+
+
+def test_a_command_to_go_on_with_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["serve", "m", "--api-key", "a", "--hf-token=b", "--max-tokens", "8", "http://u:p@h:1/v1"]
+    monkeypatch.setattr(sys, "argv", ["conserve", *words])
+    assert again() == "conserve serve m --max-tokens 8 http://h:1/v1"
+    assert harvester_command(load(), "http://h:1").environment[GIVEN] == again()
+    monkeypatch.setenv(GIVEN, "conserve serve m")
+    assert again() == "conserve serve m", "of the command that started this process"
+
+
+def test_a_run_that_was_stopped_before_its_start_was_over_says_so(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["conserve", "run"])
+    done = outcome(Harvester(store, FakeEndpoint(Script())), load(), begun=0.0, interrupted=True)
+    assert report(done, load(), as_json=False) == 130
+    assert capsys.readouterr().err == "go on with: conserve run\nstopped before any row was sent\n"
 
 
 def test_a_job_that_expires_in_a_run_names_its_retry(write_input: WriteInput) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,28 @@ def test_changes_of_each_kind_of_start_are_remembered(
         assert recalled() == {"OMP_NUM_THREADS": str(number), "GONE": None}
     file.write_bytes(b"{")
     assert recalled() is None
+
+
+def test_a_ctrl_c_does_not_reach_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's resource tracker, which the fork server starts with, lets SIGINT through once it has started."""
+    tracked: list[bool] = []
+    blocked: list[bool] = []
+
+    def tracker_starts() -> None:
+        if not tracked:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        tracked.append(True)
+
+    def server_starts() -> None:
+        resource_tracker.ensure_running()
+        blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(resource_tracker, "ensure_running", tracker_starts)
+    monkeypatch.setattr(forkserver, "ensure_running", server_starts)
+    monkeypatch.setattr(forkserver, "set_forkserver_preload", list)
+    monkeypatch.setattr(fork_server, "pythons_server", lambda: SimpleNamespace(_forkserver_pid=1))
+    fork_server.launch(variables())
+    assert blocked == [True]
 
 
 def test_variables_of_ours_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:

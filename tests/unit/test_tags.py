@@ -148,7 +148,12 @@ def test_a_run_with_nothing_to_do_prints_its_outcome_too(write_input: WriteInput
     job_id = queue_up(write_input)
     done = json.loads(run("--json").stdout)
     nothing = json.loads(run("--json").stdout)
-    assert nothing == dict.fromkeys(done, 0) | {"interrupted": False, "jobs": {}, "refused": {}}
+    assert nothing == dict.fromkeys(done, 0) | {
+        "interrupted": False,
+        "ready": True,
+        "jobs": {},
+        "refused": {},
+    }
     assert json.loads(run(job_id, "--json").stdout)["jobs"] == {job_id: "completed"}
     assert json.loads(run("--dry-run", "--json").stdout) == {"jobs": {}}
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Hashable, Mapping
-from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess, get_spawning_popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -123,6 +123,7 @@ def launch(environment: Environment) -> int:
     Python 3.11 would take modules from the current folder first.
     """
     own = dict(os.environ)
+    resource_tracker.ensure_running()  # its start would let SIGINT through again
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     kept = {name: value for name, value in own.items() if name.startswith(READ_LATER)}
     try:
