@@ -108,6 +108,7 @@ class ServerSeen:
     error: str | None = None
     stock: bool = False
     policy: str | None = None
+    age_s: float | None = None  # of the figures; None from an older server
     ttft_ms: Latency = UNKNOWN
     tbt_ms: Latency = UNKNOWN
     attainment: float | None = None
@@ -123,7 +124,7 @@ class ServerSeen:
         """JSON of the server (docs/reference/json.md)."""
         if self.error is not None or self.stock:
             return {"url": self.url, "error": self.error, "stock": self.stock}
-        named = ("url", "policy", "attainment", "harm", "iterations_left", "tokens_redone")
+        named = ("url", "policy", "age_s", "attainment", "harm", "iterations_left", "tokens_redone")
         evicted = ("tokens_restored", "tokens_recomputed")
         return {
             **{name: getattr(self, name) for name in (*named, *evicted)},
@@ -168,6 +169,7 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
     return ServerSeen(
         url=url,
         policy=said.get("policy"),
+        age_s=said.get("age_s"),
         ttft_ms=ttft_ms,
         tbt_ms=tbt_ms,
         attainment=online.get("attainment"),

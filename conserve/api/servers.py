@@ -10,9 +10,11 @@ from typing import Any
 from conserve.config import Settings
 from conserve.hosts import split_login
 from conserve.jobs.harvest.services import running
+from conserve.words import duration
 
 ANSWER_S = 2.0
 PATH = "/v1/conserve"
+WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report
 NOT_FOUND = 404
 STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
 
@@ -37,7 +39,8 @@ def bearer(settings: Settings) -> dict[str, str]:
 def ask(url: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str, Any]:
     """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx.
 
-    A server that does not answer has an `error`, one without ConServe's scheduler has `stock`.
+    A server that does not answer has an `error`, one without ConServe's scheduler has `stock`. Figures are `age_s`
+    old, by seconds where an iteration is under way.
     """
     import http.client
     import json
@@ -52,7 +55,7 @@ def ask(url: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str,
 
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Unfollowed)
     try:
-        request = urllib.request.Request(f"{url}{PATH}", headers=bearer(settings))
+        request = urllib.request.Request(f"{url}{PATH}?within_s={WITHIN_S:g}", headers=bearer(settings))
         with opener.open(request, timeout=seconds) as answer:
             said = json.load(answer)
             return said if isinstance(said, dict) else {STOCK: True}
@@ -66,6 +69,16 @@ def unanswered(error: Exception) -> str:
     """Reason that a server did not answer."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
         return "wants another key; set CONSERVE_API_KEY"
-    if isinstance(getattr(error, "reason", None), socket.gaierror):  # a URLError's
+    cause = getattr(error, "reason", error)  # a URLError's
+    if isinstance(cause, socket.gaierror):
         return "runs there, and has no address that is known here"
-    return "does not answer (busy, or starting)"
+    if isinstance(cause, ConnectionRefusedError):
+        return "does not answer (starting, or ended)"
+    return f"does not answer{' (busy)' if isinstance(cause, TimeoutError) else ''}"
+
+
+def aged(age_s: float | None) -> str | None:
+    """Age of figures in words; None if they are of now."""
+    if age_s is None or age_s <= WITHIN_S:
+        return None
+    return f"{duration(age_s)} ago, as an iteration is under way"

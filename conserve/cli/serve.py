@@ -368,7 +368,9 @@ async def supervise(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    output.say(f"starting {settings.engine_model} at {url}" + (f"; its log is {service.log}" if service.log else ""))
+    output.say(
+        f"starting {settings.engine_model} at {url}" + (f"; its log is {service.log}" if service.log else "")
+    )
     begun = time.monotonic()
 
     async def on_ready() -> None:

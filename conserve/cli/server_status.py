@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from conserve.api.servers import STOCK, ask
+from conserve.api.servers import STOCK, aged, ask
 from conserve.cli import output
 from conserve.config import Settings
 from conserve.jobs.harvest.services import running
@@ -26,7 +26,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             continue
         online, offline, slo = server["online"], server["offline"], server["slo"]
         shown += [
-            f"{server['url']}  policy {server['policy']}, last minute:",
+            f"{server['url']}  policy {server['policy']}, last minute{until(server)}:",
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
             *held_back(online.get("held_back", ())),
@@ -38,6 +38,12 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
+
+
+def until(server: dict[str, Any]) -> str:
+    """When the last minute ended, if that is not now."""
+    ago = aged(server.get("age_s"))
+    return f" until {ago}" if ago is not None else ""
 
 
 def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool) -> str:

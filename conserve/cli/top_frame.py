@@ -11,6 +11,7 @@ from rich.text import Text
 
 from conserve import __version__
 from conserve.api.overview import P99, Latency, Overview, ServerSeen
+from conserve.api.servers import aged
 from conserve.cli.bars import bar, course, cut, short
 from conserve.cli.forecast_report import IDLE, queue_sentence, when
 from conserve.cli.output import STATE_COLOURS
@@ -121,7 +122,7 @@ def servers(found: Sequence[ServerSeen], width: int, room: int) -> list[Text]:
 
 
 def server_lines(server: ServerSeen, width: int) -> list[Text]:
-    """Latencies against their promises, then tokens and what was left and evicted."""
+    """Latencies against their promises, then tokens, what was left and evicted, and the age of old figures."""
     name = cut(server.url.removeprefix("http://"), max(20, width - 57))
     if server.error is not None:
         return [
@@ -144,7 +145,8 @@ def server_lines(server: ServerSeen, width: int) -> list[Text]:
         (f"  left {short(server.iterations_left)}, {short(server.tokens_redone)} redone", ""),
         (f"  evicted {short(server.tokens_restored)}+{short(server.tokens_recomputed)}", ""),
     )
-    return [first, second]
+    ago = aged(server.age_s)
+    return [first, second, *([Text(cut(f"   seen {ago}", width), style=DIM)] if ago is not None else [])]
 
 
 def latency(name: str, one: Latency, harm: float | None) -> list[tuple[str, str]]:

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 from typer.testing import CliRunner
 
+from conserve.api.overview import server_seen
+from conserve.api.servers import unanswered
 from conserve.cli import serve as serving
-from conserve.cli import serve_flags, serve_notices, server_status
+from conserve.cli import serve_flags, serve_notices, server_status, top_frame
 from conserve.cli.app import app
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
@@ -161,6 +164,33 @@ def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -
         "offline": {"tokens": offline_tokens, "tokens_per_s": 824.0},
     }
     return said if preemption is None else {**said, "preemption": preemption}
+
+
+def test_status_and_top_say_how_old_figures_are_where_an_iteration_is_under_way() -> None:
+    said = server(None)
+    for age_s, words in (
+        (None, ""),
+        (0.4, ""),
+        (72.0, " until 1 min 12 s ago, as an iteration is under way"),
+    ):
+        line = server_status.lines([{**said, "age_s": age_s}])[0]
+        assert line == f"http://127.0.0.1:8000  policy conserve, last minute{words}:"
+        below = top_frame.server_lines(server_seen("http://a", {**said, "age_s": age_s}), 100)[2:]
+        assert [str(text).rstrip() for text in below] == (
+            [f"   seen{words.removeprefix(' until')}"] if words else []
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (URLError(ConnectionRefusedError()), "does not answer (starting, or ended)"),
+        (TimeoutError(), "does not answer (busy)"),
+        (ValueError(), "does not answer"),
+    ],
+)
+def test_status_tells_a_busy_server_from_one_that_starts(error: Exception, words: str) -> None:
+    assert unanswered(error) == words
 
 
 def test_status_says_what_preemption_did() -> None:

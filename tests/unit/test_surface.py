@@ -23,6 +23,7 @@ from conserve.engine.vllm.server import metrics, routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
 from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
+from conserve.engine.vllm.server.reports import Reports
 from conserve.errors import ProfileMissing
 from tests import virtual_time
 from tests.installed import needs
@@ -120,7 +121,7 @@ def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
         def attach_router(self, app: FastAPI) -> None:
             super().attach_router(app)
             app.router.routes.pop(0)
-            MetricsRoute(scheduler_says, wait_s=wait_s).attach(app)
+            MetricsRoute(Reports(scheduler_says), wait_s=wait_s).attach(app)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Quick()])
@@ -253,6 +254,31 @@ def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_
         slow.set()
         await asyncio.sleep(1.0)
         assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 3}, "asked anew"
+
+    virtual_time.run(go())
+
+
+def test_a_scheduler_in_the_middle_of_an_iteration_has_its_last_report_shown_with_its_age() -> None:
+    async def go() -> None:
+        over = asyncio.Event()
+
+        async def reply() -> Any:
+            await over.wait()
+            return {**SAID, "iterations": len(client.asked)}
+
+        client = EngineClient(reply)
+        app, path = app_for(client), f"{routes.PATH}?within_s=1"
+        assert (await get(app, path)).status_code == 503, "nothing was reported yet"
+        over.set()
+        assert (await get(app, path)).json()["age_s"] == 0
+        over.clear()
+        await asyncio.sleep(3)
+        said = (await get(app, path)).json()
+        assert (said["age_s"], said["iterations"], said["version"]) == (4.0, 1, __version__)
+        over.set()
+        assert (await get(app, routes.PATH)).json()["iterations"] == 3, (
+            "without the parameter it is waited for"
+        )
 
     virtual_time.run(go())
 

@@ -281,6 +281,7 @@ def test_a_servers_json_has_its_figures() -> None:
     assert server_seen("http://a", SAID).document() == {
         "url": "http://a",
         "policy": "conserve",
+        "age_s": None,
         "attainment": 0.98,
         "harm": None,
         "iterations_left": 12,

@@ -1,8 +1,7 @@
 """Adds the scheduler's counters to vLLM's /metrics. Imported in API servers only."""
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -11,16 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
+from conserve.engine.vllm.server.reports import Reports
 from conserve.metrics_page import Build
 
-log = logging.getLogger("vllm.conserve")
 PATH = "/metrics"
 WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
 STALE_S = (
     60.0  # after which an answer is shown no more: figures that stand still would keep every alert quiet
 )
-
-Ask = Callable[[Any], Awaitable[dict[str, Any] | None]]
 
 
 class Count(NamedTuple):
@@ -104,14 +101,11 @@ REACTION = "From the decision that rows leave until the scheduler had control, o
 
 
 class MetricsRoute:
-    """The route /metrics. A request asks the scheduler; requests at the same time share one question."""
+    """The route /metrics. A request asks the scheduler."""
 
-    def __init__(self, ask: Ask, *, wait_s: float = WAIT_S) -> None:
-        self._ask = ask
+    def __init__(self, reports: Reports, *, wait_s: float = WAIT_S) -> None:
+        self._reports = reports
         self._wait_s = wait_s
-        self._asking: asyncio.Task[None] | None = None
-        self._said: dict[str, Any] | None = None
-        self._said_at: float | None = None  # by the event loop's clock
 
     def attach(self, app: FastAPI) -> None:
         """Answer in the place of vLLM's route: the first route of a path does, in every version."""
@@ -120,27 +114,11 @@ class MetricsRoute:
 
     async def show(self, request: Request) -> Response:
         """Answer with vLLM's metrics, then ours, then those of the backlog."""
-        said, age_s = await self._report(request.app.state.engine_client)
+        report = await self._reports.within(request.app.state.engine_client, self._wait_s)
+        age_s = report.age_s if report is not None and report.said is not None else None
+        said = report.said if report is not None and report.age_s <= STALE_S else None
         content = await asyncio.to_thread(exposition, said, age_s) + await backlog(request.app.state)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _report(self, engine_client: Any) -> tuple[dict[str, Any] | None, float | None]:
-        """The scheduler's report and its age, or its last one if it does not answer in time, and is not stale."""
-        asking = self._asking
-        if asking is None or asking.done():
-            asking = self._asking = asyncio.ensure_future(self._look(engine_client))
-        await asyncio.wait({asking}, timeout=self._wait_s)
-        if asking.done() and (asking.cancelled() or asking.exception() is not None):
-            log.debug("the scheduler does not answer: %r", asking)
-        if self._said is None or self._said_at is None:
-            return None, None
-        age_s = asyncio.get_running_loop().time() - self._said_at
-        return (self._said if age_s <= STALE_S else None), age_s
-
-    async def _look(self, engine_client: Any) -> None:
-        """Ask the scheduler, and keep its answer."""
-        self._said = await self._ask(engine_client)
-        self._said_at = asyncio.get_running_loop().time()
 
 
 class ReportAge(NamedTuple):

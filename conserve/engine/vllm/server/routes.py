@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from conserve.engine.vllm.profiling.learning import require_model, scheduler_say
 from conserve.engine.vllm.requests.engines import most_requests, number_of_engines
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
+from conserve.engine.vllm.server.reports import Reports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/conserve"
 SPILL_PATH = f"{PATH}/spill"
+WITHIN = "within_s"  # parameter of GET: seconds after which the last report will do
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # variable and header of a secret that only `conserve serve` knows
 LOOK_S = 0.05  # between two checks of the writing workers
 
@@ -45,13 +48,30 @@ def attach(app: FastAPI) -> None:
     app.add_route(PATH, change, methods=["POST"])
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
-    MetricsRoute(scheduler_says).attach(app)
+    app.state.conserve_reports = reports = Reports(scheduler_says)
+    MetricsRoute(reports).attach(app)
     beside.attach(app)
 
 
 async def show(request: Request) -> Response:
-    """Answer with the scheduler's report."""
-    return await answer(request, None)
+    """Answer with the scheduler's report; with `within_s`, after this time with its last one and the age of it."""
+    wait_s = seconds(request.query_params.get(WITHIN))
+    if wait_s is None:
+        return await answer(request, None)
+    reports: Reports = request.app.state.conserve_reports
+    report = await reports.within(request.app.state.engine_client, wait_s)
+    if report is None:
+        return reply({"error": {"message": "the scheduler has not reported yet; ask again"}}, 503)
+    return reply_with(request, report.said, age_s=round(report.age_s, 3))
+
+
+def seconds(given: str | None) -> float | None:
+    """Seconds of a query's parameter; None without a number of seconds."""
+    try:
+        wait_s = float(given or "")
+    except ValueError:
+        return None
+    return wait_s if 0 <= wait_s < inf else None
 
 
 async def change(request: Request) -> Response:
@@ -103,9 +123,16 @@ async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response
     """The scheduler's report, with figures of the API server."""
     client = request.app.state.engine_client
     said = await scheduler_says(client, wanted)
+    if said is not None:
+        remember(request.app.state, said)
+    return reply_with(request, said)
+
+
+def reply_with(request: Request, said: Mapping[str, Any] | None, **more: float) -> Response:
+    """The response with a report."""
     if said is None:
         return reply({"error": {"message": "this engine runs with another scheduler"}}, 404)
-    remember(request.app.state, said)
+    client = request.app.state.engine_client
     caller = CALLER.get()
     return reply(
         {
@@ -115,13 +142,15 @@ async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response
             "engines": number_of_engines(client),
             "max_num_seqs": most_requests(client),
             "offline_priority": OFFLINE_PRIORITY,
+            **more,
             **said,
         }
     )
 
 
 def remember(state: State, said: Mapping[str, Any]) -> None:
-    """Keep the SLO in the app's state, where the guard reads it: clients may not ask for a TTFT below it."""
+    """Keep the report, and the SLO where the guard reads it: clients may not ask for a TTFT below it."""
+    state.conserve_reports.keep(said)
     setattr(state, SLO, said["slo"]["ttft_ms"])
 
 
