@@ -106,7 +106,7 @@ class Progress:
         """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""
         from conserve.jobs.harvest.forecast import left_s
 
-        per_s = self._per_s
+        per_s = self._per_s if self._rate.firm else 0.0
         parts = [] if seen.rows_done or not seen.rows_in_flight else [first_wave(seen)]
         parts += [f"{per_s:,.0f} tokens/s"] if per_s else []
         parts += [f"{seen.rows_in_flight:,} running"] if seen.rows_done or not parts else []

@@ -26,7 +26,7 @@ from conserve.endpoints.stream import AnswerPieces
 from conserve.engine.vllm.launching import phases
 from conserve.engine.vllm.requests.token_watch import in_flight
 from conserve.errors import StoreUnreachable
-from conserve.jobs.harvest.forecast import WINDOW_S, QueueProgress, Rate, left_s, tokens_left
+from conserve.jobs.harvest.forecast import FEW, WINDOW_S, QueueProgress, Rate, left_s, tokens_left
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.database.store import Store
 
@@ -138,16 +138,25 @@ def test_tokens_show_before_any_row_is_answered(run: Run) -> None:
     assert run.line(after_s=10) is None  # nothing has been sent yet
     run.compute(rows=128, tokens=0, most=128 * 150)
     assert run.line() == "0/200 rows, first wave of 128: 0 tokens so far"
-    run.compute(rows=128, tokens=3000, most=128 * 150)
-    assert run.line(after_s=15) is None
-    assert run.line(after_s=15) == (
-        "0/200 rows, first wave of 128: 3,000 tokens so far, 100 tokens/s, about 4 min left"
+    run.compute(rows=128, tokens=39, most=128 * 150)
+    assert run.line(after_s=30) == "0/200 rows, first wave of 128: 39 tokens so far", (
+        "no rate of one iteration"
+    )
+    for tokens in (700, 1400, 2100):
+        run.compute(rows=128, tokens=tokens, most=128 * 150)
+        assert run.line(after_s=7) is None
+    run.compute(rows=128, tokens=6000, most=128 * 150)
+    assert run.line(after_s=9) == (
+        "0/200 rows, first wave of 128: 6,000 tokens so far, 100 tokens/s, about 4 min left"
     )
 
 
 def test_answered_rows_make_the_forecast_firm(run: Run) -> None:
     run.compute(rows=128, tokens=0, most=128 * 150)
     run.line()
+    for tokens in range(FEW):
+        run.compute(rows=128, tokens=tokens, most=128 * 150)
+        run.line()
     run.finish(50, 100)
     run.compute(rows=128, tokens=1000, most=128 * 150)
     assert run.line(after_s=30) == "50/200 rows, 200 tokens/s, 128 running, about 2 min left"

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 WINDOW_S = 60.0  # the rate is that of the last minute: machines and prompts change
+FEW = 5  # looks with more tokens, before which a rate is that of the first prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +63,18 @@ class Rate:
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, int]] = deque()  # (seconds, tokens by then)
+        self._rises = 0
+
+    @property
+    def firm(self) -> bool:
+        """True once tokens were computed at several looks: iterations may take long, and the first ones longest."""
+        return self._rises >= FEW
 
     def look(self, now: float, tokens: int) -> float:
         """Note the tokens computed by now; returns the rate, 0 at the first look."""
         while self._looks and tokens < self._looks[-1][1]:
             self._looks.pop()  # rows were withdrawn: their tokens count again when they are computed again
+        self._rises += bool(self._looks) and tokens > self._looks[-1][1]
         self._looks.append((now, tokens))
         while len(self._looks) > 2 and now - self._looks[1][0] >= WINDOW_S:
             self._looks.popleft()
