@@ -1,6 +1,7 @@
 """`conserve results`: the answers of a job as a file."""
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
@@ -10,7 +11,9 @@ from conserve.api.queries import check_join, results_query
 from conserve.cli import exits, output
 from conserve.cli.context import Context
 from conserve.cli.options import JOB
+from conserve.config import Settings
 from conserve.errors import UsageError
+from conserve.store.books.readings import read_jobs
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
@@ -79,16 +82,17 @@ def results(
         sink(out) as stream,
     ):
         rows = write(answers, found, wanted, stream)
-    tell(found, rows, out)
+    tell(found, rows, out, context.settings())
     if left_out:
         raise typer.Exit(exits.FAILED)
 
 
-def tell(job: "JobRecord", rows: int, out: Path | None) -> None:
-    """Say how many rows were written, and if that is not all of the job."""
+def tell(job: "JobRecord", rows: int, out: Path | None, settings: Settings) -> None:
+    """Say how many rows were written, and if that is not all of the job, its state as `conserve status` has it."""
     if rows < job.num_rows:
         so_far = f"{rows:,} of {output.count(job.num_rows, 'row')} so far"
-        output.say(f"job {job.id} is {job.state}: {so_far}")
+        states = [reading.state for reading in read_jobs(settings, now=time.time(), only=[job.id])]
+        output.say(f"job {job.id} is {states[0] if states else job.state}: {so_far}")
     if out is not None:
         output.say(f"wrote {output.count(rows, 'row')} to {shown(out)}")
 
@@ -118,7 +122,7 @@ def table_of(
             rows = tables.write_delta(answers, place, found.id)
         else:
             rows = tables.write_dataset(answers, place, found.id)
-    tell(found, rows, out)
+    tell(found, rows, out, context.settings())
     if left_out:
         raise typer.Exit(exits.FAILED)
 

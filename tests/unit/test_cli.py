@@ -98,10 +98,11 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
 
 
 def test_an_interrupted_run_names_the_command_that_goes_on(write_input: WriteInput) -> None:
-    submit(write_input(q=["a"] * 4))
+    job_id = submit(write_input(q=["a"] * 4))
     address = "fake:?token_ms=50&tokens=10000"
     running = start(["-m", "conserve", "run", "--api-key", "geheim", "--endpoint", address])
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
+    assert conserve("results", "last").stderr == f"job {job_id} is running: 0 of 4 rows so far\n"
     running.send_signal(signal.SIGINT)
     code, _, stderr = ended(running)
     assert code == 130
