@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from conserve.errors import ConserveError
 
+CALL = re.compile(r"conserve (?:jobs|(pause|resume|cancel|retry) (\w[\w.-]*))")
 COMMAND = (
     r"(?<=: )conserve [^;]*"
     r"|(?<=run: )(?:(?!; |, or ).)*"  # of any program
@@ -24,10 +25,22 @@ OTHERWISE = {
 
 
 def in_python(sentence: str) -> str:
-    """Sentence with the names of arguments for flags; commands in it stay as they are."""
+    """Sentence with the names of arguments for flags, and calls for commands that have one.
+
+    A command would ask the store of the command line, which need not be the caller's.
+    """
     return COMMAND_OR_FLAG.sub(
-        lambda found: found[1] or OTHERWISE.get(found[2], found[2].replace("-", "_")), sentence
+        lambda found: called(found[1]) if found[1] else OTHERWISE.get(found[2], found[2].replace("-", "_")),
+        sentence,
     )
+
+
+def called(command: str) -> str:
+    """The call that does the same as a command, or the command."""
+    found = CALL.fullmatch(command)
+    if found is None:
+        return command
+    return f"store.job({found[2]!r}).{found[1]}()" if found[1] else "store.jobs()"
 
 
 @contextmanager

@@ -227,7 +227,9 @@ def test_names_and_commands_of_other_programs_stay_as_they_are(said: str) -> Non
     )
 
 
-def test_commands_in_a_sentence_stay_as_they_are() -> None:
+def test_commands_in_a_sentence_are_calls_where_there_is_one() -> None:
+    said = "go on with: conserve retry gsm-k3f9; or run: conserve retry --all"
+    assert in_python(said) == "go on with: store.job('gsm-k3f9').retry(); or run: conserve retry --all"
     said = "run: conserve run --endpoint URL; give --api-key, or more with --timeout"
     assert in_python(said) == (
         "run: conserve run --endpoint URL; give api_key, or more with the setting sql_timeout_s"
@@ -413,7 +415,7 @@ def test_jobs_are_found_by_id_beginning_name_and_age(opened: conserve.Store) -> 
     assert opened.jobs() == [first, second]
     assert opened.job(first.id) == first
     assert opened.job("nightly") == opened.job("last") == second
-    with pytest.raises(JobNotFound, match="run: conserve jobs"):
+    with pytest.raises(JobNotFound, match=r"run: store\.jobs\(\)$"):
         opened.job("zzz")
 
 
@@ -632,7 +634,7 @@ def test_progress_is_said_on_stderr(opened: conserve.Store, capsys: pytest.Captu
     job.run()
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"{job.id}: completed, 5 of 5 rows done; 5 in " in said.err.splitlines()[-1]
+    assert f"{job.id}: completed, 5 of 5 rows done; 5 rows in " in said.err.splitlines()[-1]
 
 
 def test_a_job_is_read_alone(opened: conserve.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,7 +659,7 @@ def test_a_terminal_has_one_line_that_is_written_over(
     first, *others = capsys.readouterr().err.split("\r")
     assert first == ""
     assert others[0] == "starting the fake endpoint\x1b[K"
-    assert others[-1].startswith(f"{job.id}: completed, 5 of 5 rows done; 5 in ")
+    assert others[-1].startswith(f"{job.id}: completed, 5 of 5 rows done; 5 rows in ")
     assert others[-1].endswith("\x1b[K\n")
 
 
