@@ -62,7 +62,7 @@ def run(
         str | None,
         typer.Option(
             metavar="URL",
-            help="OpenAI-compatible server instead of the embedded engine; none for the engine.",
+            help="OpenAI-compatible server instead of the engine; none for the engine.",
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from keyword import iskeyword
 from typing import Any
 
 import msgspec
@@ -11,6 +12,19 @@ from conserve.endpoints.protocol import Url
 
 KEEP_LOGPROBS = "conserve_keep_logprobs"
 """Field of a body that no server gets: of an echoed prompt, keep the log probabilities of its last tokens alone."""
+
+ROW = "row"
+"""Name of the whole row in a template."""
+
+
+def in_template(column: str) -> str:
+    """Words that put a column into a template."""
+    return f"{{{{ {column if is_word(column) else f'{ROW}[{column!r}]'} }}}}"
+
+
+def is_word(column: str) -> bool:
+    """True for a column that a template names as it is."""
+    return column.isidentifier() and not iskeyword(column)
 
 
 class Kind(StrEnum):

@@ -76,6 +76,12 @@ BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("twice.jsonl", "\n".join([line("a"), line("b"), line("a")]), OPENAI, "'a' is on 2 rows"),
     ("column.jsonl", '{"question": "a", "n": 1}\n', PROMPT, "names 'q', but the columns are: question, n"),
     ("text.jsonl", '{"m": "hello"}\n', CHAT, "is string, not a list of messages"),
+    (
+        "spaced.csv",
+        "Question Text\nhello\n",
+        replace(CHAT, column="Question Text"),
+        r"use --prompt \"\{\{ row\['Question Text'\] \}\}\" to send it as text",
+    ),
     ("nocolumn.jsonl", '{"q": "hello"}\n', CHAT, "--messages names 'm'"),
     ("syntax.jsonl", '{"q": "a"}\n', Task(kind=Kind.PROMPT, template="{{ q"), "mistake in line 1"),
     (

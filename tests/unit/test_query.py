@@ -121,6 +121,10 @@ def test_nothing_but_the_views_is_in_reach(opened: Views, sql: str) -> None:
             "select * from results join inputs using (nope)",
             '^there is no column nope; the columns are shown by: conserve sql "describe results" .or inputs.$',
         ),
+        (
+            'select mean from (select text as "Mean Text" from results)',
+            '^there is no column mean; did you mean "Mean Text". If',
+        ),
         ("select nope(1)", "^there is no function nope; correct the query and ask again$"),
         ("select contain(1)", "^there is no function contain; did you mean contains. If not, correct the"),
         ("selec 1", '^syntax error at or near "selec"; correct the query and ask again$'),

@@ -12,7 +12,7 @@ from conserve.errors import InputError, first_line
 from conserve.jobs.inputs.cells import for_python, python_rows
 from conserve.jobs.inputs.files import Partition
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
-from conserve.jobs.task import Kind, Task
+from conserve.jobs.task import Kind, Task, in_template
 from conserve.store.files.objects import FilePath, source
 
 READ_ROWS = 512  # metadata counts a text of a dictionary once, however many rows share it
@@ -197,7 +197,7 @@ def check_chats(schema: pa.Schema, name: str, task: Task) -> None:
     if not is_messages(kind):
         raise InputError(
             f"column {task.column!r} of {name} is {kind}, not list<struct<role, content>>; "
-            'use --prompt "{{ ' + task.column + ' }}" to send it as text'
+            f'use --prompt "{in_template(task.column)}" to send it as text'
         )
 
 

@@ -19,7 +19,7 @@ from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.files import Partition, opened
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.jobs.task import Kind, Task
+from conserve.jobs.task import Kind, Task, in_template
 
 OPENAI_COLUMNS = ("custom_id", "method", "url", "body")
 KINDS = {
@@ -61,7 +61,7 @@ class TextRows:
                 found = ", ".join(sorted(self.kinds[task.column]))
                 raise InputError(
                     f"{task.column!r} in {self.name} is {found}, not a list of messages; "
-                    'use --prompt "{{ ' + task.column + ' }}" to send it as text'
+                    f'use --prompt "{in_template(task.column)}" to send it as text'
                 )
 
     def rows(self) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,10 +14,9 @@ from conserve.endpoints.protocol import Url
 from conserve.errors import TemplateError
 from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.requests.fault import request_fault
-from conserve.jobs.task import Kind, Task
+from conserve.jobs.task import ROW, Kind, Task, in_template, is_word
 
 Row = Mapping[str, Any]
-ROW = "row"
 """The whole row in a template, for columns whose names are no words: `row['a b']`. A column called so wins."""
 
 CALLS = ("tool_calls", "function_call")
@@ -88,8 +86,8 @@ def template_names(template: str, columns: Collection[str]) -> set[str]:
 
 def odd_name_hint(columns: Iterable[str]) -> str:
     """Hint on naming a column whose name is no word in a template; empty if all of them are words."""
-    odd = next((name for name in columns if not name.isidentifier() or iskeyword(name)), None)
-    return "" if odd is None else f"; a template names {odd!r} as {{{{ {ROW}[{odd!r}] }}}}"
+    odd = next((name for name in columns if not is_word(name)), None)
+    return "" if odd is None else f"; a template names {odd!r} as {in_template(odd)}"
 
 
 def compiled(template: str) -> Template:

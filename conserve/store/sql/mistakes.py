@@ -7,6 +7,7 @@ import duckdb
 
 from conserve.errors import QueryError
 from conserve.store.sql import eval_views
+from conserve.store.sql.quoting import quoted
 
 VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
 REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
@@ -17,10 +18,13 @@ WRITES = re.compile(r"WITH clause containing a .* must be at the top level")
 KIND = re.compile(r"^(?:[A-Z]\w+ )+Error: ")
 LISTS = re.compile(r"[\s!.]*(?:Did you mean \"|Candidate \w+:|LINE \d+:)")
 """Beginning of what follows the cause: nearest names, all functions of a name, the line with the mistake."""
+POINTER = re.compile(r"\s*LINE \d+:")  # at the line of the query, whose words are no candidates
 NO_COLUMN = re.compile(
     r'Referenced column "(.+?)" not found|not have a column named "(.+?)"|Column "(.+?)" does not exist'
 )
 NO_TABLE = re.compile(r'Table with name (.+?) does not exist|Referenced table "(.+?)" not found')
+NAME = re.compile(r'"([^"]+)"|(\w+)')
+"""A candidate: whole within quotes, else a word."""
 NO_FUNCTION = re.compile(r"Function with name (.+?) does not exist")
 
 CORRECT = "correct the query and ask again"
@@ -54,7 +58,7 @@ def streamed(message: str) -> QueryError:
 def apart(message: str) -> tuple[str, str]:
     """The cause in DuckDB's message, and what follows it."""
     cause, *rest = LISTS.split(KIND.sub("", one_line(message)), maxsplit=1)
-    return cause.rstrip(".!"), "".join(rest)
+    return cause.rstrip(".!"), POINTER.split("".join(rest), maxsplit=1)[0]
 
 
 def name_in(pattern: re.Pattern[str], cause: str) -> str | None:
@@ -65,9 +69,22 @@ def name_in(pattern: re.Pattern[str], cause: str) -> str | None:
 
 def meant(name: str, *candidates: str) -> str:
     """The words "did you mean text? If not, "; empty where no name is like this one."""
-    names = [one for text in candidates for one in re.findall(r"\w+", text)]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}? If not, " if near else ""
+    names = [quotes or word for text in candidates for quotes, word in NAME.findall(text)]
+    others = [one for one in names if one.lower() != name.lower()]
+    near = difflib.get_close_matches(name, others, n=1) or [
+        one for one in others if name.lower() in words_of(one)
+    ]
+    return f"did you mean {as_written(near[0])}? If not, " if near else ""
+
+
+def words_of(name: str) -> list[str]:
+    """Words of a name, which holds spaces and signs too."""
+    return re.findall(r"\w+", name.lower())
+
+
+def as_written(name: str) -> str:
+    """A name as SQL writes it: in quotes unless it is a plain word."""
+    return name if re.fullmatch(r"[A-Za-z_]\w*", name) else quoted(name)
 
 
 def views_in(sql: str) -> list[str]:
