@@ -12,16 +12,19 @@ EXAMPLE = "conserve help submit"
 
 def help(
     ctx: typer.Context,
-    command: Annotated[str | None, typer.Argument(metavar="COMMAND", help="The command to explain.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="The command to explain, as eval run.")
+    ] = None,
 ) -> None:
     """Explain the program, or one command."""
-    parent = ctx.parent
-    assert parent is not None
-    group = parent.command
-    if command is None:
-        output.data(group.get_help(parent))
-        return
-    found = group.get_command(parent, command)  # type: ignore[attr-defined]
-    if found is None:
-        raise UsageError(f"there is no command {command!r}; run: conserve help")
-    output.data(found.get_help(type(parent)(found, info_name=command, parent=parent)))
+    explained = ctx.parent
+    assert explained is not None
+    for number, word in enumerate(words or [], start=1):
+        command_of = getattr(explained.command, "get_command", lambda context, name: None)
+        found = command_of(explained, word)
+        if found is None:
+            first = " ".join((words or [])[:number])
+            upper = " ".join(["conserve help", *(words or [])[: number - 1]])
+            raise UsageError(f"there is no command {first!r}; run: {upper}")
+        explained = type(explained)(found, info_name=word, parent=explained)
+    output.data(explained.command.get_help(explained))

@@ -222,7 +222,16 @@ def test_help_begins_with_an_example_and_the_docs_name_the_command(name: str) ->
     assert shown.splitlines()[0] == "Example:"
     assert f"conserve {name}" in shown.splitlines()[1]
     assert shown == conserve(name, "--help").stdout
-    assert f"conserve {name}" in (DOCS / "reference" / "commands.md").read_text()
+    page = (DOCS / "reference" / "commands.md").read_text()
+    group = typer.main.get_group(app).commands[name]
+    for words in [[name], *([name, part] for part in getattr(group, "commands", ()))]:
+        assert f"Usage: conserve {' '.join(words)} " in page
+        assert conserve("help", *words).stdout == conserve(*words, "--help").stdout
+
+
+def test_help_names_the_command_that_there_is_not() -> None:
+    assert "there is no command 'eval rnu'; run: conserve help eval" in conserve("help", "eval", "rnu").stderr
+    assert "there is no command 'run x'; run: conserve help run" in conserve("help", "run", "x").stderr
 
 
 @pytest.mark.usefixtures("no_library")

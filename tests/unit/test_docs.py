@@ -4,11 +4,16 @@ import html
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conserve.api.running import Outcome
+from conserve.evals.records import MeanScore, RunRecord, SuiteRecord
+from conserve.jobs.requests.rehearsal import Rehearsal
+from conserve.profiles.profile import Profile
 from tools.docs import mechanisms, queue_drawings
 from tools.docs.dots import Axis, Dot, Plot, Row, draw
 from tools.docs.drawings import Arrow, Box, Drawing, faults
@@ -19,6 +24,8 @@ DRAWINGS = {**mechanisms.DRAWINGS, **queue_drawings.DRAWINGS}
 REPOSITORY = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
 SITE = tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]
+INTERNAL = {"job_id", "samples", "folder", "plan", "token", "overrides", "file", "target", "name"}
+"""Fields that a document has under another name, or not at all."""
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
 
 
@@ -117,6 +124,23 @@ def test_reasons_on_the_page_of_modes_are_the_programs_own() -> None:
     assert len(reasons) >= 15
     for reason in reasons:
         assert reason.partition(" with xxhash")[0] in sources, reason
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("Run", Outcome),
+        ("Run", Rehearsal),
+        ("Profiles", Profile),
+        ("Evaluations", RunRecord),
+        ("Evaluations", SuiteRecord),
+        ("Evaluations", MeanScore),
+    ],
+)
+def test_the_page_of_shapes_has_every_field(title: str, kind: type) -> None:
+    section = (DOCS / "reference/json.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    documented = set(re.findall(r'"(\w+)"', section))
+    assert {field.name for field in fields(kind)} - documented - INTERNAL == set()
 
 
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from unittest import mock
 
+import typer
 from typer.testing import CliRunner
 
 from conserve.cli.app import app
@@ -32,11 +33,6 @@ MORE = {
     "bench": ("Measure the harm on your traffic", "compare-policies"),
     "doctor": ("Diagnose a machine", "diagnose"),
 }
-PARTS = {
-    "profile": ("measure", "show"),
-    "store": ("size",),
-    "eval": ("run", "report", "compare", "gate", "list", "name", "init", "schedule"),
-}  # commands of a group
 HEAD = """# Commands
 
 This page is the program's own help, written by `make reference`. A job is named by its id, by the beginning of
@@ -54,8 +50,14 @@ def page() -> str:
             title, file = MORE[name]
             parts.append(f"[{title}](../how-to/{file}.md) explains it.\n")
         parts.append(block(help_of(name)))
-        parts += [block(help_of(name, part)) for part in PARTS.get(name, ())]
+        parts += [block(help_of(name, part)) for part in parts_of(name)]
     return "\n".join(parts)
+
+
+def parts_of(name: str) -> list[str]:
+    """Commands of a group; none of a command that is no group."""
+    group = typer.main.get_group(app)
+    return list(getattr(group.get_command(typer.Context(group), name), "commands", ()))
 
 
 def help_of(*words: str) -> str:
