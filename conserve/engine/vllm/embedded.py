@@ -27,6 +27,7 @@ from conserve.engine.vllm.launching.launch import Launch, on_thread
 from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, resolve_model
 from conserve.engine.vllm.model.fingerprint import identity_of
+from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_model, scheduler_says
 from conserve.engine.vllm.requests.answers import Serving
 from conserve.engine.vllm.requests.continuation import continued
@@ -207,6 +208,7 @@ class _Engine:
     ) -> _Engine:
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
+        await on_thread(partial(require_on_hub, path))
         await asyncio.to_thread(fork_server.start_early, user)
         quiet_warnings()
         needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]

@@ -1,6 +1,8 @@
 """Environment variables, warnings and logs of vLLM, set up before it is imported."""
 
+import contextlib
 import functools
+import importlib
 import logging
 import os
 import re
@@ -54,6 +56,8 @@ def quiet_warnings() -> None:
     # max_tokens is a field of the chat request, which vLLM reads on every request.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message="max_tokens is deprecated")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
+    with contextlib.suppress(ImportError):
+        importlib.import_module("huggingface_hub.utils.logging")  # which sets the level
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry when offline
 
 

@@ -31,6 +31,7 @@ from conserve.engine.vllm.launching.environment import (
 from conserve.engine.vllm.launching.flags import ahead_under_v1, configured, names_scheduling, parse_flags
 from conserve.engine.vllm.launching.launch import on_thread, output_to
 from conserve.engine.vllm.model.demo_model import resolve_model
+from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.model.profile_key import key_of, limits_of
 from conserve.errors import ConserveError, EndpointUnusable, ProfilingFailed, SettingsError
 from conserve.profiles.batch import Slice
@@ -66,6 +67,7 @@ class EngineRig:
         require_engine()
         path = resolve_model(model, cache_dir)
         prepare_environment(offline=Path(path).exists(), served=served)
+        require_on_hub(path)
         fork_server.start_early("the rig")
         quiet_warnings()
         trial.require(Part.ENGINE, Part.PROFILING, say=logging.getLogger(__name__).warning)

@@ -37,6 +37,7 @@ from conserve.engine.vllm.launching.flags import (
 )
 from conserve.engine.vllm.launching.number_format import read_config
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
 from conserve.errors import ConserveError, ProfileMissing
@@ -176,6 +177,7 @@ def main(words: Sequence[str]) -> int:
         require_engine()
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
+        require_on_hub(resolve_model(model, Path(models_folder)))
         quiet_warnings()
         allow_plugin()
         fork_server.start_early("the server")
