@@ -6,6 +6,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -39,6 +41,25 @@ def known_model() -> dict[str, Any]:
         "correction": str(Path(FOLDER.name) / "correction"),
         "keep_correction": False,
     }
+
+
+def let_see(engine: SchedulerAlone, embeddings: int) -> None:
+    """Have the engine take images, with an encoder cache of so many embeddings."""
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=embeddings)
+    engine.scheduler.max_num_encoder_input_tokens = embeddings
+
+
+def show(request: Request, images: Mapping[int, str], size: int) -> None:
+    """Put images into a prompt: place of the first token -> the image's name; each is `size` tokens."""
+    request.mm_features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=name,
+            mm_position=PlaceholderRange(offset=place, length=size),
+        )
+        for place, name in sorted(images.items())
+    ]
 
 
 class Executed(NamedTuple):

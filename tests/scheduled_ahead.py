@@ -1,8 +1,9 @@
 """vLLM's asynchronous scheduler with our policy, and a worker that is counters alone: rows leave at random.
 
 The worker keeps what vLLM's V2 runner has on the device: how many tokens of each request are computed, and what
-each KV block holds. It refuses what `Worker` refuses. So every iteration that it computes must be planned with
-exactly the tokens that it has, and every KV block that is registered for reuse must hold what its hash says.
+each KV block holds, and which images were encoded. It refuses what `Worker` refuses. So every iteration that it
+computes must be planned with exactly the tokens that it has, every KV block that is registered for reuse must hold
+what its hash says, and every image in a chunk must have been encoded.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class ScheduledAhead(BareEngine):
         self.most_in_flight = 0
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._holds: dict[int, bytes] = {}  # KV block -> hash of what was written into it
+        self._images: dict[str, list[Any]] = {}  # request -> its images
+        self._encoded: set[str] = set()  # images in the encoder cache on the device
         self._unsettled: dict[str, int] = {}
         self._dice, self._often, self._separable = random.Random(seed), often, separable
         self._refuses = refuses
@@ -123,6 +126,8 @@ class ScheduledAhead(BareEngine):
         stamp, names = stamp_of(output), list(output.num_scheduled_tokens)
         for request in output.scheduled_new_reqs:
             self.computed[request.req_id] = request.num_computed_tokens
+            self._images[request.req_id] = request.mm_features
+        self._encoded.difference_update(output.free_encoder_mm_hashes)
         if stamp is not None:
             self._unsettled = {name: at for name, at in self._unsettled.items() if at > stamp.settled}
             if stamp.ahead and (refused or not self._unsettled.keys().isdisjoint(names)):
@@ -132,6 +137,8 @@ class ScheduledAhead(BareEngine):
                 refused = False
                 self._unsettled |= dict.fromkeys(left, stamp.iteration)
                 self.live_again += sum(name.startswith("on") for name in left)
+        if not refused:
+            self._encode(output)
         result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: place for place, name in enumerate(names)},
@@ -144,6 +151,17 @@ class ScheduledAhead(BareEngine):
             can = {"layers": LAYERS, "safepoints": LAYERS, "separable": self._separable}
             put(result, IterationOutcome(left=left, refused=refused, **can))
         self._queue.append((output, result))
+
+    def _encode(self, output: SchedulerOutput) -> None:
+        """Encode what is to be encoded; vLLM's worker ends with the engine where an image of a chunk is missing."""
+        for name, numbers in output.scheduled_encoder_inputs.items():
+            self._encoded.update(self._images[name][number].identifier for number in numbers)
+        for name, tokens in output.num_scheduled_tokens.items():
+            first = self._context(output, name)
+            for image in self._images[name]:
+                place = image.mm_position
+                if first < place.offset + place.length and place.offset < first + tokens:
+                    assert image.identifier in self._encoded, f"{name} has an image that was not encoded"
 
     def _refused(self, output: SchedulerOutput) -> bool:
         return self._refuses and self._dice.random() < 0.1

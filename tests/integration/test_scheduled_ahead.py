@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,15 +23,20 @@ pytestmark = [
 SHARED = [[n * 50 + i for i in range(64)] for n in range(3)]  # of prompts that share KV blocks
 
 
-def storm(engine: Any, seed: int, steps: int, *, losing: float = 0.0) -> list[Any]:
+def storm(
+    engine: Any, seed: int, steps: int, *, losing: float = 0.0, decorate: Callable[[Any], None] | None = None
+) -> list[Any]:
     """Requests of either lane, in turn with times of offline ones alone; returns them all, answered."""
-    dice, asked = random.Random(seed), list[Any]()
+    dice, asked = Random(seed), list[Any]()
     for n in range(steps):
         if len(engine.scheduler.requests) < 12 and dice.random() < 0.3:
             length, most = int(10 ** dice.uniform(0, 2.6)), dice.randint(1, 20)
             own = [dice.randrange(900) for _ in range(length)]
             prompt = dice.choice(SHARED) + own if dice.random() < 0.3 else length
-            asked.append(engine.add(prompt, most, offline=n % 400 < 200 or dice.random() < 0.7))
+            asked.append(engine.request(prompt, most, offline=n % 400 < 200 or dice.random() < 0.7))
+            if decorate is not None:
+                decorate(asked[-1])
+            engine.scheduler.add_request(asked[-1])
         if engine.scheduler.running and dice.random() < losing:
             engine.evict(dice.choice(engine.scheduler.running))
         if engine.scheduler.requests and dice.random() < losing / 5:
@@ -95,6 +101,33 @@ class TestStorms:
             asked = storm(engine, 2, 500, losing=0.1)
         assert_settled(engine, asked)
         assert sum(request.num_preemptions for request in asked) > 10
+
+    @pytest.mark.parametrize("always", [True, False])
+    def test_an_image_of_a_refused_iteration_is_encoded_by_a_later_one(
+        self, always: bool, tmp_path: Path, clock: Any
+    ) -> None:
+        """Rows share images, lose memory and are aborted, and the encoder cache holds a third of the images."""
+        from tests.bare_scheduler import let_see, show
+        from tests.scheduled_ahead import ScheduledAhead, beside_online_requests
+
+        engine, dice, size = (
+            ScheduledAhead(tmp_path, clock, blocks=400, seed=3, separable=False),
+            Random(3),
+            40,
+        )
+
+        def images(request: Any) -> None:
+            places = range(dice.randint(0, 60), request.num_prompt_tokens - size, 2 * size)
+            show(request, {place: f"image-{dice.randrange(9)}" for place in places}, size)
+
+        let_see(engine, 3 * size)
+        with beside_online_requests() if always else nullcontext():
+            asked = storm(engine, 3, 500, losing=0.1, decorate=images)
+        assert_settled(engine, asked)
+        report, cache = engine.scheduler.arrival_monitor.report(), engine.scheduler.encoder_cache_manager
+        assert min(report["scheduled_ahead"], report["refused"]) > 10
+        assert cache.num_freeable_slots == cache.cache_size, "no image is held by nobody"
+        assert cache.num_free_slots == cache.cache_size - size * len(cache.cached)
 
     @pytest.mark.full
     @pytest.mark.parametrize("separable", [True, False])

@@ -64,6 +64,7 @@ class Iteration:
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing
+    encodes: frozenset[str] = frozenset()  # names of the images and sounds that its encoders see
     surcharged: int = 0  # of the tokens, prompt tokens with logprobs, whose time no latency model knows
     stalled: bool = False  # the plan gave tokens, and vLLM could use none of them
     # Stamped, if rows may leave.
@@ -86,6 +87,11 @@ class Iteration:
     def left(self) -> frozenset[str]:
         """Requests that left before the last layer."""
         return self.outcome.left if self.stamp is not None and self.outcome is not None else frozenset()
+
+    @property
+    def refused(self) -> bool:
+        """True if nothing of it was computed."""
+        return self.outcome is not None and self.outcome.refused
 
     @property
     def batch_ms(self) -> float | None:

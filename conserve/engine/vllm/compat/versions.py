@@ -93,6 +93,10 @@ DIFFERENCES = (
     VersionDifference(
         name="vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.token_id_scores", since=(0, 31)
     ),
+    # Before 0.31 the encoder cache asks a request how many embeddings an input has.
+    VersionDifference(
+        name="vllm.v1.core.encoder_cache_manager.EncoderCacheManager.num_embeds_by_hash", since=(0, 31)
+    ),
     # Before 0.32 hits are not counted by their source.
     VersionDifference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
     VersionDifference(

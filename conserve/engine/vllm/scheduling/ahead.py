@@ -73,6 +73,9 @@ class Ahead:
         """True if the iterations in flight are to be settled before the next one is scheduled."""
         if not self._in_flight:
             return False
+        # The next iteration counts on what this one encodes, which may be refused.
+        if any(iteration.ahead and iteration.encodes for iteration in self._in_flight):
+            return True
         if not self.refusable and (not (self._leaves and self._scheduler._offline) or self._beside_online):
             return False  # as vLLM does
         return self._left or not self._leaves or not self._scheduler.offline_alone

@@ -21,7 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.plan import Plan
 from conserve.engine.vllm.iteration import Iteration
-from conserve.engine.vllm.lane import is_running
+from conserve.engine.vllm.lane import is_online, is_running
+from conserve.profiles.batch import Batch, Slice
 
 RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
 
@@ -47,6 +48,14 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     # evictions, which free less than planned where blocks are shared: the next ones free more.
     iteration.stalled = bool(plan.total and not plan.evicted) and not output.total_num_scheduled_tokens
     return output
+
+
+def online_alone(scheduler: Any, most_tokens: int) -> Plan:
+    """Plan an iteration of online requests that vLLM composes as it likes."""
+    waiting = [request.request_id for request in scheduler.waiting.online]
+    running = [request.request_id for request in scheduler.running if is_online(request)]
+    whole = Batch.of([Slice(most_tokens, 0)])
+    return Plan(tokens=dict.fromkeys([*running, *waiting], most_tokens), batch=whole, admitted=waiting)
 
 
 def evict(scheduler: Any, names: Sequence[str], now: float) -> None:

@@ -31,8 +31,9 @@ from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promi
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
-from conserve.engine.vllm.scheduling.application import apply, registered_late
+from conserve.engine.vllm.scheduling.application import apply, online_alone, registered_late
 from conserve.engine.vllm.scheduling.control import change_regime
+from conserve.engine.vllm.scheduling.encoders import encoded_by
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
@@ -227,7 +228,7 @@ class CoServing:
         if not decides or (model is None and not policy.holds_offline):
             return None
         if self._last.stalled and not self._last_was_a_turn:
-            return self._online_alone() if policy.holds_offline else None
+            return online_alone(self, self._most_tokens) if policy.holds_offline else None
         if isinstance(policy, HyGen):
             model = self._iterations.hygen or model
         return self._plan_by_policy(model or TIMELESS)
@@ -283,15 +284,6 @@ class CoServing:
         """The newest iteration: the one before that which is being planned."""
         return self._last
 
-    def _online_alone(self) -> Plan:
-        """An iteration of online requests that vLLM composes as it likes."""
-        waiting = [request.request_id for request in self.waiting.online]
-        running = [request.request_id for request in self.running if is_online(request)]
-        whole = Batch.of([Slice(self._most_tokens, 0)])
-        return Plan(
-            tokens=dict.fromkeys([*running, *waiting], self._most_tokens), batch=whole, admitted=waiting
-        )
-
     def _reserve(self, blocks: int) -> None:
         if self.checkpoints is not None:
             self.checkpoints.reserved_blocks = blocks
@@ -307,7 +299,7 @@ class CoServing:
         put(output, iteration)
         self._last = iteration
         plan, tokens = iteration.plan, output.num_scheduled_tokens
-        iteration.tokens = tokens
+        iteration.tokens, iteration.encodes = tokens, encoded_by(self, output)
         self._unplanned += plan is None
         if plan is None and not self._offline and not iteration.ahead and not self._learns_anyway():
             return

@@ -1,6 +1,7 @@
 """An iteration is settled: rows that left are rewound, KV blocks of the others are registered for reuse.
 
-Both write into vLLM's requests and its KV cache manager.
+What a refused iteration was to encode is encoded later. All of it writes into vLLM's requests and the managers of
+its caches.
 
 The next iteration may have been scheduled already, with the tokens of rows that left. The worker refuses it, and
 vLLM drops what it brings for these rows (`num_stale_output_tokens`), as after an eviction.
@@ -15,6 +16,7 @@ from vllm.v1.request import Request
 
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_running
+from conserve.engine.vllm.scheduling.encoders import strike_out
 
 
 def settle(scheduler: Any, iteration: Iteration) -> None:
@@ -28,6 +30,8 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
         scheduler.arrival_monitor.computed(iteration.tokens)
         return
     scheduler.arrival_monitor.end(iteration)
+    if iteration.refused:
+        strike_out(scheduler, iteration.encodes)
     left = iteration.left
     for name, tokens in iteration.tokens.items():
         request = scheduler.requests.get(name)
