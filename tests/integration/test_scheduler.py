@@ -622,6 +622,37 @@ def test_online_requests_take_memory_from_offline_ones(make: Make) -> None:
     assert not evicted[0]
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(
+    make: Make, running: bool
+) -> None:
+    """Beside an answer that does not end, rows would neither finish their images nor let go of them."""
+    from tests.bare_scheduler import let_see, show
+
+    def iterations(policy: str) -> int:
+        engine, size = make(policy, slo={"harm": 0.1, "preemption": "off"}), 1500
+        let_see(engine, 2048)
+        engine.add(100, 2000)
+        for _ in range(3):
+            row = engine.request(5 * size + 100, 20, offline=True)
+            show(row, {10 + n * (size + 10): f"{row.request_id}-{n}" for n in range(5)}, size)
+            engine.scheduler.add_request(row)
+        for _ in range(40):
+            engine.step()
+        live = engine.request(4 * size, 5)
+        show(live, {(3 * size if running else 10): "live"}, size)
+        engine.scheduler.add_request(live)
+        steps = 0
+        while not live.num_output_tokens and steps < 100:
+            engine.step()
+            steps += 1
+        while policy == "conserve" and engine.scheduler.requests:
+            engine.step()
+        return steps
+
+    assert iterations("conserve") <= iterations("online-only") + 2
+
+
 def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:
     engine = make("conserve", max_num_seqs=256)
     history = History(engine, 3, shared=0.0)

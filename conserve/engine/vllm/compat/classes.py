@@ -27,7 +27,7 @@ MODULES = {
     "vllm.renderers.base": "BaseRenderer",
     "vllm.renderers.online_renderer": "OnlineRenderer",
     "vllm.sampling_params": "SamplingParams",
-    "vllm.multimodal.inputs": "MultiModalFeatureSpec",
+    "vllm.multimodal.inputs": "MultiModalFeatureSpec PlaceholderRange",
     "vllm.v1.attention.backend": "AttentionMetadataBuilder CommonAttentionMetadata",
     "vllm.v1.core.block_pool": "BlockPool",
     "vllm.v1.core.encoder_cache_manager": "EncoderCacheManager",

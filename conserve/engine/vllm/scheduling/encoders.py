@@ -5,10 +5,14 @@ vLLM enters an input into the cache's books when an iteration is scheduled that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from conserve.engine.vllm.lane import is_online, is_running
 
 
 def encoded_by(scheduler: Any, output: SchedulerOutput) -> frozenset[str]:
@@ -37,3 +41,75 @@ def strike_out(scheduler: Any, inputs: Iterable[str]) -> None:
             getattr(cache, "num_embeds_by_hash", {}).pop(name, None)
             cache.num_free_slots += embeddings
             cache.freed.append(name)
+
+
+def in_the_way(scheduler: Any, context_of: Callable[[Request], int]) -> list[str]:
+    """Running rows, the last first, that keep online requests from the encoders or from room for embeddings.
+
+    vLLM cuts a prompt short before an input that it cannot encode, and serves running requests before waiting ones.
+    So such a prompt would wait until rows are past their images, and they hardly get on beside it. `context_of`
+    says how many tokens of a waiting request have their KV on the device.
+    """
+    encodes = (
+        scheduler.max_num_encoder_input_tokens and not scheduler.is_encoder_decoder
+    )  # these cache nothing
+    wanted = _wanted_online(scheduler, context_of) if encodes else {}
+    if not wanted:
+        return []
+    cache, most = scheduler.encoder_cache_manager, scheduler.max_num_encoder_input_tokens
+    rows = {one.request_id: one for one in scheduler.running if not is_online(one) and _has_prompt_left(one)}
+    encoding = {name: _next_input(scheduler, row, row.num_computed_tokens) for name, row in rows.items()}
+    held = {name: holders for name, holders in cache.cached.items() if holders and holders <= rows.keys()}
+    sizes = {name: size for row in rows.values() for name, size in _inputs(row)}
+    gone: list[str] = []
+    for row in reversed(rows):
+        first = dict(chain(*(inputs.items() for inputs in encoding.values()), wanted.items()))
+        room = cache.num_freeable_slots + sum(
+            sizes[name] for name, holders in held.items() if holders <= {*gone}
+        )
+        embeddings = sum(first.values())
+        if embeddings <= min(most, room):
+            break
+        holds = any(row in holders for holders in held.values())
+        if encoding.pop(row) or (embeddings > room and holds):
+            gone.append(row)
+    return gone
+
+
+def _wanted_online(scheduler: Any, context_of: Callable[[Request], int]) -> dict[str, int]:
+    """Inputs that the next iteration should encode for online requests, and their embeddings; as many as it can."""
+    most = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
+    wanted: dict[str, int] = {}
+    for request in chain(scheduler.running, scheduler.waiting.online):
+        if not is_online(request) or not _has_prompt_left(request):
+            continue
+        inputs = _next_input(scheduler, request, request.num_computed_tokens)
+        if inputs and not is_running(request):
+            inputs = _next_input(scheduler, request, context_of(request))
+        if sum((wanted | inputs).values()) > most:
+            break
+        wanted |= inputs
+    return wanted
+
+
+def _has_prompt_left(request: Request) -> bool:
+    """True if inputs may be in the part of its prompt that is not computed."""
+    return bool(request.mm_features) and request.num_computed_tokens < request.num_prompt_tokens
+
+
+def _next_input(scheduler: Any, request: Request, context: int) -> dict[str, int]:
+    """The first input behind so many tokens that an iteration could reach and has to encode, if there is one."""
+    reached = context + scheduler.max_num_scheduled_tokens
+    for (name, size), feature in zip(_inputs(request), request.mm_features, strict=True):
+        place = feature.mm_position
+        if place.offset >= reached:
+            break
+        if place.offset + place.length > context and name not in scheduler.encoder_cache_manager.cached:
+            return {name: size}
+    return {}
+
+
+def _inputs(request: Request) -> Iterator[tuple[str, int]]:
+    """Names and numbers of embeddings of the request's images and sounds, in their order."""
+    for number, feature in enumerate(request.mm_features):
+        yield feature.identifier, request.get_num_encoder_embeds(number)

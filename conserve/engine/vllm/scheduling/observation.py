@@ -208,6 +208,10 @@ class Picture:
             self._prefix(request),
         )
 
+    def context_of(self, request: Request) -> int:
+        """Tokens of a waiting request with their KV on the device."""
+        return self._found(request)[1]
+
     def _found(self, request: Request) -> tuple[int, int]:
         """KV blocks that a waiting request has, or would share with running ones, and its tokens in KV blocks."""
         if context := request.num_computed_tokens:  # its KV was brought back

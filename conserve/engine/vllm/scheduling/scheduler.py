@@ -31,9 +31,9 @@ from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promi
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
-from conserve.engine.vllm.scheduling.application import apply, online_alone, registered_late
+from conserve.engine.vllm.scheduling.application import apply, evict, online_alone, registered_late
 from conserve.engine.vllm.scheduling.control import change_regime
-from conserve.engine.vllm.scheduling.encoders import encoded_by
+from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
@@ -244,6 +244,7 @@ class CoServing:
         self._make_ready()
         surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
+        evict(self, in_the_way(self, picture.context_of), time.monotonic())
         view = picture.view(self._slo, model)
         plan = self._planner.plan(view)
         self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
