@@ -35,9 +35,18 @@ def make(tmp_path: Path, clock: Any) -> Make:
     """Engines with the policy, or with vLLM's own scheduler for `policy=None`."""
 
     def make(
-        policy: str | None, *, blocks: int = 4096, asynchronous: bool = False, slo: Any = SLO, **flags: Any
+        policy: str | None,
+        *,
+        blocks: int = 4096,
+        asynchronous: bool = False,
+        slo: Any = SLO,
+        windows: int = 0,
+        **flags: Any,
     ) -> Any:
+        """`windows`: groups of layers beside that of the others that read the last 256 tokens alone."""
+        import torch
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
         from tests.bare_scheduler import BareEngine, engine_config
 
@@ -46,7 +55,9 @@ def make(tmp_path: Path, clock: Any) -> Make:
         config.scheduler_config.async_scheduling = asynchronous
         if policy is None:
             return BareEngine(config, num_blocks=blocks, scheduler_class=Scheduler)
-        return BareEngine(config, num_blocks=blocks, clock=clock)
+        size = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        groups = [SlidingWindowSpec(**size, sliding_window=256)] * windows
+        return BareEngine(config, num_blocks=blocks, clock=clock, more_groups=groups)
 
     return make
 
@@ -651,6 +662,26 @@ def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(
         return steps
 
     assert iterations("conserve") <= iterations("online-only") + 2
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_memory_is_that_of_all_groups_of_kv_blocks(make: Make, windows: int) -> None:
+    def first_token_s(offline: int, prompt: int) -> float:
+        rows = [engine.add(dice.randint(100, 500), 60, offline=True) for _ in range(offline)]
+        for _ in range(40 if rows else 0):
+            engine.step()
+        live, began = engine.add(prompt, 1), engine.clock.now
+        while live.request_id in engine.scheduler.requests:
+            engine.step()
+            plan, output = engine.scheduler.last_iteration.plan, engine.scheduler.last_iteration
+            assert plan is None or plan.tokens == output.tokens  # vLLM has the room that was planned
+        return engine.clock.now - began
+
+    engine, dice = make("conserve", blocks=400, slo={"harm": 0.1}, windows=windows), random.Random(windows)
+    prompts = (200, 1500, 900)
+    alone = [first_token_s(0, prompt) for prompt in prompts]
+    assert [first_token_s(20, prompt) for prompt in prompts] == pytest.approx(alone, rel=0.15)
+    assert engine.scheduler._offline_tokens.again  # memory was full
 
 
 def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:

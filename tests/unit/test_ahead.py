@@ -5,7 +5,15 @@ from math import inf
 import pytest
 
 from conserve.engine.policy.ahead import LONG, ahead_limit_ms, pays
-from conserve.engine.policy.recorded import VERSION, VERSION_OF_AHEAD, line_of, recorded, version_of
+from conserve.engine.policy.kv_groups import KvGroup
+from conserve.engine.policy.recorded import (
+    VERSION,
+    VERSION_OF_AHEAD,
+    VERSION_OF_GROUPS,
+    line_of,
+    recorded,
+    version_of,
+)
 from conserve.engine.policy.view import Candidate, Slo
 from conserve.profiles.correction import CorrectedModel, Residual
 from tests.policy_views import MS_PER_TOKEN, decodes, plan_of, view_of
@@ -95,3 +103,6 @@ def test_an_earlier_conserve_refuses_a_recorded_view_that_it_would_plan_otherwis
     view = view_of(ahead=True)
     assert (version_of(view_of()), version_of(view)) == (VERSION, VERSION_OF_AHEAD)
     assert recorded(line_of(view, None, policy="conserve", at=0.0)).view.ahead
+    grouped = view_of(kv_groups=[KvGroup(16), KvGroup(16, 255, 150)])
+    assert version_of(grouped) == VERSION_OF_GROUPS
+    assert recorded(line_of(grouped, None, policy="conserve", at=0.0)).view.kv_groups == grouped.kv_groups

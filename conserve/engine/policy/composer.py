@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
+from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
@@ -24,6 +25,7 @@ class Composer:
     def __init__(self, view: View) -> None:
         self._model = view.model
         self._block_tokens = view.block_tokens
+        self._kv_groups = view.kv_groups
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
         self._computing = set(view.computing)  # and KV blocks that its prompts compute, wholly or in part
@@ -116,6 +118,8 @@ class Composer:
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
         """KV blocks that the request needs beyond the ones it has."""
+        if self._kv_groups:
+            return blocks_lacking(candidate, tokens, self._kv_groups, self._block_tokens)
         wanted = -(-(candidate.context + tokens) // self._block_tokens)
         return max(0, wanted - candidate.blocks)
 
@@ -240,7 +244,7 @@ class Composer:
         return sum(
             self.blocks_for(candidate, candidate.tokens)
             for candidate in candidates
-            if candidate.context + candidate.tokens > candidate.blocks * size
+            if self._kv_groups or candidate.context + candidate.tokens > candidate.blocks * size
         )
 
     def _fit(self, candidates: Sequence[Candidate], limit_ms: float) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 
+from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
@@ -95,16 +96,16 @@ def _faulty_room(plan: Plan, view: View, requests: Mapping[str, Candidate]) -> I
         yield f"it starts {started} requests, and {view.free_slots + freed} slots are free"
     held = offline | {request.name: request for request in view.held}
     blocks = view.free_blocks + sum(held[name].blocks for name in plan.evicted)
-    taken = sum(_blocks(requests[name], plan, view.block_tokens) for name in (*plan.tokens, *plan.restored))
+    taken = sum(_blocks(requests[name], plan, view) for name in (*plan.tokens, *plan.restored))
     if taken > blocks:
         yield f"it takes {taken} KV blocks, and {blocks} are free"
 
 
-def _blocks(request: Candidate, plan: Plan, block_tokens: int) -> int:
+def _blocks(request: Candidate, plan: Plan, view: View) -> int:
     """KV blocks that the request takes: for its whole prompt if it starts, else for its tokens."""
     starts = request.name in plan.admitted or request.name in plan.restored
     tokens = request.tokens if starts else plan.tokens[request.name]
-    return max(0, -(-(request.context + tokens) // block_tokens) - request.blocks)
+    return blocks_lacking(request, tokens, view.kv_groups, view.block_tokens)
 
 
 def _batch(tokens: Mapping[str, int], requests: Mapping[str, Candidate]) -> Batch:

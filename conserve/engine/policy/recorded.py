@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from conserve.engine.policy.kv_groups import KvGroup
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import BY_CLASS, QUEUES, Candidate, Lazy, Slo, View
 from conserve.profiles.batch import Batch
@@ -27,6 +28,8 @@ VERSION_OF_CLASSES = (
 )
 VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
+VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks
+NEWEST = VERSION_OF_GROUPS
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
@@ -34,7 +37,7 @@ BLOCKS = ("coming", "computing")
 NUMBERS = [
     field.name
     for field in fields(View)
-    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed")
+    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups")
 ]  # and truth values
 
 
@@ -89,6 +92,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View) -> int:
     """The oldest version that plans the view as this one."""
+    if view.kv_groups:
+        return VERSION_OF_GROUPS
     if view.ahead:
         return VERSION_OF_AHEAD
     if view.pushed:
@@ -100,10 +105,9 @@ def recorded(line: bytes) -> RecordedIteration:
     """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
-        if said["version"] not in range(VERSION, VERSION_OF_AHEAD + 1):
+        if said["version"] not in range(VERSION, NEWEST + 1):
             raise ValueError(
-                f"this ConServe reads recorded views of versions {VERSION} to {VERSION_OF_AHEAD}, "
-                f"not {said['version']}"
+                f"this ConServe reads recorded views of versions {VERSION} to {NEWEST}, not {said['version']}"
             )
         view, plan = _view_of(said["view"]), _plan_of(said["plan"])
         return RecordedIteration(at=said["at"], policy=said["policy"], view=view, plan=plan)
@@ -129,6 +133,7 @@ def _view(view: View) -> dict[str, Any]:
         **(_by_class(view, queues) if view.slos else {}),
         **{name: getattr(view, name) for name in NUMBERS},
         **({"pushed": _pushed(view, queues)} if view.pushed else {}),
+        **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
             for name, queue in zip(QUEUES, (*queues, view.held), strict=True)
@@ -149,6 +154,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
         classes=said.get("classes", {}),
         served=said.get("served", {}),
         pushed=frozenset(said.get("pushed", ())),
+        kv_groups=[KvGroup._make(one) for one in said.get("kv_groups", ())],
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )

@@ -6,6 +6,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from conserve.engine.policy.kv_groups import KvGroup
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
@@ -180,6 +181,7 @@ class View:
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
+    kv_groups: Sequence[KvGroup] = ()  # empty where one group keeps the KV of all tokens
     batches: bool = True  # batching mode is allowed
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
     rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
@@ -189,7 +191,7 @@ class View:
 
     def __post_init__(self) -> None:
         """Make tuples of lists, and mappings read-only; lazy queues stay lazy, and no mapping is copied."""
-        for name in QUEUES:
+        for name in (*QUEUES, "kv_groups"):
             if isinstance(queue := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(queue))
         for name in BY_CLASS:

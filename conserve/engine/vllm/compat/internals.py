@@ -191,8 +191,9 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "EngineCoreOutputs.outputs": "the tokens that an iteration brought",
         "EngineCoreOutput.{new_token_ids,request_id}": "the same",
         "SingleTypeKVCacheManager.{block_size,req_to_blocks}": "the blocks that a request holds",
+        "SingleTypeKVCacheManager.get_num_skipped_tokens": "the window of its layers",
         "BlockPool.get_num_free_blocks": "free blocks",
-        "KVCacheBlock.ref_cnt": "blocks shared with running requests",
+        "KVCacheBlock.{ref_cnt,is_null}": "blocks shared with running requests",
     },
     Part.SERVER: {
         "vllm.entrypoints.common.cli_args.make_arg_parser": "the flags of vLLM's OpenAI server",

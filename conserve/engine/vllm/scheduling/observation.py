@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from conserve.engine.policy.fairness import fair_order
+from conserve.engine.policy.kv_groups import KvGroup, blocks_taken
 from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY, Candidate, Lazy, ReadOnly, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iteration import Iteration
@@ -19,6 +20,8 @@ from conserve.profiles.model import LatencyModel
 MOST_PASSED = (
     32  # waiting requests that are passed over because their restore has to wait; then the queue ends
 )
+FAR = (1 << 30) - 1  # tokens: beyond every window
+STATES = 2  # blocks of a request where layers have a state
 
 
 class Picture:
@@ -33,8 +36,10 @@ class Picture:
         self.looked: list[tuple[Request, int]] = []  # waiting offline requests that were read, their context
         self._scheduler, self._traffic = scheduler, traffic
         self._manager = scheduler.kv_cache_manager
-        self._blocks_of = self._manager.coordinator.single_type_managers[0].req_to_blocks
-        self._block_tokens = self._manager.coordinator.single_type_managers[0].block_size
+        self._kinds = self._manager.coordinator.single_type_managers  # one for each group of KV blocks
+        self._blocks_of = self._kinds[0].req_to_blocks
+        self._block_tokens = self._kinds[0].block_size
+        self._kv_groups = scheduler.kv_groups
         self._surcharge_ms = surcharge_ms
         # By the time at which the next iteration begins.
         self._now = time.time() + scheduler.ahead.rest_ms(time.monotonic()) / 1e3
@@ -93,7 +98,7 @@ class Picture:
             if tokens < 1 or self._is_skipped(request):
                 continue
             name = request.request_id
-            blocks = len(blocks_of.get(name, ()))
+            blocks = self._blocks(request) if self._kv_groups else len(blocks_of.get(name, ()))
             lane = online if request.priority < OFFLINE_PRIORITY else offline
             saved = checkpoints is not None and lane is offline and checkpoints.has_all_of(name)
             if tokens <= decode_tokens and context >= request.num_prompt_tokens:
@@ -176,11 +181,12 @@ class Picture:
             "reserved_slots": min(expected, slots // 2),
             "free_blocks": free_blocks,
             "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
-            "reserved_blocks": min(expected * -(-typical // self._block_tokens), pool.num_gpu_blocks // 2),
+            "reserved_blocks": min(expected * self._blocks_of_prompt(typical), pool.num_gpu_blocks // 2),
             "watermark_blocks": manager.watermark_blocks if scheduler.running else 0,
             "unwritten_blocks": scheduler._inflight_prefill_reserved_blocks() if restores else 0,
             "coming": checkpoints.coming if checkpoints is not None else frozenset(),
             "block_tokens": self._block_tokens,
+            "kv_groups": self._kv_groups,
         }
 
     def _prompt(
@@ -221,10 +227,25 @@ class Picture:
         # Not `get_computed_blocks`, which tells subscribers of KV events that it was asked.
         coordinator = self._manager.coordinator
         found, context, _ = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-        return (sum(block.ref_cnt > 0 for block in found[0]) if context else 0), context
+        found = found if self._kv_groups else found[:1]
+        shared = (block.ref_cnt > 0 and not block.is_null for block in chain.from_iterable(found))
+        return (sum(shared) if context else 0), context
 
     def _blocks(self, request: Request) -> int:
-        return len(self._blocks_of.get(request.request_id, ()))
+        """KV blocks that the request has, in all groups, but for those that vLLM frees before it gives more."""
+        name, context = request.request_id, request.num_computed_tokens
+        if not self._kv_groups:
+            return len(self._blocks_of.get(name, ()))
+        held: list[int] = [len(kind.req_to_blocks.get(name, ())) for kind in self._kinds]
+        return sum(
+            max(0, blocks - group.forgotten(context))
+            for blocks, group in zip(held, self._kv_groups, strict=True)
+        )
+
+    def _blocks_of_prompt(self, tokens: int) -> int:
+        if self._kv_groups:
+            return blocks_taken(self._kv_groups, 0, tokens)
+        return -(-tokens // self._block_tokens)
 
     def _prefix(self, request: Request) -> Sequence[bytes]:
         """Hashes of the request's full blocks, by which the prefix cache finds them; none if it is not asked."""
@@ -259,3 +280,18 @@ def surcharged(request: Request) -> bool:
     """True if the request wants logprobs of its prompt, which take time for each token beyond the model's."""
     params = request.sampling_params
     return params is not None and params.prompt_logprobs is not None
+
+
+def kv_groups_of(manager: Any, config: Any) -> tuple[KvGroup, ...]:
+    """Groups of KV blocks, by vLLM's configuration; none where a single one keeps the KV of all tokens."""
+    in_flight = config.max_concurrent_batches * config.scheduler_config.max_num_batched_tokens
+    groups = []
+    for kind in manager.coordinator.single_type_managers:
+        size, kept = kind.block_size, FAR - kind.get_num_skipped_tokens(FAR)
+        if kept >= FAR:
+            groups.append(KvGroup(size))
+        elif kept <= 1:  # a state in place of KV: that of the last token, and the one that follows it
+            groups.append(KvGroup(size, kept, STATES))
+        else:  # a window, which may begin within a block
+            groups.append(KvGroup(size, kept, -(-(kept + in_flight) // size) + 1))
+    return () if len(groups) == 1 and groups[0].kept_tokens is None else tuple(groups)

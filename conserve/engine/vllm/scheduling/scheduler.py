@@ -36,7 +36,7 @@ from conserve.engine.vllm.scheduling.control import change_regime
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
-from conserve.engine.vllm.scheduling.observation import Picture, surcharged
+from conserve.engine.vllm.scheduling.observation import Picture, kv_groups_of, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.recordings import Recordings
@@ -95,6 +95,7 @@ class CoServing:
         number = vllm_config.parallel_config.data_parallel_index
         self._recordings = Recordings(installed, number)
         self.row_terms = RowTerms()
+        self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 

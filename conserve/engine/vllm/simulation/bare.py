@@ -104,14 +104,18 @@ class SchedulerAlone:
         num_blocks: int = 4096,
         scheduler_class: Any = CoServingScheduler,
         clock: Clock | None = None,
+        more_groups: Sequence[Any] = (),
     ) -> None:
+        """`more_groups`: specifications of further groups of KV blocks."""
         block_size = config.cache_config.block_size
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
         kv_cache = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[SimpleNamespace(size=num_blocks * spec.page_size_bytes)],  # its class varies
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer{number}"], one) for number, one in enumerate((spec, *more_groups))
+            ],
         )
         self.config = config
         self.clock = clock or Clock()
