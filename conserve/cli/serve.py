@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.api.running import engine_flags
-from conserve.api.servers import bearer
 from conserve.cli import exits, output
 from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
@@ -33,6 +32,7 @@ from conserve.cli.serve_flags import (
     shares,
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
+from conserve.cli.serve_spill import spill, supervised
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import UNSET, Settings
@@ -54,8 +54,6 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
-SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
-SPILL_S = 60.0  # limit for writing the KV of rows in flight
 
 
 def serve(
@@ -278,11 +276,6 @@ def named_model(words: list[str] | None) -> list[str]:
     return words
 
 
-def supervised(server: "ProcessCommand") -> "ProcessCommand":
-    """The server with a key by which this process alone may have it save the KV of its rows."""
-    return replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
-
-
 def say_first(host: str, settings: Settings, *, batches: bool) -> None:
     """Say what other machines reach, and what they do not."""
     left_out = [batches_left_out(host)] if batches and open_batches(host, settings) else []
@@ -384,22 +377,3 @@ async def supervise(
         async with announced.kept_fresh():
             await service.run(stop, on_ready=on_ready)
     return exits.DONE
-
-
-async def spill(settings: Settings, server: "ProcessCommand", url: str) -> None:
-    """Have the server write the KV of rows in flight to disk before they are withdrawn, and print the result."""
-    import httpx
-
-    headers = bearer(settings)
-    headers[SUPERVISOR] = server.environment[SUPERVISOR]
-    try:
-        async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
-            said = (await client.post(f"{url}/v1/conserve/spill")).json()
-        blocks, size = said.get("blocks_spilled", 0), said.get("bytes_spilled", 0)
-        why = said["error"]["message"] if "error" in said else said["why_off"] or said["refused"]
-    except (httpx.HTTPError, KeyError, ValueError) as error:
-        why = f"the server does not say what came of it ({type(error).__name__})"
-    if why:
-        output.say(f"KV of rows in flight is not kept: {why}")
-    elif blocks:
-        output.say(f"KV of rows in flight is kept: {output.count(blocks, 'block')}, {size / 1e6:,.0f} MB")

@@ -23,7 +23,7 @@ from conserve.engine.vllm.server import metrics, routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
 from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
-from conserve.engine.vllm.server.reports import Reports
+from conserve.engine.vllm.server.reports import LastReports
 from conserve.errors import ProfileMissing
 from tests import virtual_time
 from tests.installed import needs
@@ -121,7 +121,7 @@ def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
         def attach_router(self, app: FastAPI) -> None:
             super().attach_router(app)
             app.router.routes.pop(0)
-            MetricsRoute(Reports(scheduler_says), wait_s=wait_s).attach(app)
+            MetricsRoute(LastReports(scheduler_says), wait_s=wait_s).attach(app)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Quick()])

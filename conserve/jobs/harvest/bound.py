@@ -1,13 +1,10 @@
 """Jobs that are bound to another model than the one that answers."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Any
 
 from conserve.jobs.harvest.tally import Tally
 from conserve.store.books import catalog
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
 
 STEP = "; give --model "
 """Between what such a sentence says and its next command, which is another one for a night."""
@@ -28,7 +25,7 @@ class BoundElsewhere:
         self._tally = tally
         self._jobs: set[str] = set()
 
-    def look(self, tx: "Connection", model: str | None, only: Collection[str] | None) -> None:
+    def look(self, tx: Any, model: str | None, only: Collection[str] | None) -> None:
         """Note which of these queued jobs, or of all, are bound elsewhere now."""
         found = catalog.of_other_models(tx, model, only) if model else {}
         for job_id in self._jobs - found.keys():

@@ -245,7 +245,7 @@ class Picture:
     def _blocks_of_prompt(self, tokens: int) -> int:
         if self._kv_groups:
             return blocks_taken(self._kv_groups, 0, tokens)
-        return -(-tokens // self._block_tokens)
+        return -(-tokens // int(self._block_tokens))
 
     def _prefix(self, request: Request) -> Sequence[bytes]:
         """Hashes of the request's full blocks, by which the prefix cache finds them; none if it is not asked."""

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
-from conserve.engine.vllm.server.reports import Reports
+from conserve.engine.vllm.server.reports import LastReports
 from conserve.metrics_page import Build
 
 PATH = "/metrics"
@@ -103,7 +103,7 @@ REACTION = "From the decision that rows leave until the scheduler had control, o
 class MetricsRoute:
     """The route /metrics. A request asks the scheduler."""
 
-    def __init__(self, reports: Reports, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, reports: LastReports, *, wait_s: float = WAIT_S) -> None:
         self._reports = reports
         self._wait_s = wait_s
 

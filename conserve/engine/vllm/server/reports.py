@@ -17,7 +17,7 @@ class AgedReport(NamedTuple):
     age_s: float
 
 
-class Reports:
+class LastReports:
     """Asks the scheduler; questions at the same time share one, and the last answer is kept."""
 
     def __init__(self, ask: Ask) -> None:

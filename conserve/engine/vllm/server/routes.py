@@ -22,7 +22,7 @@ from conserve.engine.vllm.profiling.learning import require_model, scheduler_say
 from conserve.engine.vllm.requests.engines import most_requests, number_of_engines
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
-from conserve.engine.vllm.server.reports import Reports
+from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
 
@@ -48,7 +48,7 @@ def attach(app: FastAPI) -> None:
     app.add_route(PATH, change, methods=["POST"])
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
-    app.state.conserve_reports = reports = Reports(scheduler_says)
+    app.state.conserve_reports = reports = LastReports(scheduler_says)
     MetricsRoute(reports).attach(app)
     beside.attach(app)
 
@@ -58,7 +58,7 @@ async def show(request: Request) -> Response:
     wait_s = seconds(request.query_params.get(WITHIN))
     if wait_s is None:
         return await answer(request, None)
-    reports: Reports = request.app.state.conserve_reports
+    reports: LastReports = request.app.state.conserve_reports
     report = await reports.within(request.app.state.engine_client, wait_s)
     if report is None:
         return reply({"error": {"message": "the scheduler has not reported yet; ask again"}}, 503)
