@@ -684,6 +684,32 @@ def test_memory_is_that_of_all_groups_of_kv_blocks(make: Make, windows: int) -> 
     assert engine.scheduler._offline_tokens.again  # memory was full
 
 
+def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
+    from vllm.lora.request import LoRARequest
+
+    def add(adapter: int, prompt: int, tokens: int, *, offline: bool = True) -> Any:
+        request = engine.request(prompt, tokens, offline=offline)
+        request.lora_request = LoRARequest(f"adapter{adapter}", adapter, "/there") if adapter else None
+        engine.scheduler.add_request(request)
+        return request
+
+    engine = make("conserve", slo={"tbt_slo_ms": 200}, enable_lora=True, max_loras=1, max_lora_rank=8)
+    for _ in range(4):
+        add(1, 200, 100)
+    for _ in range(5):
+        engine.step()
+    live = add(2, 100, 60, offline=False)
+    engine.step()
+    assert live.num_output_tokens == 1
+    behind = [add(1, 3000, 10), *(add(0, 100, 5) for _ in range(5))]
+    while live.request_id in engine.scheduler.requests:
+        engine.step()  # vLLM ends where two adapters are computed at once
+    assert [row.num_output_tokens for row in behind] == [0, 5, 5, 5, 5, 5]
+    while engine.scheduler.requests:
+        engine.step()
+    assert behind[0].num_output_tokens == 10
+
+
 def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:
     engine = make("conserve", max_num_seqs=256)
     history = History(engine, 3, shared=0.0)

@@ -104,5 +104,7 @@ def test_an_earlier_conserve_refuses_a_recorded_view_that_it_would_plan_otherwis
     assert (version_of(view_of()), version_of(view)) == (VERSION, VERSION_OF_AHEAD)
     assert recorded(line_of(view, None, policy="conserve", at=0.0)).view.ahead
     grouped = view_of(kv_groups=[KvGroup(16), KvGroup(16, 255, 150)])
+    named = view_of(adapters={"row": 3, "gone": 4}, most_adapters=1, waiting_offline=ROWS)
+    assert recorded(line_of(named, None, policy="conserve", at=0.0)).view.adapters == {"row": 3}
     assert version_of(grouped) == VERSION_OF_GROUPS
     assert recorded(line_of(grouped, None, policy="conserve", at=0.0)).view.kv_groups == grouped.kv_groups

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
+from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, View
@@ -45,6 +46,7 @@ class Composer:
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
         self._held = list(view.held)
+        self._adapters = Adapters(view) if view.most_adapters is not None else None
         self._coming = set(view.coming)
 
     def plan(self) -> Plan:
@@ -161,6 +163,8 @@ class Composer:
         self.add(candidate, tokens)
         self.free_slots -= 1
         self.admitted.append(candidate.name)
+        if self._adapters is not None:
+            self._adapters.enter(candidate.name)
 
     def restore(self, candidate: Candidate) -> None:
         """Give a waiting request the blocks into which its KV is copied back while others compute.
@@ -206,6 +210,24 @@ class Composer:
         """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""
         self._free_blocks_of(victim)
         self.free_slots += 1
+        if self._adapters is not None:
+            self._adapters.leave(victim.name)
+
+    def adapter_fits(self, candidate: Candidate) -> bool:
+        """True if the waiting request has no LoRA adapter too many beside those of running requests."""
+        return self._adapters is None or self._adapters.fits(candidate.name)
+
+    def adapter_comes(self, candidate: Candidate, victims: Sequence[Candidate]) -> bool:
+        """True if the waiting request's adapter fits, or would without some of the victims."""
+        return self.adapter_fits(candidate) or bool(self._adapters and self._adapters.in_the_way(victims))
+
+    def make_adapter_room(self, victims: list[Candidate], candidate: Candidate) -> None:
+        """Evict the victims whose adapter is in the waiting request's way."""
+        if self._adapters is None or self._adapters.fits(candidate.name):
+            return
+        for victim in self._adapters.in_the_way(victims):
+            victims.remove(victim)
+            self.evict(victim)
 
     def _free_blocks_of(self, victim: Candidate) -> None:
         self.evicted.append(victim.name)

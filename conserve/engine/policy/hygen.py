@@ -72,6 +72,8 @@ def online_phase(composer: Composer, view: View, budget_ms: float) -> list[Candi
     add_steps(composer, victims, [request for request in view.online if request.decode])
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
+        if waiting and not composer.adapter_comes(request, victims):
+            continue
         if request.restorable:
             if composer.tokens_left < 1 or not make_place(composer, victims, request):
                 return None

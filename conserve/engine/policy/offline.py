@@ -1,12 +1,13 @@
 """Phase 2: offline requests in the harvester's order, until the time is used up (conserve-2026 Algorithm 1)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.view import Candidate, View
 
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
+MOST_PASSED = 256  # waiting requests that are passed over at most, since their LoRA adapter is one too many
 MOST_PUSHED = 32  # waiting requests among which pushed ones are looked for
 GROWTH = 2  # running requests for which one block is kept free, so that the next decode step evicts none
 
@@ -21,7 +22,7 @@ def serve_offline(
     """
     composer.begin_offline(limit_ms)
     _free_blocks_to_grow(composer, running, limit_ms)
-    waiting = _restore(composer, waiting, len(running))
+    waiting = _restore(composer, _with_adapters(composer, waiting), len(running))
     decodes = [request for request in running if request.decode]
     if composer.add_decodes(decodes, limit_ms) < len(decodes):
         return
@@ -72,7 +73,7 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
     waiting = [
         row
         for row in islice(view.waiting_offline, MOST_PUSHED)
-        if row.name in view.pushed and not row.restorable
+        if row.name in view.pushed and not row.restorable and composer.adapter_fits(row)
     ]
     composer.add_decodes(steps, limit_ms)
     for row in (*prompts, *waiting):
@@ -106,6 +107,18 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
         composer.evict(victim)
         if victim in growing:
             growing.remove(victim)
+
+
+def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The waiting requests whose LoRA adapter fits when their turn comes."""
+    passed = 0
+    for request in waiting:
+        if composer.adapter_fits(request):
+            yield request
+            continue
+        passed += 1
+        if passed == MOST_PASSED:
+            return
 
 
 def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> Iterable[Candidate]:
@@ -183,5 +196,6 @@ def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:
     spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)
     return (
         composer.free_slots > composer.reserved_slots
+        and composer.adapter_fits(request)
         and composer.blocks_for(request, request.tokens) + spare_blocks <= composer.free_blocks
     )

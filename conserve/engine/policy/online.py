@@ -41,6 +41,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     owed = sum(composer.blocks_for(one, one.tokens) for one in view.online if not one.decode)
     for request, waiting in prompts_in_turn(view, lambda: not crowded_out):
         slo = view.slo_of(request)
+        if waiting and not composer.adapter_comes(request, victims):
+            continue  # live requests use as many adapters as there may be
         if request.restorable:
             if composer.tokens_left < 1:
                 return OnlineShare(False, limit_ms, rows_left(view, composer))
@@ -168,6 +170,7 @@ def make_place(composer: Composer, victims: list[Candidate], request: Candidate,
 
     False if that cannot be.
     """
+    composer.make_adapter_room(victims, request)
     whole = owed + composer.blocks_for(request, request.tokens)
     return any(
         composer.make_room(victims, blocks, slots=1) for blocks in (whole + composer.watermark_blocks, whole)

@@ -28,7 +28,7 @@ VERSION_OF_CLASSES = (
 )
 VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
-VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks
+VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
 NEWEST = VERSION_OF_GROUPS
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
@@ -37,7 +37,7 @@ BLOCKS = ("coming", "computing")
 NUMBERS = [
     field.name
     for field in fields(View)
-    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups")
+    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups", "adapters")
 ]  # and truth values
 
 
@@ -92,7 +92,7 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View) -> int:
     """The oldest version that plans the view as this one."""
-    if view.kv_groups:
+    if view.kv_groups or view.adapters:
         return VERSION_OF_GROUPS
     if view.ahead:
         return VERSION_OF_AHEAD
@@ -133,6 +133,7 @@ def _view(view: View) -> dict[str, Any]:
         **(_by_class(view, queues) if view.slos else {}),
         **{name: getattr(view, name) for name in NUMBERS},
         **({"pushed": _pushed(view, queues)} if view.pushed else {}),
+        **({"adapters": _of_recorded(view.adapters, queues)} if view.adapters else {}),
         **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
@@ -154,6 +155,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
         classes=said.get("classes", {}),
         served=said.get("served", {}),
         pushed=frozenset(said.get("pushed", ())),
+        adapters=said.get("adapters", {}),
         kv_groups=[KvGroup._make(one) for one in said.get("kv_groups", ())],
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
@@ -164,11 +166,14 @@ def _by_class(view: View, queues: Iterable[Iterable[Candidate]]) -> dict[str, An
     """Bounds and costs by class, and the classes of the requests that are recorded."""
     return {
         "slos": {name: _slo(one) for name, one in view.slos.items()},
-        "classes": {
-            one.name: view.classes[one.name] for queue in queues for one in queue if one.name in view.classes
-        },
+        "classes": _of_recorded(view.classes, queues),
         "served": dict(view.served),
     }
+
+
+def _of_recorded(of_requests: Mapping[str, Any], queues: Iterable[Iterable[Candidate]]) -> dict[str, Any]:
+    """The entries of the requests that are recorded."""
+    return {one.name: of_requests[one.name] for queue in queues for one in queue if one.name in of_requests}
 
 
 def _pushed(view: View, queues: Iterable[Iterable[Candidate]]) -> list[str]:

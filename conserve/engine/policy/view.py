@@ -181,6 +181,8 @@ class View:
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
+    adapters: Mapping[str, int] = field(default_factory=dict)  # request -> LoRA adapter, of those with one
+    most_adapters: int | None = None  # of the requests that run; None without adapters
     kv_groups: Sequence[KvGroup] = ()  # empty where one group keeps the KV of all tokens
     batches: bool = True  # batching mode is allowed
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
@@ -194,7 +196,7 @@ class View:
         for name in (*QUEUES, "kv_groups"):
             if isinstance(queue := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(queue))
-        for name in BY_CLASS:
+        for name in (*BY_CLASS, "adapters"):
             if not isinstance(found := getattr(self, name), MappingProxyType):
                 object.__setattr__(self, name, MappingProxyType(found))
 

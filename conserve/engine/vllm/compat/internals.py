@@ -157,6 +157,8 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "Scheduler.{running,waiting,requests,policy,scheduler_config,connector,block_size,current_step,kv_cache_manager,"
         "max_num_scheduled_tokens,max_num_running_reqs,num_spec_tokens,num_prefill_lookahead}": "the state that a "
         "view is made of",
+        "Scheduler.lora_config": "how many adapters requests may have that run",
+        "LoRARequest.lora_int_id": "the same",
         "Scheduler.kv_holding_waiting": "waiting requests with KV blocks",
         "Scheduler._reserve_prefill_lookahead": "asked about every request before it is scheduled: the plan's cap",
         "Scheduler._mamba_block_aligned_split": "the same, where chunks end with blocks",

@@ -4,7 +4,7 @@ Beside it, `scheduler` asks vLLM before the view which requests have become read
 that left were to compute, and `checkpoint.blocks` holds KV blocks while they are copied.
 
 vLLM's own `schedule` runs with the requests that the plan admits as all that waits, with each request capped at the
-plan's tokens, and after the plan's evictions. What a plan knows nothing of (LoRA limits, encoder inputs, grammars,
+plan's tokens, and after the plan's evictions. What a plan knows nothing of (encoder inputs, grammars,
 speculative tokens) is decided by vLLM.
 """
 

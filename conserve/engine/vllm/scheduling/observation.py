@@ -38,7 +38,7 @@ class Picture:
         self._manager = scheduler.kv_cache_manager
         self._kinds = self._manager.coordinator.single_type_managers  # one for each group of KV blocks
         self._blocks_of = self._kinds[0].req_to_blocks
-        self._block_tokens = self._kinds[0].block_size
+        self._block_tokens: int = self._kinds[0].block_size
         self._kv_groups = scheduler.kv_groups
         self._surcharge_ms = surcharge_ms
         # By the time at which the next iteration begins.
@@ -73,11 +73,20 @@ class Picture:
             held=self._held(holding),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
+            adapters=self._adapters(),
+            most_adapters=scheduler.lora_config.max_loras if scheduler.lora_config is not None else None,
             pushed=self._traffic.pushing.urgent,
             push_scale=self._traffic.pushing.scale,
             **scheduler.row_terms.of_view(time.monotonic()),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )
+
+    def _adapters(self) -> dict[str, int]:
+        """LoRA adapters by request."""
+        if self._scheduler.lora_config is None:
+            return {}
+        asked = ((name, request.lora_request) for name, request in self._scheduler.requests.items())
+        return {name: lora.lora_int_id for name, lora in asked if lora is not None}
 
     def _waited_ms(self, online: Sequence[Candidate]) -> float:
         """Time of the last iteration if a request that decodes was not in it: it was the rows' turn."""

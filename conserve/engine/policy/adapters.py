@@ -1,0 +1,47 @@
+"""LoRA adapters of the requests that run: vLLM computes so many at once, and rows give theirs up for live requests.
+
+Rows that keep an adapter while none of their tokens is computed do not count for vLLM when it admits a request, and
+end it when they are computed beside that request. So a request with one adapter too many never runs: for a live one
+the rows of another adapter are evicted, and rows wait.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from conserve.engine.policy.view import Candidate, View
+
+
+class Adapters:
+    """The adapters of running requests while an iteration is planned."""
+
+    def __init__(self, view: View) -> None:
+        self._of = view.adapters
+        self._most = view.most_adapters
+        named = [self._of.get(one.name) for one in (*view.online, *view.offline)] if self._of else []
+        self._running = Counter(adapter for adapter in named if adapter is not None)
+
+    def fits(self, name: str) -> bool:
+        """True if the request may run beside those that do."""
+        adapter = self._of.get(name)
+        if self._most is None or adapter is None or self._running[adapter]:
+            return True
+        return len(+self._running) < self._most
+
+    def enter(self, name: str) -> None:
+        """Count a request that is to run."""
+        if (adapter := self._of.get(name)) is not None:
+            self._running[adapter] += 1
+
+    def leave(self, name: str) -> None:
+        """Take an evicted request out again."""
+        if (adapter := self._of.get(name)) is not None:
+            self._running[adapter] -= 1
+
+    def in_the_way(self, victims: Sequence[Candidate]) -> list[Candidate]:
+        """The fewest of these rows with whom an adapter goes; none if live requests use all of them."""
+        rows: dict[int, list[Candidate]] = {}
+        for victim in victims:
+            if (adapter := self._of.get(victim.name)) is not None:
+                rows.setdefault(adapter, []).append(victim)
+        whole = [those for adapter, those in rows.items() if len(those) == self._running[adapter]]
+        return min(whole, key=len, default=[])
