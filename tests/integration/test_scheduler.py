@@ -26,6 +26,7 @@ pytestmark = [
 
 PREFIXES = [[n * 17 + i for i in range(64)] for n in range(3)]  # of prompts that share KV blocks
 BLOCK = 16  # tokens
+IMAGE = 1500  # the same, and embeddings
 SLO = {"ttft_slo_ms": 1500, "tbt_slo_ms": 100}
 Make = Callable[..., Any]
 
@@ -633,25 +634,31 @@ def test_online_requests_take_memory_from_offline_ones(make: Make) -> None:
     assert not evicted[0]
 
 
-@pytest.mark.parametrize("running", [False, True])
-def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(
-    make: Make, running: bool
-) -> None:
-    """Beside an answer that does not end, rows would neither finish their images nor let go of them."""
+def beside_rows_with_images(make: Make, policy: str, size: int = IMAGE) -> Any:
+    """An engine with an answer that does not end and rows of five images, of which the cache holds a large one."""
     from tests.bare_scheduler import let_see, show
 
+    engine = make(policy, slo={"harm": 0.1, "preemption": "off"})
+    let_see(engine, IMAGE + 500)
+    engine.add(100, 2000)
+    for _ in range(3):
+        row = engine.request(5 * size + 100, 20, offline=True)
+        show(row, {10 + n * (size + 10): f"{row.request_id}-{n}" for n in range(5)}, size)
+        engine.scheduler.add_request(row)
+    return engine
+
+
+@pytest.mark.parametrize("place", [10, 3 * IMAGE])
+def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(make: Make, place: int) -> None:
+    """Else rows would neither get on with their images nor let go of them. `place` is that of the live image."""
+    from tests.bare_scheduler import show
+
     def iterations(policy: str) -> int:
-        engine, size = make(policy, slo={"harm": 0.1, "preemption": "off"}), 1500
-        let_see(engine, 2048)
-        engine.add(100, 2000)
-        for _ in range(3):
-            row = engine.request(5 * size + 100, 20, offline=True)
-            show(row, {10 + n * (size + 10): f"{row.request_id}-{n}" for n in range(5)}, size)
-            engine.scheduler.add_request(row)
+        engine = beside_rows_with_images(make, policy)
         for _ in range(40):
             engine.step()
-        live = engine.request(4 * size, 5)
-        show(live, {(3 * size if running else 10): "live"}, size)
+        live = engine.request(4 * IMAGE, 5)
+        show(live, {place: "live"}, IMAGE)
         engine.scheduler.add_request(live)
         steps = 0
         while not live.num_output_tokens and steps < 100:
@@ -708,6 +715,25 @@ def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
     while engine.scheduler.requests:
         engine.step()
     assert behind[0].num_output_tokens == 10
+
+
+def test_images_behind_a_chunk_are_not_encoded_and_no_model_learns_from_those_in_it(make: Make) -> None:
+    engine, learned = beside_rows_with_images(make, "conserve", size=100), 0
+    for step in range(100):
+        if (
+            step % 3 == 0
+        ):  # running rows come first in vLLM's loop, where all of the iteration's tokens are left
+            engine.add(200, 2)
+        output = engine.start()
+        encoded = output.scheduled_encoder_inputs
+        for name, numbers in encoded.items():
+            request = engine.scheduler.requests[name]
+            places = [request.mm_features[number].mm_position.offset for number in numbers]
+            assert max(places) < request.num_computed_tokens
+        learned += not encoded
+        engine.finish(output)
+    assert 0 < learned < 100
+    assert engine.scheduler.conserve()["latency_model"]["off"]["iterations"] == learned
 
 
 def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:

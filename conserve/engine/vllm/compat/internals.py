@@ -161,6 +161,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "LoRARequest.lora_int_id": "the same",
         "Scheduler.kv_holding_waiting": "waiting requests with KV blocks",
         "Scheduler._reserve_prefill_lookahead": "asked about every request before it is scheduled: the plan's cap",
+        "Scheduler._try_schedule_encoder_inputs": "the same, where a prompt has images or sounds",
         "Scheduler._mamba_block_aligned_split": "the same, where chunks end with blocks",
         "Scheduler._is_blocked_waiting_status": "is a waiting request blocked",
         "Scheduler._handle_blocked_waiting_request": "is it ready now",

@@ -95,10 +95,11 @@ def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]
 def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
     """Give vLLM the plan's total as its budget, cap each request, and let only the plan's restores begin."""
     most_tokens, checkpoints = scheduler.max_num_scheduled_tokens, scheduler.checkpoints
-    before_lookahead, aligned = caps(scheduler, plan.tokens)
+    before_lookahead, aligned, before_encoders = caps(scheduler, plan.tokens)
     scheduler.max_num_scheduled_tokens = min(most_tokens, plan.total + bool(plan.restored))
     scheduler._reserve_prefill_lookahead = before_lookahead
     scheduler._mamba_block_aligned_split = aligned
+    scheduler._try_schedule_encoder_inputs = before_encoders
     if checkpoints is not None:
         checkpoints.allowed = plan.restored
     try:
@@ -106,15 +107,20 @@ def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
     finally:
         scheduler.max_num_scheduled_tokens = most_tokens
         del scheduler._reserve_prefill_lookahead, scheduler._mamba_block_aligned_split
+        del scheduler._try_schedule_encoder_inputs
         if checkpoints is not None:
             checkpoints.allowed = None
 
 
-def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Stand-ins for two methods that vLLM asks about each request's tokens before it allocates blocks for them.
+def caps(
+    scheduler: Any, planned: Mapping[str, int]
+) -> tuple[Callable[..., int], Callable[..., int], Callable[..., Any]]:
+    """Stand-ins for three methods that vLLM asks about each request's tokens before it allocates blocks for them.
 
-    Where vLLM cuts no prompts into chunks (encoders, for one), a prompt that the plan would cut waits.
+    The last one chooses the images and sounds to encode: those in the plan's tokens, and none behind them. Where
+    vLLM cuts no prompts into chunks (encoders, for one), a prompt that the plan would cut waits.
     """
+    encoders = scheduler._try_schedule_encoder_inputs
     lookahead, split = scheduler._reserve_prefill_lookahead, scheduler._mamba_block_aligned_split
     spec_tokens, looks_ahead = scheduler.num_spec_tokens, bool(scheduler.num_prefill_lookahead)
     cuts = scheduler.scheduler_config.enable_chunked_prefill
@@ -142,7 +148,10 @@ def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int]
         tokens = capped(request, tokens)
         return int(split(request, tokens, *args, **kwargs)) if tokens else 0
 
-    return before_lookahead, aligned
+    def before_encoders(request: Request, computed: int, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        return encoders(request, computed, capped(request, tokens), *args, **kwargs)
+
+    return before_lookahead, aligned, before_encoders
 
 
 @contextlib.contextmanager

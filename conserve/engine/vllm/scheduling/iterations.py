@@ -107,6 +107,8 @@ class Iterations:
         if iteration.limit_ms is not None:
             self.planned += 1
             self.overruns += ms > iteration.limit_ms
+        if iteration.encodes:  # the time of encoders is in no model
+            return
         if self.model is None:
             if self.warm_up is not None:
                 self.warm_up.add(batch, ms)
