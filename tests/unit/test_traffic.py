@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.promises import HARM, Promises
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo
-from conserve.engine.runtime.class_traffic import WINDOW_S, at_rank, quantiles, share
+from conserve.engine.runtime.class_traffic import WINDOW_S, Moment, Ranked, quantiles
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
 
 PROMISES = Promises.of({"ttft_ms": 1000.0, "tbt_ms": 100.0})
@@ -266,17 +266,32 @@ def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(
 ) -> None:
     q, parts = rank
     exact = Fraction(parts - 1, parts)
-    found = at_rank(sorted(values), q)
+    found = Ranked.of(values).at(q)
     assert found is not None
     assert Fraction(sum(value <= found for value in values), len(values)) >= exact
     assert Fraction(sum(value < found for value in values), len(values)) < exact
 
 
 def test_quantiles_and_shares_of_nothing() -> None:
-    assert quantiles([]) == {"p50": None, "p99": None}
-    assert share([], 1.0) == 1.0
-    assert share([1.0, 2.0], 1.0) == 0.5
-    assert share([1.0, 2.0], inf) == 1.0
+    assert quantiles(Ranked([])) == {"p50": None, "p99": None}
+    assert (Ranked([]).mean, Ranked([]).within(1.0)) == (None, 1.0)
+    assert Ranked.of([1.0, 2.0]).within(1.0) == 0.5
+    assert Ranked.of([1.0, 2.0]).within(inf) == 1.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=30), st.floats(0.01, 0.999))
+def test_gaps_that_are_counted_together_rank_like_gaps_one_by_one(
+    counted: list[tuple[int, int]], q: float
+) -> None:
+    together = Ranked(Moment(0.0, ms, times) for ms, times in counted)
+    apart = Ranked.of(float(ms) for ms, times in counted for _ in range(times))
+    assert (len(together), together.at(q), together.mean) == (len(apart), apart.at(q), apart.mean)
+    assert [together.within(ms) for ms in range(10)] == [apart.within(ms) for ms in range(10)]
+
+
+def test_a_report_of_any_number_of_gaps_looks_at_their_lengths_alone() -> None:
+    many = Ranked([Moment(0.0, 10.0, 10**12), Moment(0.0, 20.0, 10**10)])
+    assert (many.at(0.5), many.at(0.999), many.within(15.0)) == (10.0, 20.0, pytest.approx(100 / 101))
 
 
 def test_requests_that_meet_a_quiet_iteration_are_rare_until_one_has_come_and_again_after_200() -> None:

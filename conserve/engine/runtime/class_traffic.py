@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
 from math import inf, isinf
 from typing import Any, NamedTuple
 
@@ -117,16 +118,16 @@ class ClassTraffic:
         self.tbt_late.note(ms, count)
         self.accountant.tbt.note(ms, count)
 
-    def latencies(self, *, now: float) -> tuple[list[float], list[float]]:
-        """Sorted TTFTs and TBTs of the last 60 s, in ms."""
+    def latencies(self, *, now: float) -> tuple[deque[Moment], deque[Moment]]:
+        """TTFTs and TBTs of the last 60 s, in ms."""
         for window in (self.ttft_ms, self.tbt_ms):
             forget(window, now=now)
-        return values(self.ttft_ms), values(self.tbt_ms)
+        return self.ttft_ms, self.tbt_ms
 
     def report(self, *, now: float, holds_back: bool) -> dict[str, Any]:
         """Latencies of the last 60 s beside the promises, for JSON; `holds_back` as in `Traffic.report`."""
         there = self.busy or self.expected(now=now)
-        ttft_ms, tbt_ms = self.latencies(now=now)
+        ttft_ms, tbt_ms = map(Ranked, self.latencies(now=now))
         return {
             "requests": self.requests,
             "ttft_ms": quantiles(ttft_ms),
@@ -159,47 +160,63 @@ def forget(window: deque[Moment], *, now: float) -> None:
         window.popleft()
 
 
-def values(moments: deque[Moment]) -> list[float]:
-    """Sorted values, each as often as it was measured; fast, since it runs between two iterations."""
-    ordered: list[float] = []
-    for moment in sorted(moments, key=lambda moment: moment.value):
-        ordered += [moment.value] * moment.times
-    return ordered
+class Ranked:
+    """Measured values in order, each once with how often: a minute has a million gaps of a few thousand lengths."""
+
+    def __init__(self, moments: Iterable[Moment]) -> None:
+        pairs = sorted([(moment.value, moment.times) for moment in moments])
+        self._values = [value for value, _ in pairs]
+        self._ranks = list(accumulate(times for _, times in pairs))  # of the values behind each of these
+        self._sum = sum(value * times for value, times in pairs)
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Ranked":
+        """Values that were measured once."""
+        return cls(Moment(0.0, value) for value in values)
+
+    def __len__(self) -> int:
+        return self._ranks[-1] if self._ranks else 0
+
+    def at(self, q: float) -> float | None:
+        """Smallest value that at least a share `q` of the values does not exceed; None without values."""
+        if not self._values:
+            return None
+        place = max(0, min(len(self) - 1, -int(-q * len(self) // 1) - 1))
+        return self._values[bisect_right(self._ranks, place)]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the values; None without values."""
+        return self._sum / len(self) if self._values else None
+
+    def within(self, limit: float) -> float:
+        """Share of values within the limit; 1 without values."""
+        place = bisect_right(self._values, limit)
+        return (self._ranks[place - 1] if place else 0) / len(self) if self._values else 1.0
 
 
-def quantiles(ordered: list[float]) -> dict[str, float | None]:
-    """P50 and P99 of sorted values."""
-    return {name: at_rank(ordered, q) for name, q in (("p50", 0.5), ("p99", 0.99))}
+def quantiles(ranked: Ranked) -> dict[str, float | None]:
+    """P50 and P99 of the values."""
+    return {name: ranked.at(q) for name, q in (("p50", 0.5), ("p99", 0.99))}
 
 
-def at_rank(ordered: list[float], q: float) -> float | None:
-    """Smallest value that at least a share `q` of the values does not exceed."""
-    return ordered[max(0, min(len(ordered) - 1, -int(-q * len(ordered) // 1) - 1))] if ordered else None
-
-
-def kept(promised: Mapping[str, float], ordered: list[float]) -> dict[str, Any]:
-    """Each promise beside these sorted latencies, for JSON; `seen_ms` is None without latencies."""
-    mean_ms = sum(ordered) / len(ordered) if ordered else None
-    seen = {name: mean_ms if name == MEAN else at_rank(ordered, rank(name)) for name in promised}
+def kept(promised: Mapping[str, float], ranked: Ranked) -> dict[str, Any]:
+    """Each promise beside these latencies, for JSON; `seen_ms` is None without latencies."""
+    seen = {name: ranked.mean if name == MEAN else ranked.at(rank(name)) for name in promised}
     return {
         name: {"promised_ms": ms, "seen_ms": seen[name], "kept": (seen[name] or 0.0) <= ms}
         for name, ms in promised.items()
     }
 
 
-def attained(promises: Promises, ttft_ms: list[float], tbt_ms: list[float]) -> float:
+def attained(promises: Promises, ttft_ms: Ranked, tbt_ms: Ranked) -> float:
     """Share of the TTFTs, or of the TBTs if it is smaller, within the largest bound promised of nearly all of them.
 
     1 where neither a P99 nor a higher quantile is promised: a promise of a median leaves half of them longer.
     """
-    return min(share(ttft_ms, tail_ms(promises.ttft_ms)), share(tbt_ms, tail_ms(promises.tbt_ms)))
+    return min(ttft_ms.within(tail_ms(promises.ttft_ms)), tbt_ms.within(tail_ms(promises.tbt_ms)))
 
 
 def tail_ms(named: Mapping[str, float]) -> float:
     """Largest bound of the P99 or a higher quantile; infinite without one."""
     return max((ms for name, ms in named.items() if rank(name) >= rank(ALONE)), default=inf)
-
-
-def share(ordered: list[float], limit: float) -> float:
-    """Share of values within the limit; 1 without values."""
-    return bisect_right(ordered, limit) / len(ordered) if ordered else 1.0

@@ -13,6 +13,7 @@ from conserve.engine.runtime.class_traffic import (
     WINDOW_S,
     ClassTraffic,
     Moment,
+    Ranked,
     forget,
     held_back,
     quantiles,
@@ -208,7 +209,7 @@ class Traffic:
     def _together(self, by_class: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, Any]:
         """Figures of all classes: their latencies together, and what the worst keeps."""
         ttft_ms, tbt_ms = (
-            sorted(chain.from_iterable(several))
+            Ranked(chain.from_iterable(several))
             for several in zip(*(one.latencies(now=now) for one in self._classes.values()), strict=True)
         )
         return {

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.class_traffic import quantiles
+from conserve.engine.runtime.class_traffic import Ranked, quantiles
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
@@ -254,7 +254,7 @@ class ArrivalMonitor:
             "tokens_redone": self.tokens_redone,
             "tokens_wasted": self.tokens_wasted,
             "live_tokens_recomputed": self.live_tokens_recomputed,
-            "reaction_ms": quantiles(sorted(self._reactions_ms)),
+            "reaction_ms": quantiles(Ranked.of(self._reactions_ms)),
         }
 
     # In the I/O thread.

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from conserve.engine.runtime.class_traffic import quantiles
+from conserve.engine.runtime.class_traffic import Ranked, quantiles
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
@@ -85,7 +85,7 @@ class Iterations:
         linear = self.model.model if self.model is not None else None
         if self.model is None or not isinstance(linear, LinearModel):
             return None
-        off = sorted(self.model.off)
+        off = Ranked.of(self.model.off)
         return {
             "name": linear.name,
             "source": self._source,
