@@ -34,7 +34,8 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
-            return [*only_counted(section), *by_default(said["slo"], section), *pushed(section), *found]
+            told = [*only_counted(section), *by_default(said["slo"], section), *one_alone(section)]
+            return [*told, *pushed(section), *found]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
 
@@ -55,6 +56,22 @@ def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
         return []
     most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
     return [f"{most}; change it with --harm, or give an SLO"]
+
+
+def one_alone(section: dict[str, Any]) -> list[str]:
+    """Warn if one latency is promised and the other is nobody's care."""
+    first, gaps = section["ttft_slo_ms"], section["tbt_slo_ms"]
+    if (first is None) == (gaps is None) or "harm" in section or section["policy"] != CONSERVE:
+        return []
+    if first is None:
+        return [
+            "no first token is promised: a request may wait for a whole iteration of rows; add --ttft-slo or "
+            "--harm 10%"
+        ]
+    return [
+        "no gap between tokens is promised: rows lengthen gaps as far as first tokens allow; add --tbt-slo or "
+        "--harm 10%"
+    ]
 
 
 def pushed(section: dict[str, Any]) -> list[str]:

@@ -120,6 +120,30 @@ class TestDefault:
         assert serve_notices.by_default({"harm": None}, section) == []
         assert serve_notices.by_default({"harm": 0.1}, {"policy": "priority"}) == []
 
+    @pytest.mark.parametrize(
+        ("first", "gaps", "more", "said"),
+        [
+            (None, 100, {}, "no first token is promised: a request may wait for a whole iteration of rows"),
+            (
+                900,
+                None,
+                {},
+                "no gap between tokens is promised: rows lengthen gaps as far as first tokens allow",
+            ),
+            (None, None, {}, None),
+            (900, 100, {}, None),
+            (None, 100, {"harm": 0.1}, None),
+            (None, 100, {"policy": "priority"}, None),
+        ],
+    )
+    def test_the_server_says_which_latency_it_promises_nothing_of(
+        self, first: int | None, gaps: int | None, more: dict[str, Any], said: str | None
+    ) -> None:
+        section = {"policy": "conserve", "ttft_slo_ms": first, "tbt_slo_ms": gaps, **more}
+        assert [line.partition("; add --")[0] for line in serve_notices.one_alone(section)] == (
+            [said] if said else []
+        )
+
 
 def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:
     alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": 21.0}
