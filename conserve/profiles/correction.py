@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 from conserve.whole import write_whole
 
+Floats = NDArray[np.float64]
 HALF_LIFE = 48  # iterations after which half of a drift is corrected
 WINDOW = 1000  # iterations that the margin is taken from
 REFRESH = 16  # iterations between two computations of the margins
@@ -42,10 +45,12 @@ def step_of(at_ms: float) -> int:
     return round(STEPS * log(at_ms, 2))
 
 
-def margin_near(residuals: Sequence[Residual], at_ms: float, share: float) -> float:
+def margin_near(residuals: Sequence[Residual] | Floats, at_ms: float, share: float) -> float:
     """Margin for iterations of about `at_ms`, from the quarter of the residuals that are nearest in length."""
-    nearest = sorted(residuals, key=lambda r: max(r.predicted_ms, at_ms) / min(r.predicted_ms, at_ms))
-    return quantile_margin([r.ratio for r in nearest[: max(LEAST_NEAR, len(nearest) // 4)]], share)
+    predicted_ms, ratios = np.asarray(residuals, dtype=float).reshape(-1, 2).T
+    apart = np.maximum(predicted_ms, at_ms) / np.minimum(predicted_ms, at_ms)
+    nearest = np.argsort(apart, kind="stable")[: max(LEAST_NEAR, len(apart) // 4)]
+    return quantile_margin(ratios[nearest].tolist(), share)
 
 
 def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
@@ -74,6 +79,29 @@ def quantile_margin(ratios: Sequence[float], share: float) -> float:
         return ordered[rank - 1]
     missing = log(1 / share / (len(ordered) + 1), 2)
     return ordered[-1] + missing / 4 * (ordered[-1] - ordered[len(ordered) // 2])
+
+
+class NewestResiduals:
+    """The last `WINDOW` residuals, the oldest first, as rows of a table, in which a margin is found fast."""
+
+    def __init__(self, residuals: Iterable[Residual]) -> None:
+        self._rows = np.empty((2 * WINDOW, 2))
+        self._end = 0
+        for residual in residuals:
+            self.append(residual)
+
+    def append(self, residual: Residual) -> None:
+        """Add a residual; the oldest one beyond `WINDOW` goes."""
+        if self._end == len(self._rows):
+            self._rows[:WINDOW] = self._rows[WINDOW:]
+            self._end = WINDOW
+        self._rows[self._end] = residual
+        self._end += 1
+
+    @property
+    def table(self) -> Floats:
+        """One row each: predicted time in ms, ratio."""
+        return self._rows[max(0, self._end - WINDOW) : self._end]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +158,7 @@ class CorrectedModel:
         self._error = start.error
         self._seen = start.seen
         profiled = list(residuals)
-        self._residuals = deque(start.residuals or profiled, maxlen=WINDOW)
+        self._residuals = NewestResiduals(start.residuals or profiled)
         self._off: deque[float] = deque(maxlen=WINDOW)
         self._longest_ms = max((r.predicted_ms for r in (*profiled, *start.residuals)), default=inf)
         self._scale = exp(self._log_scale)
@@ -149,7 +177,7 @@ class CorrectedModel:
         step = step_of(at_ms)
         if step not in self._margins:
             rounded_ms = 2 ** (step / STEPS)
-            near = margin_near(self._residuals, rounded_ms, self.overrun_share)
+            near = margin_near(self._residuals.table, rounded_ms, self.overrun_share)
             self._margins[step] = margin_beyond(near, rounded_ms, self._longest_ms)
         return self._margins[step]
 
@@ -176,7 +204,7 @@ class CorrectedModel:
             log_scale=self._log_scale,
             error=self._error,
             seen=self._seen,
-            residuals=list(self._residuals),
+            residuals=[Residual._make(row) for row in self._residuals.table.tolist()],
         )
 
     def predict(self, batch: Batch) -> float:

@@ -10,6 +10,7 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import (
     CorrectedModel,
     Correction,
+    NewestResiduals,
     Residual,
     margin_near,
     quantile_margin,
@@ -54,6 +55,22 @@ class TestMargin:
         far = [Residual(50.0, 9.0)] * 300 + [Residual(200.0, 9.0)] * 300
         assert margin_near([*far, *near], 100.0, 0.01) == 1.5
         assert margin_near([*far, *near], 50.0, 0.01) == 9.0
+
+    def test_is_that_of_the_last_thousand_iterations_nearest_first_and_then_oldest_first(self) -> None:
+        dice = np.random.default_rng(5)
+        seen = [
+            Residual(*pair)
+            for pair in zip(
+                dice.choice([50.0, 80.0, 100.0, 130.0], 3500), dice.gamma(9, 0.1, 3500), strict=True
+            )
+        ]
+        newest, share = NewestResiduals(seen), 0.01
+        assert newest.table.tolist() == [[*one] for one in seen[-1000:]]
+        for at_ms in (40.0, 90.0, 100.0, 500.0):
+            apart = [max(one.predicted_ms, at_ms) / min(one.predicted_ms, at_ms) for one in seen[-1000:]]
+            nearest = sorted(range(1000), key=apart.__getitem__)[:250]
+            expected = quantile_margin([seen[-1000:][place].ratio for place in nearest], share)
+            assert margin_near(newest.table, at_ms, share) == expected
 
     def test_comes_from_no_more_than_the_nearest_quarter(self) -> None:
         further = [Residual(100.0 + n, 1 + n / 1000) for n in range(1, 801)]
