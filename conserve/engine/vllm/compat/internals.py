@@ -158,6 +158,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "max_num_scheduled_tokens,max_num_running_reqs,num_spec_tokens,num_prefill_lookahead}": "the state that a "
         "view is made of",
         "Scheduler.lora_config": "how many adapters requests may have that run",
+        "LoRAConfig.max_loras": "the same",
         "LoRARequest.lora_int_id": "the same",
         "Scheduler.kv_holding_waiting": "waiting requests with KV blocks",
         "Scheduler._reserve_prefill_lookahead": "asked about every request before it is scheduled: the plan's cap",

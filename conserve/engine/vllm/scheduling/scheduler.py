@@ -92,8 +92,7 @@ class CoServing:
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
-        number = vllm_config.parallel_config.data_parallel_index
-        self._recordings = Recordings(installed, number)
+        self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.batches = True  # batching mode is allowed
