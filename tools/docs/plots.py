@@ -271,10 +271,10 @@ PLOTS = {
     "broken.svg": Plot("broken.md", "Attempts to break it, by kind", attempts_axes, attempts),
     "sweep.svg": Plot(
         "simulation.md",
-        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 62 cells",
+        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 86 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[2], "median of 62 cells", "worst of 62 cells", (3, 5, 9)),
-        {"a": "median of 62 cells", "b": "worst of 62 cells"},
+        lambda found: swept(found[2], "median of 86 cells", "worst of 86 cells", (3, 5, 9)),
+        {"a": "median of 86 cells", "b": "worst of 86 cells"},
         RATIOS,
     ),
     "sweep-before.svg": Plot(
