@@ -16,7 +16,7 @@ from conserve.cli import doctor_engine, doctor_files, doctor_machine, exits, out
 from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
-from conserve.config import DEMO_MODEL, Settings, settings_files
+from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError
 from conserve.hosts import split_login
 
@@ -78,7 +78,7 @@ def embedded(settings: Settings) -> Findings:
     from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
-    if found.distribution is None and settings.model == DEMO_MODEL:  # nobody asked for one
+    if found.distribution is None and settings.model is None:  # nobody asked for one
         yield doctor_engine.without(found)
         return (yield from surroundings(settings))
     yield from doctor_engine.installed(found)

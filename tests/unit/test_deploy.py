@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 
 from conserve.cli.app import LazyCommands
-from conserve.cli.serve import SPILL_S
+from conserve.cli.serve_spill import SPILL_S
 from conserve.cli.signals import end_as_first_process
 from conserve.config import variables
 from conserve.engine.service import DRAIN_S, HARVESTER_S

@@ -216,6 +216,7 @@ class TestOutbox:
                 "catalog.keep_seal",
                 "journal.count",
                 "journal.fail_misfits",
+                "mending.bind",
             ),
             *("leases.begin_job", "queue.fresh", "queue.moved_by", "queue.count_retries", "choice.pass_over"),
         }

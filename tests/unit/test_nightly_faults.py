@@ -252,7 +252,7 @@ def test_the_level_of_equal_nights_is_their_very_score(score: float) -> None:
 
 def test_the_first_score_finds_the_answer_behind_a_solution(tmp_path: Path) -> None:
     wishes = NightlyWishes(name="x", data="q.jsonl", prompt="{{ q }}", expected="answer")
-    select = by_row(plan_of(text_of(wishes)).suites[0].options["score"])
+    select = by_row(plan_of(text_of(wishes, wishes.expected)).suites[0].options["score"])
     duck = duckdb.connect()
     duck.execute(
         "create table results as from (values (1, 0, 'So it is FIVE.'), (1, 1, '7')) t(job_id, row_index, text)"

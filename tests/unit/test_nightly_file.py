@@ -96,7 +96,7 @@ def test_the_first_file_is_a_plan() -> None:
         model="m",
         limit=3,
     )
-    plan = plan_of(text_of(wishes))
+    plan = plan_of(text_of(wishes, wishes.expected))
     (suite,) = plan.suites
     assert (suite.name, suite.limit, plan.targets[0].model) == ("quest-ions", 3, "m")
     assert suite.options["prompt"] == 'say "{{ q }}"'

@@ -16,7 +16,9 @@ SIGNATURES: dict[Part, dict[str, str]] = {
     Part.SCHEDULER: {
         "Scheduler._reserve_prefill_lookahead": "self, request, num_computed_tokens, num_new_tokens",
         "Scheduler._mamba_block_aligned_split": "self, request, num_new_tokens, ...",
-        "Scheduler._try_schedule_encoder_inputs": "self, request, num_computed_tokens, num_new_tokens, ...",
+        "Scheduler._try_schedule_encoder_inputs": (
+            "self, request, num_computed_tokens, num_new_tokens, encoder_compute_budget, ..."
+        ),
         "Scheduler._is_blocked_waiting_status": "status",
         "Scheduler._handle_blocked_waiting_request": "self, request",
         "Scheduler._preempt_request": "self, request, timestamp, ...",

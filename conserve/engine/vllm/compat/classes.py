@@ -2,7 +2,7 @@
 
 MODULES = {
     "vllm.config": (
-        "AttentionConfig CacheConfig CompilationConfig KVTransferConfig LoggingConfig ModelConfig "
+        "AttentionConfig CacheConfig CompilationConfig KVTransferConfig LoggingConfig LoRAConfig ModelConfig "
         "ParallelConfig SchedulerConfig SpeculativeConfig VllmConfig"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
