@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import Connection, text
 
-from conserve.store.books import catalog, leases, queue, saved_tokens, spans
+from conserve.store.books import catalog, leases, queue, saved_tokens, spans, suspects
 from conserve.store.books.queue import Returned, UnclaimableRows
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.connection import chunks
@@ -296,6 +296,22 @@ def test_suspects_run_alone_and_only_where_they_are_asked_for(store: Store) -> N
     assert alone.rows[0].suspect
     assert positions(leased(store, suspect=True)) == [1]
     assert claim(store, suspect=True) is None
+
+
+def test_suspects_go_ahead_where_their_job_goes_before_those_with_other_rows(store: Store) -> None:
+    def ahead(now: float = 5.0) -> bool | None:
+        with store.read() as tx:
+            return suspects.go_ahead(tx, now=now)
+
+    add_job(store, rows=1, priority=1)
+    assert ahead() is None, "there is none"
+    put_back(store, leased(store, limit=1), 0, suspect=True, available_at=4.0)
+    assert ahead(now=3.0) is None, "its backoff is not over"
+    assert ahead()
+    add_job(store, "job-2", rows=3)
+    assert ahead(), "priority 1 goes before 0"
+    add_job(store, "job-3", rows=3, priority=2)
+    assert ahead() is False
 
 
 def test_a_row_that_is_no_longer_a_suspect_runs_with_others_again(store: Store) -> None:
