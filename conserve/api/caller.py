@@ -8,13 +8,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
-PASSED_OVER = (
-    "conserve",
-    "asyncio",
-    "concurrent",
-    "contextlib",
-    "threading",
-)  # packages of frames in between
+PASSED_OVER = ("conserve", "asyncio", "concurrent", "contextlib", "threading")
+"""Packages of the frames between the work and the user's program."""
 
 
 class UsersLine(NamedTuple):

@@ -63,9 +63,9 @@ class Latency(NamedTuple):
     p99: float | None = None
     promised: float | None = None
     promise: str = P99
-    """What is promised: a quantile, or the mean."""
+    """Name of the quantile that is promised, or of the mean."""
     seen: float | None = None
-    """That quantile or mean, from a server that tells it."""
+    """Value of that quantile or mean, from a server that tells it."""
 
     @classmethod
     def of(cls, p99: float | None, bound: float | None, promises: Mapping[str, Any]) -> Self:
@@ -81,7 +81,7 @@ class Latency(NamedTuple):
 
     @property
     def value(self) -> float | None:
-        """What is held against the promise."""
+        """Latency that is held against the promise."""
         return self.p99 if self.promise == P99 and self.seen is None else self.seen
 
     @property

@@ -49,7 +49,7 @@ class Outcome:
     completion_tokens: int = 0
     resumed_tokens: int = 0
     no_json: int = 0
-    """Whole answers that are not the JSON that was asked for: their column `json` is null."""
+    """Answers that ended and are not the JSON that was asked for; their column `json` is null."""
     start_s: float = 0.0
     """Seconds until the endpoint was ready."""
     work_s: float = 0.0

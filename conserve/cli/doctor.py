@@ -78,7 +78,7 @@ def embedded(settings: Settings) -> Findings:
     from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
-    if found.distribution is None and settings.model is None:  # nobody asked for one
+    if found.distribution is None and settings.model is None:  # no model is asked for
         yield doctor_engine.without(found)
         return (yield from surroundings(settings))
     yield from doctor_engine.installed(found)

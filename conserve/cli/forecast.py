@@ -7,12 +7,11 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.forecast_report import IDLE, document, header, row
+from conserve.cli.forecast_report import IDLE, document, header, none_runs, row
 from conserve.cli.options import JOB
 from conserve.jobs.deadlines.queue import GOING, forecast_queue
 from conserve.jobs.deadlines.rate import LEAST_BUSY_S
 from conserve.store.books.readings import job_named, read_harvested, read_jobs
-from conserve.store.books.states import JobState
 
 EXAMPLE = """
 conserve forecast
@@ -43,5 +42,5 @@ def forecast(
     else:
         rows = [row(one, found[one.id], now) for one in shown if one.id in found]
         output.data("\n".join(output.columns(header(), rows, right=(1, 5))))
-        if not any(one.state is JobState.RUNNING for one in readings):
+        if none_runs(readings):
             output.say(f"none runs now; done by then {IDLE}: conserve run")

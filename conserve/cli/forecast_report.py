@@ -1,6 +1,6 @@
 """Forecasts in words, tables and JSON. Imports no typer: see shortcuts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -8,9 +8,15 @@ from conserve.cli import output
 from conserve.jobs.deadlines.forecast import Forecast
 from conserve.jobs.deadlines.queue import LIKELY
 from conserve.store.books.readings import JobReading
+from conserve.store.books.states import JobState
 
 FAR = "weeks away"
-IDLE = "if rows run from now on"  # where none runs
+IDLE = "if rows run from now on"  # where `none_runs`
+
+
+def none_runs(jobs: Iterable[JobReading]) -> bool:
+    """True if no job runs, so that a forecast supposes that rows run from now on."""
+    return not any(job.state is JobState.RUNNING for job in jobs)
 
 
 def header() -> Sequence[str]:

@@ -59,7 +59,7 @@ def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
 
 
 def one_alone(section: dict[str, Any]) -> list[str]:
-    """Warn if one latency is promised and the other is nobody's care."""
+    """Warn if one latency has a promise and the other has none."""
     first, gaps = section["ttft_slo_ms"], section["tbt_slo_ms"]
     if (first is None) == (gaps is None) or "harm" in section or section["policy"] != CONSERVE:
         return []

@@ -80,15 +80,14 @@ def foreseen(
     slots = read_harvested(settings)
     if not slots:
         return None
-    from conserve.cli.forecast_report import IDLE, queue_sentence, sentence
+    from conserve.cli.forecast_report import IDLE, none_runs, queue_sentence, sentence
     from conserve.jobs.deadlines.queue import forecast_queue
 
     found = forecast_queue(readings, slots, now=now, courses=COURSES)
     if not found or (job is not None and job.id not in found):
         return None
     words = queue_sentence(found, now) if job is None else sentence(found[job.id], job.deadline, now)
-    runs = any(one.state is JobState.RUNNING for one in readings)
-    return words if runs else f"{words}, {IDLE}"
+    return f"{words}, {IDLE}" if none_runs(readings) else words
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:

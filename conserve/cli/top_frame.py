@@ -13,11 +13,10 @@ from conserve import __version__
 from conserve.api.overview import P99, Latency, Overview, ServerSeen
 from conserve.api.servers import aged
 from conserve.cli.bars import bar, course, cut, short
-from conserve.cli.forecast_report import IDLE, queue_sentence, when
+from conserve.cli.forecast_report import IDLE, none_runs, queue_sentence, when
 from conserve.cli.output import STATE_COLOURS
 from conserve.jobs.deadlines.queue import LIKELY
 from conserve.store.books.readings import JobReading
-from conserve.store.books.states import JobState
 
 WIDTH, HEIGHT = 80, 24
 NAME, BAR = 16, 8  # cells of a job's id and its progress, in a frame of 80
@@ -99,7 +98,7 @@ def queue(seen: Overview, width: int) -> list[Text]:
         (course(seen.quarters, 24), "blue"),
     )
     words = queue_sentence(seen.forecasts, seen.at) if seen.forecasts else "no forecast yet"
-    if seen.forecasts and not any(job.state is JobState.RUNNING for job in seen.jobs):
+    if seen.forecasts and none_runs(seen.jobs):
         words = f"{words}, {IDLE}"
     words = f"{seen.rows_left:,} rows left, {words}" if seen.rows_left else "no row waits"
     doubtful = any(one.in_time is not None and one.in_time < LIKELY for one in seen.forecasts.values())

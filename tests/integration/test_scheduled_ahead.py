@@ -126,7 +126,7 @@ class TestStorms:
         assert_settled(engine, asked)
         report, cache = engine.scheduler.arrival_monitor.report(), engine.scheduler.encoder_cache_manager
         assert min(report["scheduled_ahead"], report["refused"]) > 10
-        assert cache.num_freeable_slots == cache.cache_size, "no image is held by nobody"
+        assert cache.num_freeable_slots == cache.cache_size, "every image is free to go"
         assert cache.num_free_slots == cache.cache_size - size * len(cache.cached)
 
     @pytest.mark.full

@@ -352,7 +352,7 @@ def test_an_archive_holds_the_same_files(stored: Store, tmp_path: Path) -> None:
 
 
 def test_a_store_and_a_backup_may_have_names_with_marks_of_urls(stored: Store, tmp_path: Path) -> None:
-    """As Jenkins names the folder of a branch: feature%2Fx. Its database lies in no other folder."""
+    """Put the database into a folder as Jenkins names a branch's, feature%2Fx, and into no other."""
     backed_up(stored, tmp_path / "first")
     where = load({"home": tmp_path / "a%2Fb?c#d"}, environ={})
     brought_back(where, tmp_path / "first")

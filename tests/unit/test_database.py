@@ -259,7 +259,7 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
 def test_the_code_of_a_database_error_becomes_the_next_step(
     store: Store, code: str | None, said: str, kind: type[StoreError], hint: str
 ) -> None:
-    """Whatever names of hosts, users and databases its words hold."""
+    """The code alone decides: words hold names of hosts, users and databases."""
     cause = Exception(said)
     setattr(cause, "sqlite_errorname" if code and code.startswith("SQLITE") else "sqlstate", code)
     found = database.explain(OperationalError("select", {}, cause), store.engine)

@@ -171,7 +171,7 @@ def test_the_damaged_database_is_kept(jobs: Jobs, settings: Settings) -> None:
 
 
 def test_a_damaged_database_that_another_process_has_open_stays(jobs: Jobs, settings: Settings) -> None:
-    """What that process commits would go into the file put aside."""
+    """A process that has the file open would commit to the one put aside."""
     path = database(settings)
     holds = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('select * from job'); input(print())"
     command = [sys.executable, "-S", "-c", holds, str(path)]

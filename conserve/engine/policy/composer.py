@@ -120,10 +120,7 @@ class Composer:
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
         """KV blocks that the request needs beyond the ones it has."""
-        if self._kv_groups:
-            return blocks_lacking(candidate, tokens, self._kv_groups, self._block_tokens)
-        wanted = -(-(candidate.context + tokens) // self._block_tokens)
-        return max(0, wanted - candidate.blocks)
+        return blocks_lacking(candidate, tokens, self._kv_groups, self._block_tokens)
 
     def computes_next_of(self, candidate: Candidate) -> bool:
         """True if the batch or an iteration under way computes the KV block that the request would begin with."""

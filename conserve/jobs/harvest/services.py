@@ -11,9 +11,8 @@ from conserve.config import Settings
 
 FOLDER = "serving"
 TOUCH_S = 60.0  # between two touches of a record by its server
-STALE_S = (
-    5 * TOUCH_S
-)  # after which a server of another machine counts as gone: the clocks may differ by minutes
+STALE_S = 5 * TOUCH_S
+"""Time after which a silent server of another machine counts as gone: the clocks may differ by minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,8 @@ from conserve.store.database.store import Store
 LOOK_S = 60.0  # between two looks for suspects of other harvesters
 TURN_S = 30.0  # from the moment at which no other row is in flight
 WAIT_S = 300.0  # until the first turn, and between two, of suspects whose job goes first no more than others
-AHEAD, BESIDE = (
-    1.0,
-    9.0,
-)  # time of other rows to that of a turn, where the suspects' job goes first, and elsewhere
+AHEAD, BESIDE = 1.0, 9.0
+"""Time of other rows to that of a turn, where the suspects' job goes first, and elsewhere."""
 
 
 class SuspectTurns:

@@ -19,9 +19,8 @@ from conserve.store.database import schema
 message = schema.message
 
 HOLD_S = 120.0  # beyond the longest attempt; a message of a killed process of another machine waits as long
-SKEW_S = (
-    3600.0  # of the clocks of two machines at most; what lies further ahead is of a clock that was set back
-)
+SKEW_S = 3600.0
+"""Most by which the clocks of two machines differ; what lies further ahead is of a clock that was set back."""
 LONGEST_WAIT_S = 24 * 3600.0  # between two attempts
 MOST_OF_HOOK = 2  # held at a time, so that a slow receiver does not hold up the others
 TEST = "test"

@@ -87,7 +87,7 @@ def explained_sqlite(store: Store, where: Path) -> Iterator[None]:
 
 
 def protect(store: Store, folder: Path) -> None:
-    """Let nobody read a backup who may not read the store: its folder and its database get the modes of those."""
+    """Give a backup's folder and database the modes of the store's, so that the same users may read both."""
     source = database_file(store)
     (folder / DATABASE).chmod(mode_of(source) if source else 0o600)
     folder.chmod(mode_of(store.home))

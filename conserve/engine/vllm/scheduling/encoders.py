@@ -50,9 +50,8 @@ def in_the_way(scheduler: Any, context_of: Callable[[Request], int]) -> list[str
     So such a prompt would wait until rows are past their images, and they hardly get on beside it. `context_of`
     says how many tokens of a waiting request have their KV on the device.
     """
-    encodes = (
-        scheduler.max_num_encoder_input_tokens and not scheduler.is_encoder_decoder
-    )  # these cache nothing
+    # Encoder-decoder models cache nothing.
+    encodes = scheduler.max_num_encoder_input_tokens and not scheduler.is_encoder_decoder
     wanted = _wanted_online(scheduler, context_of) if encodes else {}
     if not wanted:
         return []

@@ -15,9 +15,8 @@ from conserve.metrics_page import Build
 
 PATH = "/metrics"
 WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
-STALE_S = (
-    60.0  # after which an answer is shown no more: figures that stand still would keep every alert quiet
-)
+STALE_S = 60.0
+"""Age beyond which an answer is shown no more: figures that stand still would keep every alert quiet."""
 
 
 class Count(NamedTuple):
