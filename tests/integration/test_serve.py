@@ -60,6 +60,7 @@ class Service:
             "CONSERVE_MODELS": str(models),
             "CONSERVE_API_KEY": KEY,
             "CONSERVE_HARVEST_KEY": HARVEST_KEY,
+            "CONSERVE_WARM_UP_S": "2",
         }
         self.said = home.parent / "said.txt"
         words = ("serve", MODEL, *promises, "--port", str(self.port))

@@ -462,7 +462,7 @@ def test_a_warm_up_goes_on_until_the_scheduler_has_a_model(
     async def serve(group: WarmUpGroup) -> None:
         served.append(group)
 
-    async def warm_up(llm: Any, *, say: Any, known: Any) -> None:
+    async def warm_up(llm: Any, *, say: Any, seconds: float, known: Any) -> None:
         await insist(Growth(seconds=1, longest=100, most=4), serve, known)
 
     monkeypatch.setattr(learning, "warm_up", warm_up)
@@ -477,7 +477,7 @@ def test_an_engine_that_learns_nothing_is_given_up_with_a_sentence(monkeypatch: 
 
     asked = []
 
-    async def warm_up(llm: Any, *, say: Any, known: Any) -> None:
+    async def warm_up(llm: Any, *, say: Any, seconds: float, known: Any) -> None:
         asked.append(await known())
 
     monkeypatch.setattr(learning, "warm_up", warm_up)

@@ -15,12 +15,15 @@ from conserve.engine.vllm.profiling.warm_up import (
     LEAST_PREFILLS,
     LEAST_SAMPLES,
     LONGEST_PROMPT,
+    SECONDS,
     WARM_UP_S,
     Growth,
     WarmUp,
     WarmUpGroup,
     grow,
+    seconds_asked_for,
 )
+from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
 from tests.fake_rig import TRUTH, slower
 from tests.unit.test_slow_engines import OTHERS, SLOWNESS
@@ -63,6 +66,22 @@ class FakeEngine:
         self.longest_ms = max(self.longest_ms, ms)
         self.now_s += ms / 1e3
         self.warm_up.add(batch, ms)
+
+
+def test_the_user_may_ask_for_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds_asked_for() == WARM_UP_S
+    monkeypatch.setenv(SECONDS, "2.5")
+    assert seconds_asked_for() == 2.5
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon", ""])
+def test_what_is_no_time_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECONDS, asked)
+    with pytest.raises(SettingsError) as refused:
+        seconds_asked_for()
+    assert str(refused.value) == (
+        f"CONSERVE_WARM_UP_S takes seconds above 0, not {asked!r}; leave it out for 12"
+    )
 
 
 @cache

@@ -29,6 +29,7 @@ from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, res
 from conserve.engine.vllm.model.fingerprint import identity_of
 from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_model, scheduler_says
+from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.requests.answers import Serving
 from conserve.engine.vllm.requests.continuation import continued
 from conserve.engine.vllm.requests.engines import most_requests
@@ -206,6 +207,7 @@ class _Engine:
         *,
         user: EmbeddedEndpoint,
     ) -> _Engine:
+        seconds_asked_for()
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
         await on_thread(partial(require_on_hub, path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conserve.engine.vllm.profiling.warm_up import warm_up
+from conserve.engine.vllm.profiling.warm_up import seconds_asked_for, warm_up
 from conserve.engine.vllm.requests.engines import ask_engines, together
 from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.errors import ProfileMissing
@@ -32,7 +32,7 @@ async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:
 
     if engine_client.vllm_config.model_config.runner_type != "generate":
         return
-    await warm_up(engine_client, say=say, known=known)
+    await warm_up(engine_client, say=say, seconds=seconds_asked_for(), known=known)
     if not await known():
         say("the warm-up taught too little; the first requests go on with it")
 

@@ -7,7 +7,9 @@ margin reflects that: with few residuals, `quantile_margin` goes beyond the larg
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 PREFIX = "conserve-warm-up-"
 WARM_UP_S = 12.0
+SECONDS = "CONSERVE_WARM_UP_S"  # variable: another time than that
 LONGEST_PROMPT = 3000
 MOST_TOGETHER = 32
 LEAST_SAMPLES = 4 * len(ConServeModel.terms)
@@ -40,6 +44,15 @@ ANSWER = (4, 12)  # tokens of an answer; fewer if a decode step takes long
 def is_warm_up(request_id: str) -> bool:
     """True if this request belongs to the warm-up."""
     return PREFIX in request_id
+
+
+def seconds_asked_for() -> float:
+    """Seconds of the warm-up; raises `SettingsError` where the user's are none."""
+    asked = os.environ.get(SECONDS, str(WARM_UP_S))
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(asked)) < math.inf:
+            return seconds
+    raise SettingsError(f"{SECONDS} takes seconds above 0, not {asked!r}; leave it out for {WARM_UP_S:g}")
 
 
 class WarmUp:
@@ -186,7 +199,7 @@ async def warm_up(
     llm: AsyncLLM,
     *,
     say: Callable[[str], None],
-    seconds: float = WARM_UP_S,
+    seconds: float,
     known: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
     """Serve random requests, a few at a time, of all sizes that the engine is fast enough for.

@@ -38,6 +38,7 @@ from conserve.engine.vllm.launching.flags import (
 from conserve.engine.vllm.launching.number_format import read_config
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.model.hub import require_on_hub
+from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
 from conserve.errors import ConserveError, ProfileMissing
@@ -175,6 +176,7 @@ def main(words: Sequence[str]) -> int:
         logs.take_over()
     try:
         require_engine()
+        seconds_asked_for()  # a mistake in them is told before the model is loaded
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
         require_on_hub(resolve_model(model, Path(models_folder)))
