@@ -27,6 +27,7 @@ WITHIN_S = 240.0  # reached by a hang alone
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind each rank to a NUMA node of its own; there is one
     "OMP_NUM_THREADS": "1",
+    "CONSERVE_FORK_SERVER": "1",  # that of the ranks ends with them
 }
 
 
@@ -37,30 +38,31 @@ class Ranks:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from conserve.engine.vllm.launching import fork_server
         from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
         from tests.bare_scheduler import known_model
         from tests.integration.test_checkpoints import transfer
 
         section = {**known_model(), "policy": "conserve", "safepoint_every": 1}
-        self.llm = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                **parallel,
-                max_model_len=1024,
-                max_num_batched_tokens=512,
-                max_num_seqs=16,
-                block_size=32,
-                kv_cache_memory_bytes=32 << 20,
-                enable_prefix_caching=True,
-                enforce_eager=eager,
-                dtype="float32",
-                scheduling_policy="priority",
-                scheduler_cls=SCHEDULER,
-                worker_cls=WORKER,
-                additional_config={SECTION: section},
-                kv_transfer_config=transfer({"policy": "eager", "host_bytes": 64 << 20}),
-            )
-        )
+        config = EngineArgs(
+            model=str(model),
+            **parallel,
+            max_model_len=1024,
+            max_num_batched_tokens=512,
+            max_num_seqs=16,
+            block_size=32,
+            kv_cache_memory_bytes=32 << 20,
+            enable_prefix_caching=True,
+            enforce_eager=eager,
+            dtype="float32",
+            scheduling_policy="priority",
+            scheduler_cls=SCHEDULER,
+            worker_cls=WORKER,
+            additional_config={SECTION: section},
+            kv_transfer_config=transfer({"policy": "eager", "host_bytes": 64 << 20}),
+        ).create_engine_config()
+        fork_server.prepare(config)  # of which each rank is forked: it imports vLLM once
+        self.llm = LLMEngine.from_vllm_config(config)
         self.core = self.llm.engine_core.engine_core
         self.preemptions = self.core.scheduler.arrival_monitor
         self.outcomes: list[Any] = []  # of iterations that rows left
@@ -142,8 +144,11 @@ class Ranks:
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        from conserve.engine.vllm.launching import fork_server
+
         self.core.shutdown()
         del self.llm, self.core, self.preemptions
+        fork_server.release(self)
         cleanup_dist_env_and_memory()
 
 
