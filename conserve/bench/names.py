@@ -8,6 +8,7 @@ from typing import Any
 CONSERVE = "conserve"
 ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P = "online-only", "non-preemptive", "sarathi-p"
 PRIORITY = "priority"
+DISTSERVE_P = "distserve-p"  # on several engines at once, which are simulated
 SARATHI_PP, HYGEN_STAR, HYGEN = "sarathi++", "hygen-star", "hygen"
 PLUGGED = "planned"  # variant of a stock policy: its counterpart under our scheduler plug-in
 ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED = f"{ONLINE_ONLY}/{PLUGGED}", f"{NON_PREEMPTIVE}/{PLUGGED}"

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.deployment import SchedulerCounters
+from conserve.bench.disaggregated import BestSplit, EngineSplit, best_split, pooled
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block, LatencyLimits
-from conserve.bench.names import CONSERVE, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
+from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
 
 ROWS = 4096  # different rows of a simulation, over and over
@@ -53,6 +54,21 @@ class Simulate(Protocol):
     ) -> Iterator[PlayedBlock]: ...
 
 
+class SimulatePool(Protocol):
+    """Plays blocks one after the other on prefill and decode engines, beside these rows."""
+
+    def __call__(
+        self,
+        machine: BenchMachine,
+        split: EngineSplit,
+        blocks: Iterable[Trace],
+        *,
+        block_s: float,
+        rows: Iterator[tuple[int, int]],
+        shared_tokens: int,
+    ) -> Iterator[PlayedBlock]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulator:
     """A simulated engine, on which policies play the same blocks."""
@@ -61,6 +77,7 @@ class Simulator:
     simulate: Simulate
     block_s: float
     seed: int
+    simulate_pool: SimulatePool | None = None  # for distserve-p
 
     def play(
         self,
@@ -90,7 +107,34 @@ class Simulator:
         )
         return [self._block(name, *pair) for pair in zip(blocks, played, strict=True)]
 
-    def _block(self, name: str, trace: Trace, played: PlayedBlock) -> Block:
+    def play_pool(self, blocks: Sequence[Trace], slo: LatencyLimits) -> tuple[list[Block], BestSplit]:
+        """Play these blocks on prefill and decode engines, of which the best split is found first.
+
+        Figures per second are those of one engine.
+        """
+
+        assert self.simulate_pool is not None
+        simulate_pool = self.simulate_pool
+
+        def play(split: EngineSplit, most: int | None = None) -> list[Block]:
+            traces = pooled(blocks, split.engines)[:most]
+            played = simulate_pool(
+                self.machine,
+                split,
+                traces,
+                block_s=self.block_s,
+                rows=cycle(self.machine.rows(ROWS, seed=self.seed)),
+                shared_tokens=traces[0].shared_tokens,
+            )
+            return [
+                self._block(DISTSERVE_P, *pair, engines=split.engines)
+                for pair in zip(traces, played, strict=True)
+            ]
+
+        best = best_split(self.machine, play, slo)
+        return play(best.split), best
+
+    def _block(self, name: str, trace: Trace, played: PlayedBlock, *, engines: int = 1) -> Block:
         first, last = SchedulerCounters.of(dict(played.first)), SchedulerCounters.of(dict(played.last))
         answers = [
             LoadAnswer(
@@ -107,7 +151,7 @@ class Simulator:
         return Block(
             policy=name,
             started_s=played.began_s,
-            duration_s=self.block_s,
+            duration_s=self.block_s * engines,
             answers=tuple(answers),
             **last.since(first),
         )

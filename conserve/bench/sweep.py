@@ -15,7 +15,7 @@ from conserve.bench import points
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
+from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
 from conserve.bench.points import Cell
 from conserve.bench.profiler import DEFAULT, LEAST, MOST, Promise
 from conserve.bench.simulated import Simulator
@@ -151,7 +151,12 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     tokens, terms, told = _tuned(cell, plan, simulator, traces)
     blocks: list[Block] = [*alone]
     for name in plan.policies:
-        if name != ONLINE_ONLY:
+        if name == DISTSERVE_P:
+            if slo is not None:
+                played, best = simulator.play_pool(traces, slo)
+                blocks += played
+                told.append(best.sentence())
+        elif name != ONLINE_ONLY:
             blocks += simulator.play(
                 name,
                 traces,
@@ -161,8 +166,8 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
                 tokens=tokens if name == SARATHI_P else None,
             )
     bound = rows_per_s(traces, engine, plan.block_s, slo, mix) if slo else None
-    played = PlayedCell(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
-    return cells.document(played, seed=plan.seed)
+    found = PlayedCell(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
+    return cells.document(found, seed=plan.seed)
 
 
 def arrivals(cell: Cell, plan: SweepPlan, simulator: Simulator) -> tuple[float, list[Trace]]:

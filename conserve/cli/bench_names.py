@@ -6,6 +6,7 @@ from typing import Any
 from conserve.bench.names import (
     ALL,
     CONSERVE,
+    DISTSERVE_P,
     HARM,
     HYGENS,
     MECHANISMS,
@@ -28,13 +29,18 @@ from conserve.engine.policy.policies import BENCHED
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import SettingsError
 
-KNOWN = (*ALL, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)
+KNOWN = (*ALL, DISTSERVE_P, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)
 VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE, HARM)
 PLUGGED_IN = {ONLINE_ONLY: ONLINE_ONLY_PLANNED, NON_PREEMPTIVE: NON_PREEMPTIVE_PLANNED}
 
 
 def which(
-    names: str | None, mechanisms: str | None = None, *, preemption: bool = True, endpoint: bool = False
+    names: str | None,
+    mechanisms: str | None = None,
+    *,
+    preemption: bool = True,
+    endpoint: bool = False,
+    simulated: bool = False,
 ) -> list[str]:
     """Names of the policies to compare, each once; raises `SettingsError`.
 
@@ -46,6 +52,11 @@ def which(
         chosen = [*(name for name in chosen if name != CONSERVE), *product(mechanisms)]
     for name in chosen:
         require_known(name)
+    if DISTSERVE_P in chosen and not simulated:
+        raise SettingsError(
+            f"{DISTSERVE_P} has several engines at once, which are simulated; compare it with: conserve bench "
+            f"--sweep quick --simulated --policies {CONSERVE},{ONLINE_ONLY},{NON_PREEMPTIVE},{DISTSERVE_P}"
+        )
     if endpoint and SARATHI_P in chosen:
         raise SettingsError(
             f"{SARATHI_P} runs on a stock server of its own; leave --endpoint out, or compare {PRIORITY}, which is "

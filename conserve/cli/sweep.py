@@ -21,11 +21,13 @@ from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
+    from conserve.bench.disaggregated import EngineSplit
     from conserve.bench.machine import BenchMachine
     from conserve.bench.points import Cell
-    from conserve.bench.simulated import PlayedBlock, Simulate
+    from conserve.bench.simulated import PlayedBlock, Simulate, SimulatePool
     from conserve.bench.sweep import CellLedger, Document, SweepPlan
     from conserve.bench.traces import Trace
+    from conserve.engine.vllm.simulation.play import SimulatedMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ def policies_of(wanted: SweepFlags) -> list[str]:
     if wanted.policies is None:
         more = HYGENS if wanted.simulated or wanted.size == "full" else ()
         return [CONSERVE, f"{CONSERVE}/{HARM}", *USUAL[1:], *more]
-    named = which(wanted.policies)
+    named = which(wanted.policies, simulated=wanted.simulated)
     if ONLINE_ONLY not in named:
         raise SettingsError(f"a sweep compares with {ONLINE_ONLY}; add it to --policies")
     if wanted.simulated and (unknown := [name for name in named if not simulable(name)]):
@@ -166,20 +168,43 @@ def machine_of(settings: Settings, model: str | None) -> "BenchMachine":
 
 def simulator() -> "Simulate":
     """vLLM's scheduler on simulated time. Imports vLLM, which takes seconds."""
-    import os
-
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from conserve.engine.vllm.simulation.play import SimulatedMachine, simulate
+    from conserve.engine.vllm.simulation.play import simulate
 
     def play(
         machine: "BenchMachine", policy: str, blocks: "Iterable[Trace]", **given: Any
     ) -> "Iterator[PlayedBlock]":
-        sizes = SimulatedMachine(
-            model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
-        )
-        return simulate(sizes, policy, blocks, window=machine.window, **given)
+        return simulate(sizes_of(machine), policy, blocks, window=machine.window, **given)
 
     return play
+
+
+def pool_simulator() -> "SimulatePool":
+    """Several of vLLM's schedulers on simulated time, for prefill and for decode."""
+    from conserve.engine.vllm.simulation.play import simulate_pool
+
+    def play(
+        machine: "BenchMachine", split: "EngineSplit", blocks: "Iterable[Trace]", **given: Any
+    ) -> "Iterator[PlayedBlock]":
+        return simulate_pool(
+            sizes_of(machine),
+            blocks,
+            prefill=split.prefill,
+            decode=split.decode,
+            prefill_tokens=split.tokens,
+            window=machine.window,
+            **given,
+        )
+
+    return play
+
+
+def sizes_of(machine: "BenchMachine") -> "SimulatedMachine":
+    """The machine for the simulation."""
+    from conserve.engine.vllm.simulation.play import SimulatedMachine
+
+    return SimulatedMachine(
+        model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
+    )
 
 
 def on_servers(
@@ -225,10 +250,19 @@ def simulated(
 
 def measuring(plan: "SweepPlan", machine: "BenchMachine") -> "Callable[[Cell], Document]":
     """Make the function that measures a cell in this process."""
+    import os
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from conserve.bench import sweep
     from conserve.bench.simulated import Simulator
 
-    engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
+    engine = Simulator(
+        machine=machine,
+        simulate=simulator(),
+        simulate_pool=pool_simulator(),
+        block_s=plan.block_s,
+        seed=plan.seed,
+    )
     return partial(sweep.simulated, plan=plan, simulator=engine)
 
 

@@ -372,6 +372,9 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.config.LoadConfig.load_format": "the same",
     },
     Part.SIMULATION: {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata": "KV between simulated engines",
+        "KVTransferConfig.{kv_connector_module_path,kv_role}": "the same",
+        "KVConnectorOutput.finished_sending": "the same",
         "vllm.engine.arg_utils.EngineArgs": "the configuration of an engine without weights",
         "vllm.v1.core.kv_cache_utils.{get_request_block_hasher,init_none_hash}": "names of KV blocks",
         "vllm.v1.kv_cache_interface.{FullAttentionSpec,KVCacheConfig,KVCacheGroupSpec}": "its KV cache",

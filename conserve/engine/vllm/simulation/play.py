@@ -15,6 +15,7 @@ from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.settings import PREEMPTION, WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
+from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEngine, handing_over
 from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
 from conserve.profiles.model import LinearModel
 
@@ -71,6 +72,63 @@ def simulate(
             began_s, first = engine.clock.now, engine.scheduler.conserve()
             answers = engine.play(arrivals, block_s, shared_tokens=shared_tokens)
             yield SimulatedBlock(began_s=began_s, answers=answers, first=first, last=engine.said)
+
+
+def simulate_pool(
+    machine: SimulatedMachine,
+    blocks: Iterable[Iterable[Coming]],
+    *,
+    prefill: int,
+    decode: int,
+    prefill_tokens: int,
+    block_s: float,
+    rows: Iterator[tuple[int, int]],
+    window: int,
+    shared_tokens: int = 0,
+) -> Iterator[SimulatedBlock]:
+    """Play the blocks on so many prefill and decode engines, which have run rows alone for a block before.
+
+    An iteration of a prefill engine has `prefill_tokens` tokens at most.
+    """
+    limited = {**machine.flags, "max_num_batched_tokens": prefill_tokens}
+    flags = [*[limited] * prefill, *[machine.flags] * decode]
+    with _pool(machine, flags, prefill, rows, window) as pool:
+        pool.go_on_until(pool.now + block_s)
+        for arrivals in blocks:
+            began_s, first = pool.now, pool.report()
+            answers = pool.play(arrivals, block_s, shared_tokens=shared_tokens)
+            yield SimulatedBlock(began_s=began_s, answers=answers, first=first, last=pool.said)
+
+
+@contextmanager
+def _pool(
+    machine: SimulatedMachine,
+    flags: Sequence[Mapping[str, int]],
+    prefill: int,
+    rows: Iterator[tuple[int, int]],
+    window: int,
+) -> Iterator[Disaggregated]:
+    """Engines with these flags under vLLM's priority scheduling, with their clock installed."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder, clock.installed():
+        section = {"policy": "priority", "preemption": OFF, **known(machine.model, Path(folder))}
+        stages = [
+            PoolEngine(
+                handing_over(Path(folder), section, of_one),
+                clock=clock,
+                model=machine.model,
+                layers=machine.layers,
+                num_blocks=machine.num_blocks,
+                scatter=SCATTER,
+                seed=SEED + number,
+            )
+            for number, of_one in enumerate(flags)
+        ]
+        try:
+            yield Disaggregated(stages[:prefill], stages[prefill:], offline=rows, window=window)
+        finally:
+            for stage in stages:
+                stage.scheduler.shutdown()
 
 
 @contextmanager

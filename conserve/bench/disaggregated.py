@@ -1,0 +1,104 @@
+"""DistServe with priorities: how many engines for prefill and for decode, and how long prefill's iterations. Pure.
+
+Its authors choose both for a workload (Zhong et al., OSDI 2024, section 4), and ConServe (2026) reports "the best
+prefill/decode GPU ratio". Here each choice plays the first of the cell's arrivals.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import merge
+from math import ceil, inf
+from operator import attrgetter
+
+from conserve.bench.machine import BenchMachine
+from conserve.bench.measure import Block, LatencyLimits, outcome
+from conserve.bench.traces import Trace
+from conserve.words import count
+
+SPLITS = ((1, 1), (1, 2), (2, 1))  # engines for prefill and for decode
+LEAST_TOKENS = 128
+STEP = 4  # between the token budgets that are tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSplit:
+    """Engines of a pool, and most tokens in an iteration of those for prefill."""
+
+    prefill: int
+    decode: int
+    tokens: int
+
+    @property
+    def engines(self) -> int:
+        """Engines of both kinds."""
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestSplit:
+    """The chosen split, how many were tried, and if it keeps the SLO."""
+
+    split: EngineSplit
+    tried: int
+    kept: bool
+
+    def sentence(self) -> str:
+        """Line for the user."""
+        split = self.split
+        how = "keeps the SLO with the most rows" if self.kept else "comes nearest to the SLO"
+        return (
+            f"distserve-p: {count(split.prefill, 'engine')} for prefill ({split.tokens} tokens an iteration) and "
+            f"{split.decode} for decode, which of {self.tried} choices {how}"
+        )
+
+
+def budgets(machine: BenchMachine) -> list[int]:
+    """Token budgets of prefill to try on this engine, the middle one first."""
+    most = machine.flags["max_num_batched_tokens"]
+    tokens, found = max(LEAST_TOKENS, machine.flags["max_num_seqs"]), [most]
+    while tokens < most:
+        found.append(tokens)
+        tokens *= STEP
+    return sorted(found, key=lambda tokens: (tokens != sorted(found)[len(found) // 2], tokens))
+
+
+def pooled(blocks: Sequence[Trace], engines: int) -> list[Trace]:
+    """Arrivals of so many engines at once: those of so many blocks, one on top of the other.
+
+    Each engine of a pool has as many live requests as an engine alone. Where the blocks do not come out even, the
+    first ones are played again.
+    """
+    around = [blocks[number % len(blocks)] for number in range(ceil(len(blocks) / engines) * engines)]
+    groups = [around[first : first + engines] for first in range(0, len(around), engines)]
+    return [
+        replace(group[0], arrivals=tuple(merge(*(one.arrivals for one in group), key=attrgetter("at_s"))))
+        for group in groups
+    ]
+
+
+def best_split(
+    machine: BenchMachine, play: Callable[[EngineSplit, int], Sequence[Block]], slo: LatencyLimits
+) -> BestSplit:
+    """The split that keeps the SLO with the most rows, else the one nearest to it; then its token budget, as well.
+
+    `play` plays a split, for so many of the pool's blocks.
+    """
+    first, *others = budgets(machine)
+    splits = [EngineSplit(prefill=prefill, decode=decode, tokens=first) for prefill, decode in SPLITS]
+    scores = {split: score(play(split, 1), slo) for split in splits}
+    best = max(splits, key=scores.__getitem__)
+    for tokens in others:
+        split = replace(best, tokens=tokens)
+        scores[split] = score(play(split, 1), slo)
+    found = max(scores, key=scores.__getitem__)
+    return BestSplit(split=found, tried=len(scores), kept=scores[found][0])
+
+
+def score(blocks: Sequence[Block], slo: LatencyLimits) -> tuple[bool, float]:
+    """How good these blocks are: whether they keep the SLO, and their rows, or how near to it they come."""
+    found = outcome(blocks, None)
+    over = max(
+        (one.p99 / most for one, most in zip((found.ttft_ms, found.tbt_ms), slo, strict=True) if one),
+        default=inf,
+    )
+    return (True, found.offline_work_per_s) if over <= 1 else (False, -over)
