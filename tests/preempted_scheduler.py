@@ -31,6 +31,7 @@ class PreemptedScheduler(BareEngine):
         super().__init__(config, num_blocks=blocks, clock=clock)
         assert self.scheduler.arrival_monitor.on
         self.requests: list[Request] = []
+        self.prompts: dict[str, int] = {}  # numbers of tokens
         self.tokens: Counter[str] = Counter()
         self.offline_computed = 0
         self.offline_work = 0.0
@@ -39,8 +40,10 @@ class PreemptedScheduler(BareEngine):
         self._dice = random.Random(seed)
 
     def add(self, *args: Any, **rest: Any) -> Request:
-        self.requests.append(super().add(*args, **rest))
-        return self.requests[-1]
+        made = super().add(*args, **rest)
+        self.requests.append(made)
+        self.prompts[made.request_id] = made.num_prompt_tokens
+        return made
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Results that the worker would have brought, had these rows left."""
@@ -64,9 +67,9 @@ class PreemptedScheduler(BareEngine):
 
     def _work(self, name: str, tokens: int, reached: int) -> float:
         """Settle a row that keeps its memory."""
-        prompt_tokens = next(one.num_prompt_tokens for one in self.requests if one.request_id == name)
         context = reached - tokens
-        return self.scheduler._iterations.worth.of(1, context) if context >= prompt_tokens else float(tokens)
+        is_decode = context >= self.prompts[name]
+        return self.scheduler._iterations.worth.of(1, context) if is_decode else float(tokens)
 
     def finish(self, output: SchedulerOutput) -> Any:
         """Settle the output, and see that the counters of rows that left are where they were, and no others."""

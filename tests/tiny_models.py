@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 LAYERS = 6  # of models for tests in which rows leave between layers
+FEW_LAYERS = 4  # the first, two in the middle and the last; an iteration costs a third less
+FEW_WORDS = 2048  # of a tokenizer that is copied, loaded and looked through in no time
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 RUN_AS_TRANSFORMERS_BUILDS = {"Phi"}  # by vLLM
 SPREAD = 0.2  # of the weights; the usual 0.02 leaves near-ties, and one token for ever
@@ -60,6 +62,20 @@ def word_tokenizer(folder: Path, *, context: int) -> Path:
     tokenizer.save_pretrained(folder)
     config = {"model_type": "llama", "max_position_embeddings": context}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def few_words(folder: Path, *, tokenizer_from: Path) -> Path:
+    """A folder with the first tokens of another tokenizer, for any text, and a configuration that counts them."""
+    for name in TOKENIZER_FILES:
+        shutil.copy(tokenizer_from / name, folder / name)
+    whole = json.loads((tokenizer_from / TOKENIZER_FILES[0]).read_text())
+    model = whole["model"]
+    model["vocab"] = {word: number for word, number in model["vocab"].items() if number < FEW_WORDS}
+    model["merges"] = [parts for parts in model["merges"] if "".join(parts) in model["vocab"]]
+    (folder / TOKENIZER_FILES[0]).write_text(json.dumps(whole))
+    config = json.loads((tokenizer_from / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": FEW_WORDS}))
     return folder
 
 

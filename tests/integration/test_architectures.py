@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.test_checkpoints import transfer
 from tests.tiers import named
-from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
+from tests.tiny_models import FEW_LAYERS as LAYERS, OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
 pytestmark = [

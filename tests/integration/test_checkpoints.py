@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.tiers import in_full
-from tests.tiny_models import LAYERS
+from tests.tiny_models import FEW_LAYERS as LAYERS
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -27,13 +27,13 @@ PATIENCE_S = 240.0  # reached by a hang alone
 
 
 @pytest.fixture(scope="class")
-def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """One start per class, never two engines at once: they would share vLLM's globals."""
     from tests.preempted_engine import started
 
     settings = {"policy": "eager", "host_bytes": 64 << 20, **getattr(request.cls, "settings", {})}
     flags = {**getattr(request.cls, "flags", {}), "kv_transfer_config": transfer(settings)}
-    with started(six_layers, **flags) as engine:
+    with started(few_layers, **flags) as engine:
         yield engine
         asked = rows(90)
         assert engine.together(asked) == engine.undisturbed(asked), "a test has broken it for the next"
@@ -448,7 +448,7 @@ class TestAdaptive:
 class TestBesideAnotherConnector:
     """vLLM's multi-connector asks both."""
 
-    def test_both_take_part(self, six_layers: Path) -> None:
+    def test_both_take_part(self, few_layers: Path) -> None:
         from tests.preempted_engine import started
 
         other = {
@@ -457,7 +457,7 @@ class TestBesideAnotherConnector:
             "kv_role": "kv_both",
         }
         config = transfer({"policy": "eager", "host_bytes": 64 << 20}, other)
-        with started(six_layers, kv_transfer_config=config) as engine:
+        with started(few_layers, kv_transfer_config=config) as engine:
             _, witness = engine.scheduler.connector._connectors
             assert engine.scheduler.conserve()["preemption"]["why_off"] == "another KV connector takes part"
             asked = rows(95, count=3)

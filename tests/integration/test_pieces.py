@@ -19,7 +19,7 @@ from tests.integration.test_preemption import (
     storm,
 )
 from tests.tiers import in_full
-from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
+from tests.tiny_models import FEW_LAYERS as LAYERS, OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="class")
 def engine(
-    six_layers: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    few_layers: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """One start per class."""
     from tests.preempted_engine import compiled_in_pieces, started
@@ -41,7 +41,7 @@ def engine(
     with (
         v2_runner() if getattr(request.cls, "v2", False) else nullcontext(),
         compiled_in_pieces(cache),
-        started(six_layers, enforce_eager=False, **flags) as engine,
+        started(few_layers, enforce_eager=False, **flags) as engine,
     ):
         yield engine
         assert_usable(engine)
@@ -63,7 +63,7 @@ class TestPieces(Rows):
         engine.undisturbed(asked)
         assert engine.preemptions.report()["rows_go_on"]
 
-    @pytest.mark.parametrize("preemptions", [100, *in_full(300)])
+    @pytest.mark.parametrize("preemptions", [50, *in_full(300)])
     def test_rows_lose_their_memory(self, engine: Any, preemptions: int) -> None:
         storm(engine, preemptions)
 
@@ -80,6 +80,21 @@ class TestPieces(Rows):
     @pytest.mark.full
     def test_logprobs_of_samples_and_prompts(self, engine: Any) -> None:
         super().test_logprobs_of_samples_and_prompts(engine)
+
+    @pytest.mark.parametrize(
+        ("victim", "whole"),
+        [
+            ("off3", False),
+            ("on0", True),
+            *in_full(("off3", True), ("off0", False), ("off0", True), ("on0", False)),
+        ],
+    )
+    def test_requests_are_aborted_while_they_leave(self, engine: Any, victim: str, whole: bool) -> None:
+        super().test_requests_are_aborted_while_they_leave(engine, victim, whole)
+
+    @pytest.mark.parametrize("rows", [1, *in_full(2, -1)])
+    def test_rows_leave_at_any_layer_while_others_go_on(self, engine: Any, rows: int) -> None:
+        super().test_rows_leave_at_any_layer_while_others_go_on(engine, rows)
 
     def test_passes_that_no_row_leaves_run_in_one_go(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
@@ -101,8 +116,8 @@ class TestPieces(Rows):
         assert engine.together(rows) == answers
         assert not ran
         engine.forget()
-        assert engine.scripted(rows, {1: [(4, ALL)], 2: [(4, 1)]}) == answers
-        staying = [*range(4, LAYERS + 1)]  # what runs of the first iteration that not all rows leave
+        assert engine.scripted(rows, {1: [(2, ALL)], 2: [(2, 1)]}) == answers
+        staying = [*range(2, LAYERS + 1)]  # what runs of the first iteration that not all rows leave
         assert ran[: len(staying)] == staying
 
 
@@ -122,7 +137,7 @@ class TestLittleMemory:
 
 
 @pytest.fixture(scope="class")
-def with_graphs(six_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def with_graphs(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine, and its graphs."""
     from tests.graphs_on_cpu import Graphs
     from tests.preempted_engine import compiled_in_pieces, started
@@ -131,7 +146,7 @@ def with_graphs(six_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     with (
         graphs.replacing_vllms(),
         compiled_in_pieces(tmp_path_factory.mktemp("compiled")),
-        started(six_layers, enforce_eager=False) as engine,
+        started(few_layers, enforce_eager=False) as engine,
     ):
         graphs.install(engine.worker)
         yield engine, graphs
@@ -186,7 +201,7 @@ def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_model_from_vllms_cache(six_layers: Path, tmp_path: Path) -> None:
+def test_a_model_from_vllms_cache(few_layers: Path, tmp_path: Path) -> None:
     """A model from the cache comes without the graphs that it was compiled from."""
     from vllm.compilation.counter import compilation_counter
 
@@ -196,7 +211,7 @@ def test_a_model_from_vllms_cache(six_layers: Path, tmp_path: Path) -> None:
     loaded = compilation_counter.num_aot_artifacts_loaded
     answers = []
     for start in range(2):
-        with compiled_in_pieces(tmp_path, "inductor"), started(six_layers, enforce_eager=False) as engine:
+        with compiled_in_pieces(tmp_path, "inductor"), started(few_layers, enforce_eager=False) as engine:
             answers += [engine.undisturbed(asked), engine.disturbed(asked, Dice(1, LAYERS))]
             assert engine.preemptions.report()["rows_go_on"]
             assert compilation_counter.num_aot_artifacts_loaded - loaded == start

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_preemption import CLOSE, assert_close, counts, shared_prefixes, storm
-from tests.tiny_models import LAYERS
+from tests.tiny_models import FEW_LAYERS as LAYERS
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -31,7 +31,7 @@ PATTERN = "[a-f]{4}-[0-9]{5}"
 
 
 @pytest.fixture(scope="class")
-def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """One start per class, never two engines at once: they would share vLLM's globals."""
     from tests.preempted_engine import started
     from tests.triton_on_cpu import v2_runner
@@ -40,7 +40,7 @@ def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     always = getattr(request.cls, "always", False)
     ahead = scheduled_ahead(always=always) if request.cls.ahead else nullcontext()
     flags = request.cls.flags() if hasattr(request.cls, "flags") else {}
-    with runner, ahead, started(six_layers, **flags) as engine:
+    with runner, ahead, started(few_layers, **flags) as engine:
         assert engine.worker.use_v2_model_runner is request.cls.v2
         assert engine.core.async_scheduling is request.cls.ahead
         yield engine
