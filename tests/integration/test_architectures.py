@@ -33,12 +33,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["v1", pytest.param("v2", marks=pytest.mark.full)])
-def engine(kind: str, demo_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def engine(kind: str, few_words: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.preempted_engine import started
     from tests.triton_on_cpu import v2_runner
 
     model = build_tiny_model(
-        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind=kind, **OTHERS[kind]
+        tmp_path / "model", tokenizer_from=few_words, layers=LAYERS, kind=kind, **OTHERS[kind]
     )
     settings = {"policy": "eager", "host_bytes": 16 << 20}
     with (
@@ -75,14 +75,14 @@ def test_rows_leave_and_lose_their_memory(engine: Any, kind: str) -> None:
     assert bool(said["checkpoint"]["why_off"]) == (kind in NOT_SAVED)
 
 
-def test_experts_are_told_of_the_tokens_that_they_computed(demo_model: Path, tmp_path: Path) -> None:
+def test_experts_are_told_of_the_tokens_that_they_computed(few_words: Path, tmp_path: Path) -> None:
     """vLLM notes each layer's choice of experts by a token's place in the pass, which no row may change."""
     from tests.integration.test_preemption import counts, mixed, offline_rows
     from tests.preempted_engine import started
     from tests.triton_on_cpu import v2_runner
 
     model = build_tiny_model(
-        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind="Mixtral", **OTHERS["Mixtral"]
+        tmp_path / "model", tokenizer_from=few_words, layers=LAYERS, kind="Mixtral", **OTHERS["Mixtral"]
     )
     told: dict[str, Any] = {}
     with v2_runner(), started(model, enable_return_routed_experts=True) as engine:

@@ -181,11 +181,11 @@ class TestGraphs:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path) -> None:
+def test_other_models(kind: str, backend: str, few_words: Path, tmp_path: Path) -> None:
     from tests.preempted_engine import Dice, compiled_in_pieces, started
 
     model = build_tiny_model(
-        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind=kind, **OTHERS[kind]
+        tmp_path / "model", tokenizer_from=few_words, layers=LAYERS, kind=kind, **OTHERS[kind]
     )
     asked = mixed(40)
     with (

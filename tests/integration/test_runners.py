@@ -275,7 +275,7 @@ class TestV2WithCheckpoints:
         wanted = engine.undisturbed(asked)
         counted = counts(engine)
         before = engine.scheduler.conserve()["checkpoint"]
-        engine.orders.follow(Dice(5, LAYERS))
+        engine.orders.follow(Dice(5, LAYERS, often=0.5))
         engine.add(*asked)
         dice, end = random.Random(5), time.monotonic() + PATIENCE_S
         while engine.busy:
