@@ -62,8 +62,9 @@ class Graphs:
         with mock.patch.object(backends, "wrap_with_cudagraph_if_needed", wrapped):
             yield
 
-    def install(self, worker: Any) -> None:
-        """Pad each pass from now on, and replay graphs."""
+    @contextmanager
+    def installed(self, worker: Any) -> Iterator[None]:
+        """Pad each pass meanwhile, and replay graphs."""
         (stitched,) = worker._stitched
         inner, arguments = stitched.run, worker._rows._segments.names
         layout = worker._rows._layouts[0]
@@ -88,4 +89,5 @@ class Graphs:
                 piece.overwrite()
             return result
 
-        stitched.run = padded
+        with mock.patch.object(stitched, "run", padded):
+            yield

@@ -32,22 +32,26 @@ pytestmark = [
 def engine(
     few_layers: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """One start per class."""
+    """One start per class; pieces have graphs, which are replayed where a test installs them."""
+    from tests.graphs_on_cpu import Graphs
     from tests.preempted_engine import compiled_in_pieces, started
     from tests.triton_on_cpu import v2_runner
 
     cache = tmp_path_factory.mktemp("compiled")
     flags = getattr(request.cls, "flags", {})
+    graphs = Graphs()
     with (
         v2_runner() if getattr(request.cls, "v2", False) else nullcontext(),
+        graphs.replacing_vllms(),
         compiled_in_pieces(cache),
         started(few_layers, enforce_eager=False, **flags) as engine,
     ):
+        engine.graphs = graphs
         yield engine
         assert_usable(engine)
 
 
-class TestPieces(Rows):
+class BetweenPieces(Rows):
     """All that holds between decoder layers holds between compiled pieces."""
 
     def test_the_engine_says_so(self, engine: Any) -> None:
@@ -63,9 +67,9 @@ class TestPieces(Rows):
         engine.undisturbed(asked)
         assert engine.preemptions.report()["rows_go_on"]
 
-    @pytest.mark.parametrize("preemptions", [50, *in_full(300)])
+    @pytest.mark.parametrize("preemptions", [100, *in_full(300)])
     def test_rows_lose_their_memory(self, engine: Any, preemptions: int) -> None:
-        storm(engine, preemptions)
+        storm(engine, preemptions, kinds=20)
 
     # Between layers that are not compiled, `make test` tries these; what follows the cut is the same.
 
@@ -121,8 +125,34 @@ class TestPieces(Rows):
         assert ran[: len(staying)] == staying
 
 
+class TestPieces(BetweenPieces):
+    """With CUDA graphs of the pieces, too, played on a CPU: a pass leaves them where rows leave it."""
+
+    def test_rows_leave_graphs_and_join(self, engine: Any) -> None:
+        from tests.preempted_engine import Dice
+
+        graphs, asked = engine.graphs, mixed(30)
+        with graphs.installed(engine.worker):
+            wanted = engine.undisturbed(asked)
+            for layer in range(LAYERS):
+                before, replays = counts(engine), [piece.replays for piece in graphs.pieces]
+                assert engine.scripted(asked, {n: [(layer, 2)] for n in (1, 3, 4)}) == wanted
+                assert (counts(engine) - before)["preemptions"] == 3
+                replayed = [piece.replays - was for piece, was in zip(graphs.pieces, replays, strict=True)]
+                assert replayed == sorted(replayed, reverse=True)
+                assert (replayed[0] > replayed[-1]) == (layer > 0)
+                assert replayed[-1]
+            for seed in range(2):
+                assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
+
+    @pytest.mark.full
+    def test_rows_that_leave_graphs_lose_their_memory(self, engine: Any) -> None:
+        with engine.graphs.installed(engine.worker):
+            storm(engine, 200)
+
+
 @pytest.mark.full
-class TestV2Pieces(TestPieces):
+class TestV2Pieces(BetweenPieces):
     """The same with vLLM's V2 model runner."""
 
     v2 = True
@@ -134,48 +164,6 @@ class TestLittleMemory:
 
     def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         assert storm(engine, 150, kinds=16, longest=100, losing=0.0)
-
-
-@pytest.fixture(scope="class")
-def with_graphs(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine, and its graphs."""
-    from tests.graphs_on_cpu import Graphs
-    from tests.preempted_engine import compiled_in_pieces, started
-
-    graphs = Graphs()
-    with (
-        graphs.replacing_vllms(),
-        compiled_in_pieces(tmp_path_factory.mktemp("compiled")),
-        started(few_layers, enforce_eager=False) as engine,
-    ):
-        graphs.install(engine.worker)
-        yield engine, graphs
-        assert_usable(engine)
-
-
-class TestGraphs:
-    """CUDA graphs of the pieces, played on a CPU: a pass leaves them where rows leave it."""
-
-    def test_rows_leave_and_join(self, with_graphs: Any) -> None:
-        from tests.preempted_engine import Dice
-
-        engine, graphs = with_graphs
-        asked = mixed(30)
-        wanted = engine.undisturbed(asked)
-        for layer in range(LAYERS):
-            before, replays = counts(engine), [piece.replays for piece in graphs.pieces]
-            assert engine.scripted(asked, {n: [(layer, 2)] for n in (1, 3, 4)}) == wanted
-            assert (counts(engine) - before)["preemptions"] == 3
-            replayed = [piece.replays - was for piece, was in zip(graphs.pieces, replays, strict=True)]
-            assert replayed == sorted(replayed, reverse=True)
-            assert (replayed[0] > replayed[-1]) == (layer > 0)
-            assert replayed[-1]
-        for seed in range(4):
-            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
-
-    @pytest.mark.full
-    def test_rows_lose_their_memory(self, with_graphs: Any) -> None:
-        storm(with_graphs[0], 200)
 
 
 @pytest.mark.full
