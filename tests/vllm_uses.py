@@ -67,9 +67,8 @@ class Walk(ast.NodeVisitor):
         self._path, self._index, self._common = path, index, common
         self._names = Environment(index, OURS, hints=hints)
 
-    def walk(self, source: str) -> Walk:
+    def walk(self, tree: ast.Module) -> Walk:
         """Go through a file."""
-        tree = ast.parse(source)
         self._names.take(tree)
         self.visit(tree)
         return self

@@ -15,6 +15,7 @@ import argparse
 import ast
 import asyncio
 import collections
+import gc
 import importlib.util
 import inspect
 import logging
@@ -25,6 +26,8 @@ import re
 import subprocess
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +130,15 @@ class Whole:
         read = {path for pattern in READ for path in root.glob(pattern)}
         for path in sorted(read | set(filter(None, (module_of(root, name) for name in NAMES)))):
             self.index.add(path, VLLM)
-        self.files = sorted((REPOSITORY / "conserve").rglob("*.py"))
-        for path in self.files:
-            self.index.add(path, OURS)
+        files = sorted((REPOSITORY / "conserve").rglob("*.py"))
+        self.files = {path: self.index.add(path, OURS) for path in files}
         habits = {name for one in HABITS for name in trial.expanded(one) if re.fullmatch(r"[\w.]+", name)}
         self.listed = Listed(NAMES | FORMER, habits, self.index)
         self.common = frozenset(attributes_of_others() | self.index.members_of(OURS))
         self.usual = {variable: f"{VLLM}:{name}" for variable, name in USUAL.items()}
 
-    def walk(self, path: str, source: str) -> Walk:
-        return Walk(path, self.index, self.common, self.usual).walk(source)
+    def walk(self, path: str, tree: ast.Module) -> Walk:
+        return Walk(path, self.index, self.common, self.usual).walk(tree)
 
     def unlisted(self, walk: Walk) -> list[Use]:
         return sorted(use for use in walk.uses if not self.listed.has(use))
@@ -150,16 +152,31 @@ def module_of(root: Path, name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Trees are kept: to look through them for garbage again and again takes as long as to read the files."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="module")
 def whole() -> Whole:
-    return Whole()
+    with without_collections():
+        return Whole()
 
 
 @pytest.fixture(scope="module")
 def walks(whole: Whole) -> dict[str, Walk]:
     """All files that vLLM occurs in, walked."""
-    texts = {str(path.relative_to(REPOSITORY)): path.read_text() for path in whole.files}
-    return {name: whole.walk(name, text) for name, text in texts.items() if is_adapter(name) or VLLM in text}
+    names = {str(path.relative_to(REPOSITORY)): path for path in whole.files}
+    return {
+        name: whole.walk(name, whole.files[path])
+        for name, path in names.items()
+        if is_adapter(name) or VLLM in path.read_text()
+    }
 
 
 def is_adapter(name: str) -> bool:
@@ -221,7 +238,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("source", PLANTED)
 def test_a_use_that_is_planted_is_found(whole: Whole, source: str) -> None:
-    (use,) = set(whole.unlisted(whole.walk("planted.py", HEAD + source)))
+    (use,) = set(whole.unlisted(whole.walk("planted.py", ast.parse(HEAD + source))))
     home, _, name = PLANTED[source].rpartition(".")
     if use.dotted:
         assert use.name == PLANTED[source]
@@ -242,4 +259,4 @@ def test_a_use_that_is_planted_is_found(whole: Whole, source: str) -> None:
     ],
 )
 def test_a_use_that_is_listed_or_not_of_vllm_is_none(whole: Whole, source: str) -> None:
-    assert whole.unlisted(whole.walk("planted.py", HEAD + source)) == []
+    assert whole.unlisted(whole.walk("planted.py", ast.parse(HEAD + source))) == []
