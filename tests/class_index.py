@@ -153,7 +153,7 @@ class Index:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements in a tree, as `ast.walk` comes by them, without the expressions, which are ten times as many."""
+    """All statements in a tree, as `ast.walk` comes by them; the expressions are ten times as many."""
     found = deque([tree])
     while found:
         node = found.popleft()

@@ -48,7 +48,9 @@ def few_words(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def few_layers(few_words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cheapest model that rows leave at the first layer, in the middle and at the last."""
-    return build_tiny_model(tmp_path_factory.mktemp("few-layers"), tokenizer_from=few_words, layers=FEW_LAYERS)
+    return build_tiny_model(
+        tmp_path_factory.mktemp("few-layers"), tokenizer_from=few_words, layers=FEW_LAYERS
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 
 from tests.integration.test_checkpoints import transfer
 from tests.tiers import named
-from tests.tiny_models import FEW_LAYERS as LAYERS, OTHERS, build_tiny_model
+from tests.tiny_models import FEW_LAYERS as LAYERS
+from tests.tiny_models import OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
 pytestmark = [

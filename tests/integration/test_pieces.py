@@ -19,7 +19,8 @@ from tests.integration.test_preemption import (
     storm,
 )
 from tests.tiers import in_full
-from tests.tiny_models import FEW_LAYERS as LAYERS, OTHERS, build_tiny_model
+from tests.tiny_models import FEW_LAYERS as LAYERS
+from tests.tiny_models import OTHERS, build_tiny_model
 from tests.warned import OF_VLLM
 
 pytestmark = [

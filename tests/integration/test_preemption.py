@@ -600,8 +600,8 @@ class TestTheSchedulerAlone:
         engine = PreemptedScheduler(tmp_path, clock, blocks=blocks, seed=seed)
         assert isinstance(engine.scheduler, Scheduler)
         dice = random.Random(seed)
-        for n in range(1500):
-            if n < 1300 and len(engine.scheduler.requests) < 12 and dice.random() < 0.3:
+        for n in range(1000):
+            if n < 850 and len(engine.scheduler.requests) < 12 and dice.random() < 0.3:
                 length, most = int(10 ** dice.uniform(0, 2.6)), dice.randint(1, 20)
                 engine.add(length, most, offline=dice.random() < 0.7)
             if engine.scheduler.requests and dice.random() < 0.01:
