@@ -22,11 +22,11 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from conserve.store.sql import answer, child, readable, scratch
+from conserve.store.sql import answer, child, query, readable, scratch
 from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
 from conserve.store.sql.bounds import Bounds, size_text
 from conserve.store.sql.named_files import NamedFile
-from conserve.store.sql.query import ask
+from conserve.store.sql.query import ask, views_of
 from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
@@ -69,8 +69,75 @@ def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     pool = pa.default_memory_pool()
     if request.param == HERE:
         monkeypatch.setattr(child, "working", working)
+        monkeypatch.setattr(answer.PREPARED, "for_next", lambda: None)  # a child's copy is sealed for good
     yield request.param
     pa.set_memory_pool(pool)
+
+
+def test_processes_of_later_queries_inherit_a_database_that_has_no_threads() -> None:
+    prepared = answer.Prepared()
+    before = threads_here()
+    assert prepared.for_next() is None, "a program of one query needs none"
+    empty = prepared.for_next()
+    assert empty is not None
+    assert prepared.for_next() is empty
+    assert threads_here() == before, "a fork would lose them"
+    prepared.close()
+    with pytest.raises(duckdb.ConnectionException):
+        empty.execute("select 1")
+    prepared.close()
+
+
+def threads_here() -> int:
+    """Number of this process's threads."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_an_inherited_database_is_new_to_each_query_and_has_its_bounds(taken: Snapshot) -> None:
+    shown = "select value from duckdb_settings() where name = '{}'".format
+    for threads in (3, 2, 1):
+        assert asked(taken, shown("threads"), threads=threads) == [(str(threads),)]
+    assert int(asked(taken, shown("async_threads"))[0][0]) > 0, "which files of object stores are read with"
+    assert asked(taken, "select count(*) from jobs") == [(1,)]
+
+
+def test_a_duckdb_without_such_a_setting_has_no_database_to_inherit(
+    taken: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "ASYNC_THREADS", "such_threads")
+    assert query.empty_database() is None
+    monkeypatch.setattr(answer, "PREPARED", answer.Prepared())
+    assert [asked(taken, "select 1") for _ in range(3)] == [[(1,)]] * 3
+
+
+def test_views_that_a_query_does_not_read_are_made_for_the_names_in_its_error_alone(
+    taken: Snapshot, computed: str
+) -> None:
+    made: list[tuple[str, ...]] = []
+
+    def noting(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
+        names = duck.execute("select view_name from duckdb_views() where not internal").fetchall()
+        made.append(tuple(sorted(name for (name,) in names)))
+        return ask(duck, sql)
+
+    def answers(sql: str) -> list[tuple[Any, ...]]:
+        question = SnapshotQuery(
+            taken=taken,
+            ask=lambda duck: noting(duck, sql),
+            uses=lambda empty: views_of(empty, sql),
+            bounds=Bounds(threads=1),
+        )
+        with answer.answered(question, warn=lambda found: None) as rows:
+            return list(rows.tuples())
+
+    assert answers("select count(*) from inputs") == [(2,)]
+    with pytest.raises(QueryError, match="there is no view input; did you mean inputs"):
+        answers("from input")
+    with pytest.raises(QueryError, match="there is no column txet; did you mean text"):
+        answers("select txet from results")
+    if computed == HERE:
+        every = ("eval_items", "inputs", "requests", "results")
+        assert made == [("inputs",), (), every, ("results",)]
 
 
 def pages(path: Path, group: int) -> tuple[int, int]:

@@ -162,6 +162,8 @@ def test_an_answer_may_have_so_many_rows_at_most(opened: Views) -> None:
         ("show all tables", None),
         ("from query_table('res' || 'ults')", None),
         ("select column_name from information_schema.columns", None),
+        ("select attname from pg_catalog.pg_attribute", None),
+        ("select sql from sqlite_master", None),
         ("selec", None),
         ("select '\udcff' from jobs", None),
     ],

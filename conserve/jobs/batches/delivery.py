@@ -98,7 +98,8 @@ def write(store: Store, found: BatchRecord, into: FilePath, *, now: float) -> di
     job_id, url = found.job.id, Task.from_json(found.job.task).url
     with ExitStack() as opened:
         sinks = {name: opened.enter_context(LinesFile(into, store.local)) for name in ("output", "error")}
-        with views(store, now=now, only=[job_id], sealed=False) as found_rows:
+        read = {"results"}
+        with views(store, now=now, only=[job_id], sealed=False, uses=lambda empty: read) as found_rows:
             for row in result_rows(found_rows, store, job_id):
                 sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
             if found.job.state is JobState.EXPIRED:

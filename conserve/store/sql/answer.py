@@ -1,6 +1,8 @@
 """Answers to queries, computed by a child process within bounds of memory, disk and time."""
 
+import atexit
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import msgspec
 import pyarrow as pa
 
 from conserve import errors
-from conserve.errors import ConserveError, QueryTooGreedy, StoreError
+from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
 from conserve.store.files.objects import FilePath
 from conserve.store.sql import child, mistakes, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
@@ -38,6 +40,37 @@ BLAMELESS = (  # errors of DuckDB that no damaged file can cause
     duckdb.OutOfRangeException,
     duckdb.OutOfMemoryException,
 )
+
+
+class Prepared:
+    """An empty database that queries' processes inherit from the second one on: to open one takes 20 ms.
+
+    This process never uses it. A program of one query, as `conserve sql`, has none.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queries = 0
+        self._duck: duckdb.DuckDBPyConnection | None = None
+
+    def for_next(self) -> duckdb.DuckDBPyConnection | None:
+        """The database for another query's process; None for the first."""
+        with self._lock:
+            self._queries += 1
+            if self._duck is None and self._queries > 1:
+                self._duck = query.empty_database()
+                atexit.register(self.close)
+            return self._duck
+
+    def close(self) -> None:
+        """Close the database, which DuckDB's library would else report at the program's end."""
+        with self._lock:
+            if self._duck is not None:
+                self._duck.close()
+            self._duck = None
+
+
+PREPARED = Prepared()
 LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 
 
@@ -73,10 +106,11 @@ def answered(
     its bounds, `QueryError` for a mistake in it, and `StoreError` for damage met after the first rows.
     """
     bounds = question.bounds
+    empty = PREPARED.for_next()
     with (
         scratch.place(spill_in) as spill,
         child.working(
-            lambda send: compute(question, spill, send),
+            lambda send: compute(question, spill, send, empty),
             memory_bytes=bounds.memory_bytes,
             timeout_s=bounds.timeout_s,
             on_wait=on_wait,
@@ -122,10 +156,15 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
     )
 
 
-def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
-    """Answer the query, in the child process; damaged files are left out of the next attempt."""
+def compute(
+    question: SnapshotQuery, spill: Path, send: Send, empty: duckdb.DuckDBPyConnection | None = None
+) -> None:
+    """Answer the query, in the child process; damaged files are left out of the next attempt.
+
+    `empty` is a database that this process alone has.
+    """
     pa.set_memory_pool(pa.system_memory_pool())  # Arrow's other pools map a gigabyte at a time
-    attempt = QueryAttempts(question, spill, send)
+    attempt = QueryAttempts(question, spill, send, empty)
     try:
         while not attempt.answered():
             pass
@@ -137,17 +176,24 @@ def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
 
 
 class QueryAttempts:
-    """Attempts to answer a query, each without the files that the one before found damaged."""
+    """Attempts to answer a query, each without the files that the one before found damaged.
 
-    def __init__(self, question: SnapshotQuery, spill: Path, send: Send) -> None:
+    Where the query has a name that is unknown, another attempt has all views, for the names that may be meant.
+    """
+
+    def __init__(
+        self, question: SnapshotQuery, spill: Path, send: Send, empty: duckdb.DuckDBPyConnection | None
+    ) -> None:
         self._question, self._spill, self._send = question, spill, send
+        self._empty = empty
         self._damaged: dict[FilePath, str] = {}
         self._said: set[LeftOut] = set()
-        self._begun = False
+        self._begun = self._every_view = False
 
     def answered(self) -> bool:
-        """Send the answer; False if it failed at damaged files that the next attempt can leave out."""
+        """Send the answer; False if the next attempt can leave out the damaged files, or says more of a mistake."""
         question = self._question
+        empty, self._empty = self._empty, None
         with query.opened(
             question.taken,
             spill=self._spill,
@@ -157,11 +203,19 @@ class QueryAttempts:
             named=question.named,
             damaged=self._damaged,
             uses=question.uses,
+            every_view=self._every_view,
+            empty=empty,
         ) as views:
             used = views.used
             self._warn(one for one in views.left_out if used is None or one.view in used)
             try:
                 self._send_rows(rows_of(question.ask(views.duck)))
+            except QueryError as error:
+                if self._every_view or not isinstance(error.__cause__, duckdb.CatalogException):
+                    raise
+                self._every_view = True
+                views.duck.close()
+                return False
             except PERHAPS_DAMAGE as error:
                 if isinstance(error, (BLAMELESS, BrokenPipeError)):
                     raise
@@ -180,8 +234,9 @@ class QueryAttempts:
                     path, reason = next(iter(found.items()))
                     raise StoreError(f"{path} {reason}; {fix_of(reason, REPAIR)}") from error
                 self._damaged |= found
+                views.duck.close()
                 return False
-        self._send(DONE, b"")
+            self._send(DONE, b"")  # the process ends here, without closing the database for milliseconds
         return True
 
     def _warn(self, left_out: Iterable[LeftOut]) -> None:

@@ -134,7 +134,6 @@ def add_marks(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
             "cancelled": pa.array([job.state in ENDED_EARLY for job in taken.catalog], pa.bool_()),
         }
     )
-    duck.execute("create schema if not exists store")
     for name, table in (("live", taken.live_rows), ("marks", marks)):
         duck.register("arriving", table)
         duck.execute(f"create or replace table store.{name} as select * from arriving")

@@ -58,7 +58,7 @@ def add_results(
     Returns the shards that it reads, and the jobs with results that it cannot read.
     """
     duck.register("journal_arrow", taken.journal_rows)
-    duck.execute("create schema store; create table store.journal as select * from journal_arrow")
+    duck.execute("create table store.journal as select * from journal_arrow")
     duck.unregister("journal_arrow")
     files = {taken.data / shard.file: shard for shard in taken.shards}
     faults = {shard: reason for path, shard in files.items() if (reason := fault(path))}
