@@ -9,6 +9,7 @@ import shutil
 import ssl
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from xdist.workermanage import WorkerController
 from conserve.config import Settings, load
 from conserve.store.database.store import Store
 from tests import commands, postgres, reach
+from tests.acceptance.forks import Forks
 from tests.tiers import in_full
 
 ON_BOTH = frozenset(
@@ -247,6 +249,13 @@ def no_process_is_left() -> Iterator[None]:
     """Processes end with the test that started them."""
     yield
     commands.end_all()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """A process that commands are forked off. Their clocks can be set (`tests/break/clocks.py`)."""
+    with closing(Forks(first=["tests.break.clocks:install"])) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

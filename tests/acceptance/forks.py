@@ -3,11 +3,10 @@
 Importing takes a second of processor time, ten times as much as all else until the store is open. A fork is a
 process like any other: only kills during the imports need an interpreter of their own.
 
-    python -m tests.acceptance.forks '{"first": [], "imported": []}'
+    python -m tests.acceptance.forks '{"first": []}'
 
 It takes one order a line on stdin and gives one answer a line on stdout. `first` names functions, as
-"module:function", that are called before anything of the program is imported; `imported` names modules besides
-those that each run needs.
+"module:function", that are called before anything of the program is imported.
 """
 
 import contextlib
@@ -28,16 +27,23 @@ from tests.commands import REPOSITORY
 
 IMPORTED = (
     *("conserve.cli.app", "conserve.cli.run", "conserve.jobs.harvest.harvester", "conserve.endpoints.fake"),
+    *("conserve.cli.submit", "conserve.cli.control", "conserve.cli.results", "conserve.cli.harvest"),
+    *("conserve.endpoints.http", "conserve.store.sql.query", "conserve.store.sql.export"),
+    *("conserve.jobs.requests.submit", "conserve.jobs.hooks.courier", "conserve.jobs.telemetry.otlp"),
+    *("conserve.cli.shortcuts", "typer._adapters", "duckdb", "jinja2.sandbox", "pyarrow.dataset"),
+    *("httpcore", "h11", "anyio._backends._asyncio", "conserve.installation"),
+    *("conserve.cli.api", "conserve.batch_api.serving"),
     *("tests.acceptance.aimed", "tests.acceptance.phases"),
 )
+"""What commands import, also late, so that a fork need not."""
 POLL_S = 0.005
 
 
 class Forks:
     """The process that forks. Close it; forks that still run then end with it."""
 
-    def __init__(self, *, first: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
-        prepared = json.dumps({"first": first, "imported": imported})
+    def __init__(self, *, first: Sequence[str] = ()) -> None:
+        prepared = json.dumps({"first": first})
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.acceptance.forks", prepared],
             cwd=REPOSITORY,
@@ -62,7 +68,8 @@ class Forks:
         So does its stdout if there is one for it, and its stdin comes from `source`, a file or a named pipe.
         """
         streams = [str(path or os.devnull) for path in (source, output, errors)]
-        return Forked(self, self.ask(fork=list(arguments), env=dict(env), streams=streams), errors)
+        pid = self.ask(fork=list(arguments), env=dict(env), streams=streams)
+        return Forked(self, pid, errors, output)
 
     def ask(self, **order: Any) -> Any:
         """Give an order and return the answer."""
@@ -86,8 +93,9 @@ def environment() -> dict[str, str]:
 class Forked:
     """A forked command, as `subprocess.Popen` would show it."""
 
-    def __init__(self, forks: Forks, pid: int, errors: Path) -> None:
-        self.pid, self.returncode, self._forks, self._errors = pid, None, forks, errors
+    def __init__(self, forks: Forks, pid: int, errors: Path, output: Path | None) -> None:
+        self.pid, self.returncode, self._forks = pid, None, forks
+        self._errors, self._output = errors, output
 
     returncode: int | None
 
@@ -98,12 +106,12 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; returns stdout, which is not kept, and stderr."""
+        """Wait for the end; returns stdout, if there is a file for it, and stderr."""
         while self.returncode is None:
             self.returncode = self._forks.ask(wait=self.pid, timeout_s=60.0 if timeout is None else timeout)
             if self.returncode is None and timeout is not None:
                 raise subprocess.TimeoutExpired("conserve", timeout)
-        return "", self._errors.read_text()
+        return self._output.read_text() if self._output else "", self._errors.read_text()
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""
@@ -111,13 +119,15 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def serve(*, first: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
+def serve(*, first: Sequence[str] = ()) -> None:
     """Take orders until stdin ends; a fork leaves through `become`."""
     for at in first:
         named(at)()
-    for name in (*IMPORTED, *imported):
+    for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
     gc.freeze()  # or each fork goes through all of this as it ends: four fifths of its processor time
+    gc.get_freeze_count = lambda: 1  # each harvester asks, which takes 40 ms where as much is imported
     children: set[int] = set()
     try:
         while line := sys.stdin.readline():

@@ -5,7 +5,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -53,10 +53,11 @@ class Harness:
     server: str | None = None  # harvest on this one rather than run on the fake
     seed: int = 0
     forks: Forks | None = None  # most processes of a storm are forked off it
-    constants: dict[str, int] = field(default_factory=dict)  # of the program, as `module__NAME`
+    constants: dict[str, float] = field(default_factory=dict)  # of the program, as `module__NAME`
     hangs_s: float = commands.HANGS_S  # a process that takes longer to do the rest of the work hangs
     job_id: str = ""
     kills: int = 0
+    forked: int = 0
     record: Record = field(default_factory=Record)
     start_s: float | None = None  # what an interpreter took last until its store was open
     recovery_s: float = 0.1  # what a process took last from there to its first claim
@@ -77,29 +78,40 @@ class Harness:
         self.job_id = submit(store, str(path), self.task).job_id
         store.close()
 
-    def start(
-        self, *shots: Shot, options: Sequence[str] = (), trace: Path | None = None, **constants: int
-    ) -> "subprocess.Popen[str]":
+    def start(self, *shots: Shot, trace: Path | None = None, **constants: float) -> "subprocess.Popen[str]":
         """A real `conserve run` or `harvest`, which fires these shots at itself."""
-        arguments, constants = self.arguments(options), {**self.constants, **constants}
+        arguments, constants = self.arguments(), {**self.constants, **constants}
         if shots or trace or constants:
             aim = aimed.command(shots, *arguments, trace=trace, **constants)
             return commands.start(["-m", "tests.acceptance.aimed", *aim], env=self.env)
         return commands.start(["-m", "conserve", *arguments], env=self.env)
 
-    def started(self, *shots: Shot, **constants: int) -> "subprocess.Popen[str] | Forked":
+    def started(self, *shots: Shot, **constants: float) -> "subprocess.Popen[str] | Forked":
         """Command as a fork, if there is a process to fork off."""
-        if self.forks is None:
-            return self.start(*shots, **constants)
-        errors = self.home.parent / f"errors-{self.seed}-{self.kills}"
-        aim = aimed.command(shots, *self.arguments(), **{**self.constants, **constants})
-        return self.forks.start(aim, env=self.env, errors=errors)
+        return self.start(*shots, **constants) if self.forks is None else self.fork(*shots, **constants)
 
-    def arguments(self, options: Sequence[str] = ()) -> list[str]:
+    def fork(
+        self,
+        *shots: Shot,
+        words: Sequence[str] = (),
+        also: Mapping[str, str] | None = None,
+        source: Path | None = None,
+        **constants: float,
+    ) -> Forked:
+        """Fork the command, or another one of these words; `also` and `source` as in `aimed` and `forks`."""
+        assert self.forks is not None
+        self.forked += 1
+        output, errors = (
+            self.home.parent / f"{name}-{self.seed}-{self.forked}" for name in ("said", "errors")
+        )
+        aim = aimed.command(shots, *(words or self.arguments()), also=also, **{**self.constants, **constants})
+        return self.forks.start(aim, env=self.env, errors=errors, output=output, source=source)
+
+    def arguments(self) -> list[str]:
         """The command, as a user would give it."""
         if self.server is not None:
-            return ["harvest", "--until-empty", "--endpoint", self.server, *options]
-        return ["run", "--endpoint", f"fake:?{self.script}", *options]
+            return ["harvest", "--until-empty", "--endpoint", self.server]
+        return ["run", "--endpoint", f"fake:?{self.script}"]
 
     @property
     def env(self) -> dict[str, str]:
@@ -117,7 +129,7 @@ class Harness:
         aim = aimed.command(shots, *self.arguments(), trace=path, **self.constants)
         return Traced(self.forks.start(aim, env=self.env, errors=path.with_suffix(".stderr")), trace, begun)
 
-    def kill(self, *shots: Shot, **constants: int) -> None:
+    def kill(self, *shots: Shot, **constants: float) -> None:
         """Work until the shot that kills; what is in the store by then is right."""
         done = commands.ended(self.started(*shots, **constants))
         assert done.returncode == -signal.SIGKILL, (shots, done)

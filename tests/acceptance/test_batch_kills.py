@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -12,11 +11,15 @@ import openai
 from conserve.config import load
 from conserve.store.books.readings import read_jobs
 from tests import commands
+from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forked, Forks
 from tests.acceptance.kill_harness import Harness
 from tests.batch_rig import answered, client, create
 
 TEXTS = [f"q{n}" for n in range(24)]
-SLOW = "request_ms=400&capacity=4"
+SLOW = "request_ms=100&capacity=4"
+WRITTEN = Shot(at="conserve.jobs.harvest.recorder:Recorder.write", after=True)
+"""The first results are durable."""
 
 
 def free_port() -> int:
@@ -25,9 +28,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(home: Path, port: int) -> "subprocess.Popen[str]":
+def serve(harness: Harness, port: int) -> Forked:
     """A real `conserve api` that answers."""
-    running = commands.start(["-m", "conserve", "--home", str(home), "api", "--port", str(port)])
+    running = harness.fork(words=["api", "--port", str(port)], conserve__batch_api__workers__LOOK_S=0.05)
     commands.until(lambda: answers(port), running)
     return running
 
@@ -39,29 +42,28 @@ def answers(port: int) -> bool:
         return False
 
 
-def kill(running: "subprocess.Popen[str]") -> None:
+def kill(running: Forked) -> None:
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
 
 
-def test_a_batch_is_answered_once_through_kills_of_every_part(tmp_path: Path) -> None:
+def test_a_batch_is_answered_once_through_kills_of_every_part(tmp_path: Path, forks: Forks) -> None:
     home, port = tmp_path / "home", free_port()
+    harness = Harness(home, TEXTS, script=SLOW, forks=forks)
     api = client(f"http://127.0.0.1:{port}/v1")
-    serving = serve(home, port)
+    serving = serve(harness, port)
     batch = create(api, TEXTS)
     kill(serving)  # with the input validated, half validated, or not begun
-    serving = serve(home, port)
+    serving = serve(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status == "in_progress", serving)
-    (job,) = read_jobs(load({"home": home}), now=0.0)
-    harness = Harness(home, TEXTS, script=SLOW, job_id=job.id)
-    working = harness.start()
-    commands.until(lambda: 0 < done(api, batch.id) < len(TEXTS), working)
-    kill(working)
+    killed = commands.ended(harness.fork(WRITTEN))
+    assert killed.returncode == -signal.SIGKILL
+    assert 0 < done(api, batch.id) < len(TEXTS)
     kill(serving)
-    working, serving = harness.start(), serve(home, port)
+    working, serving = harness.fork(), serve(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status in ("finalizing", "completed"), working)
     kill(serving)  # with the files written, half written, or not begun
-    serving = serve(home, port)
+    serving = serve(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status == "completed", serving)
     found = api.batches.retrieve(batch.id)
     assert answered(api, found.output_file_id).keys() == {f"r-{n}" for n in range(len(TEXTS))}

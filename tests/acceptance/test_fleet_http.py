@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ import pytest
 
 from conserve.config import load
 from conserve.store.books.readings import read_jobs
+from tests.acceptance.aimed import command
+from tests.acceptance.forks import Forked, Forks
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
@@ -44,14 +47,20 @@ def flags(servers: Sequence[ScriptedServer]) -> list[str]:
     return list(itertools.chain.from_iterable(("--endpoint", server.url) for server in servers))
 
 
+def harvest(forks: Forks, output: Path, options: Sequence[str]) -> Forked:
+    """Start a harvester that ends with the queue, and writes to a file."""
+    words = command([], "harvest", *options, "--until-empty")
+    return forks.start(words, env=os.environ, errors=output.with_suffix(".errors"), output=output)
+
+
 def test_one_of_three_servers_is_killed_and_no_row_notices(
-    servers: list[ScriptedServer], write_input: WriteInput
+    servers: list[ScriptedServer], write_input: WriteInput, tmp_path: Path, forks: Forks
 ) -> None:
-    prompts = [f"row {n}" for n in range(300)]
+    prompts = [f"row {n}" for n in range(150)]
     submit(write_input(q=prompts))
     for server in servers:
         server.script.tokens, server.script.pause_at = 40, 20
-    running = start(["-m", "conserve", "harvest", *flags(servers), "--until-empty", "--json"])
+    running = harvest(forks, tmp_path / "said", [*flags(servers), "--json"])
     until(lambda: all(server.paused == 16 for server in servers), running)
     servers[1].down()
     until(lambda: servers[0].paused + servers[2].paused >= 32, running)
@@ -101,10 +110,12 @@ def test_the_list_in_a_file_is_followed_and_a_drained_server_is_left(
     assert answered_once(prompts)
 
 
-def test_two_harvesters_over_three_servers(servers: list[ScriptedServer], write_input: WriteInput) -> None:
-    prompts = [f"row {n}" for n in range(400)]
+def test_two_harvesters_over_three_servers(
+    servers: list[ScriptedServer], write_input: WriteInput, tmp_path: Path, forks: Forks
+) -> None:
+    prompts = [f"row {n}" for n in range(160)]
     submit(write_input(q=prompts))
-    both = [start(["-m", "conserve", "harvest", *flags(servers), "--until-empty"]) for _ in range(2)]
+    both = [harvest(forks, tmp_path / f"said-{number}", flags(servers)) for number in range(2)]
     for running in both:
         code, _, stderr = ended(running)
         assert code == 0, stderr

@@ -1,5 +1,6 @@
 """Kills around messages to hooks: each is received at least once, under one id, and no change goes untold."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from conserve.store.books.events import Event
 from conserve.store.database.store import Store
 from tests import commands
 from tests.acceptance.aimed import Shot, command
+from tests.acceptance.forks import Forks
 from tests.commands import conserve
 from tests.receiver import receiving
 
@@ -23,7 +25,7 @@ SPOTS = {
 
 
 @pytest.mark.parametrize("spot", SPOTS)
-def test_an_end_is_told_whatever_is_killed(store: Store, tmp_path: Path, spot: str) -> None:
+def test_an_end_is_told_whatever_is_killed(store: Store, tmp_path: Path, forks: Forks, spot: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"q": "one"}\n{"q": "two"}\n')
     with receiving() as receiver:
@@ -31,7 +33,7 @@ def test_an_end_is_told_whatever_is_killed(store: Store, tmp_path: Path, spot: s
             hooks.add(tx, receiver.url, events=[Event.COMPLETED], allow_private=True, now=0.0)
         assert conserve("submit", str(rows), "--prompt", "{{ q }}").returncode == 0
         words = command([SPOTS[spot]], "run", "--endpoint", "fake:")
-        killed = commands.ended(commands.start(["-m", "tests.acceptance.aimed", *words]))
+        killed = commands.ended(forks.start(words, env=os.environ, errors=tmp_path / "errors"))
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         conserve("run", "--endpoint", "fake:")
         conserve("hooks", "deliver")

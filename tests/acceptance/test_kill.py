@@ -1,6 +1,5 @@
 """No crash loses or repeats a row: the real command, killed at every step of its work, and started again."""
 
-import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.aimed import Shot
-from tests.acceptance.forks import Forks
+from tests.acceptance.forks import Forked, Forks
 from tests.acceptance.kill_harness import Harness
 from tests.acceptance.phases import AIM, Phase
 from tests.acceptance.record import Record
@@ -28,13 +27,21 @@ WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
 LOAD = "conserve.jobs.harvest.workload:Workload.load"
 PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
 """Called once for a request and then before each token."""
+OFTEN = {
+    "conserve__jobs__harvest__flights__SAVE_EVERY_TOKENS": 16,
+    "conserve__jobs__harvest__outbox__FLUSH_S": 0.02,
+    "conserve__jobs__harvest__ledger__RECOVER_S": 0.1,
+    "conserve__jobs__harvest__harvester__WATCH_S": 0.05,
+}
+"""Saves tokens and looks for dead owners so often that a short answer is saved many times."""
 SAVED = Shot(at=WRITE, since=f"{TOKENS}:save_tokens", after=True)
 """Tokens of rows in mid-generation are durable: the write that saves them has ended."""
 
 
 def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Path, forks: Forks) -> None:
-    prompts = [f"question {n}" + (" REJECT" if n % 50 == 7 else "") for n in range(96)]
-    harness = Harness(tmp_path / "home", prompts, script="token_ms=2&tokens=200&capacity=32", forks=forks)
+    prompts = [f"question {n}" + (" REJECT" if n % 25 == 7 else "") for n in range(48)]
+    script = "token_ms=2&tokens=100&capacity=16"
+    harness = Harness(tmp_path / "home", prompts, script=script, forks=forks, constants=OFTEN)
     harness.submit()
     for shot in (
         Shot(at=f"{QUEUE}:claim", after=True),  # rows leased, not committed
@@ -49,13 +56,16 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
         Shot(at=WRITE, since=f"{JOURNAL}:count", after=True),  # committed, and the harvester was not told
     ):
         harness.kill(shot)
+    harness.script = "tokens=100&capacity=16"
     assert harness.finish() == 5
     harness.check()
     assert harness.reading().resumed_tokens > 0, "rows went on from the tokens that were saved"
 
 
 def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path, forks: Forks) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=4", forks=forks)
+    prompts = [f"q{n}" for n in range(600)]
+    few = {"conserve__jobs__harvest__outbox__FLUSH_ROWS": 24}  # so that each process leaves rows to the next
+    harness = Harness(tmp_path / "home", prompts, script="tokens=4&capacity=32", forks=forks, constants=few)
     harness.submit()
     for shot in (
         Shot(at=f"{SHARDS}:to_arrow"),  # before there is a file
@@ -63,14 +73,13 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path, forks: Fo
         Shot(at=f"{HOME}:write_durably", after=True),  # it has its name, and no record names it
         Shot(at=f"{SHARDS}:register", after=True),  # registered
     ):
-        harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=600)
+        harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=64)
     harness.kill(Shot(at=f"{SHARDS}:compact"))  # the job has just been completed
     harness.check()
-    # No fork: it has bound the name of `sweep` before a shot can be put around it.
-    other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1)
+    other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1, forks=forks)
     other.submit()
     other.kill(Shot(at=f"{SHARDS}:register", after=True))  # in the recovery, which compacts what is left
-    other.kill(Shot(at="conserve.store.upkeep.sweep:sweep"))
+    other.kill(Shot(at="conserve.jobs.harvest.ledger:sweep"))
     assert other.finish() == 0
     harness.check()
     other.check()
@@ -95,7 +104,7 @@ def three_jobs(home: Path, rows: int, script: str, forks: Forks | None = None) -
 
 
 def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path, forks: Forks) -> None:
-    jobs = three_jobs(tmp_path / "home", 300, "token_ms=1&tokens=8&capacity=64", forks)
+    jobs = three_jobs(tmp_path / "home", 100, "token_ms=1&tokens=8&capacity=64", forks)
     jobs[0].kill(Shot(at=f"{CHOICE}:choose", after=True))  # leased by the window, not committed
     jobs[0].kill(Shot(at=f"{CHOICE}:remember", call=2, after=True))  # nor is the window's place
     jobs[0].kill(Shot(at=WRITE, since=f"{CHOICE}:remember", call=2, after=True))
@@ -104,25 +113,28 @@ def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Pat
         job.check()
 
 
-def test_rows_of_a_run_that_was_killed_go_to_one_that_lives(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"question {n}" for n in range(96)], script="tokens=8&capacity=32")
+def test_rows_of_a_run_that_was_killed_go_to_one_that_lives(tmp_path: Path, forks: Forks) -> None:
+    prompts, script = [f"question {n}" for n in range(96)], "tokens=8&capacity=32"
+    harness = Harness(tmp_path / "home", prompts, script=script, forks=forks, constants=OFTEN)
     harness.submit()
-    killed = harness.start(Shot(at=LOAD, number=signal.SIGSTOP, holds=True))
-    stopped(killed.pid)
-    other = harness.start()
+    killed = harness.fork(Shot(at=LOAD, number=signal.SIGSTOP, holds=True))
+    stopped(killed)
+    other = harness.fork()
     until(lambda: harness.reading().succeeded == 64, other)
     assert harness.reading().running > 0, "the third part is with the one that stands still"
-    killed.kill()
+    killed.send_signal(signal.SIGKILL)
     assert ended(killed).returncode == -signal.SIGKILL
     assert ended(other).returncode == 0
     harness.check()
 
 
-def test_a_run_that_slept_past_its_lease_writes_nothing_twice(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"question {n}" for n in range(96)], script="tokens=8&capacity=32")
+def test_a_run_that_slept_past_its_lease_writes_nothing_twice(tmp_path: Path, forks: Forks) -> None:
+    prompts, script = [f"question {n}" for n in range(96)], "tokens=8&capacity=32"
+    harness = Harness(tmp_path / "home", prompts, script=script, forks=forks, constants=OFTEN)
     harness.submit()
-    late = harness.start(Shot(at=WRITE, number=signal.SIGSTOP, holds=True), options=["--lease-s", "1"])
-    stopped(late.pid)
+    shot = Shot(at=WRITE, number=signal.SIGSTOP, holds=True)
+    late = harness.fork(shot, words=[*harness.arguments(), "--lease-s", "1"])
+    stopped(late)
     assert harness.finish() == 0
     late.send_signal(signal.SIGCONT)
     done = ended(late)
@@ -130,16 +142,18 @@ def test_a_run_that_slept_past_its_lease_writes_nothing_twice(tmp_path: Path) ->
     harness.check()
 
 
-def stopped(pid: int) -> None:
+def stopped(running: Forked) -> None:
     """Wait until a process has sent itself SIGSTOP."""
-    _, status = os.waitpid(pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), status
+    stat = Path(f"/proc/{running.pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", running)
 
 
 def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path, forks: Forks) -> None:
-    with ScriptedServer(Script(tokens=150, pause_at=100, max_num_seqs=16)) as server:
-        prompts = [f"question {n}" for n in range(40)]
-        harness = Harness(tmp_path / "home", prompts, script="tokens=150", server=server.url, forks=forks)
+    with ScriptedServer(Script(tokens=40, pause_at=30)) as server:
+        prompts = [f"question {n}" for n in range(20)]
+        harness = Harness(
+            tmp_path / "home", prompts, script="tokens=40", server=server.url, forks=forks, constants=OFTEN
+        )
         harness.submit()
         harness.kill(SAVED)
         server.script.pause_at = None

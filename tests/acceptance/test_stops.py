@@ -2,18 +2,15 @@
 
 import json
 import os
-import resource
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forks
 from tests.acceptance.kill_harness import Harness
-from tests.commands import ended, process
+from tests.commands import ended
 from tests.tiers import in_full
 
 LONG = "token_ms=1&tokens=150&capacity=16"
@@ -25,11 +22,11 @@ UNDER_WAY = {"at": "conserve.endpoints.fake:FakeEndpoint._pause", "call": PAUSES
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, forks: Forks, number: signal.Signals
 ) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG, forks=forks)
     harness.submit()
-    done = ended(harness.start(Shot(number=number, **UNDER_WAY)))
+    done = ended(harness.fork(Shot(number=number, **UNDER_WAY)))
     assert done.returncode == 130
     assert "saving progress" in done.stderr
     assert "Traceback" not in done.stderr
@@ -39,26 +36,24 @@ def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
     assert harness.reading().resumed_tokens >= PAUSES - 2 * 16, "every token but those on their way"
 
 
-def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG, forks=forks)
     harness.submit()
     saving = Shot(at="conserve.jobs.harvest.ledger:Ledger.give_back", number=signal.SIGINT, holds=True)
-    done = ended(harness.start(Shot(number=signal.SIGINT, **UNDER_WAY), saving))
+    done = ended(harness.fork(Shot(number=signal.SIGINT, **UNDER_WAY), saving))
     assert done.returncode == 130, "although saving would have taken for ever"
     assert harness.finish() == 0
     harness.check()
 
 
-def small_files() -> None:
-    """Let no file of the child grow beyond what a full disk would allow."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+LIMITED = {"tests.acceptance.privations:let_no_file_grow_beyond": "300000"}
+"""What a full disk would allow."""
 
 
-def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=8")
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=8", forks=forks)
     harness.submit()
-    full = process("--home", str(harness.home), "run", "--endpoint", "fake:?tokens=8", preexec_fn=small_files)
+    full = ended(harness.fork(also=LIMITED))
     assert full.returncode == 1
     assert "no space left" in full.stderr
     assert "Traceback" not in full.stderr
@@ -66,34 +61,29 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
     harness.check()
 
 
-def test_submit_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", ["q"])
+def test_submit_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", ["q"], forks=forks)
     harness.submit()
-    rows = "".join(json.dumps({"q": os.urandom(100).hex()}) + "\n" for _ in range(5000))
-    arguments = ("--home", str(harness.home), "submit", "-", "--prompt", "{{ q }}")
-    full = process(*arguments, stdin=rows, preexec_fn=small_files)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"q": os.urandom(100).hex()}) + "\n" for _ in range(5000)))
+    submitting = ("submit", "-", "--prompt", "{{ q }}")
+    full = ended(harness.fork(words=submitting, also=LIMITED, source=source))
     assert (full.returncode, full.stdout) == (1, "")
     assert "no space left" in full.stderr
     assert [path.name for path in (harness.home / "jobs").iterdir()] == [harness.job_id]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
-def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", ["q"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", ["q"], forks=forks)
     harness.submit()
     for path in (tmp_path, *tmp_path.parents):
         path.chmod(path.stat().st_mode | 0o055)
-    site = [path for path in sys.path if path]
-    program = "import sys; sys.argv[0] = 'conserve'; from conserve.__main__ import main; main()"
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"q": 1}\n')
+    other = {"tests.acceptance.privations:become_user": "65534"}
     for arguments in (["run", "--endpoint", "fake:"], ["submit", "-", "--prompt", "x"]):
-        done = subprocess.run(
-            ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", program, *arguments],
-            env={**os.environ, "CONSERVE_HOME": str(harness.home), "PYTHONPATH": ":".join(site)},
-            input='{"q": 1}\n',
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = ended(harness.fork(words=arguments, also=other, source=source))
         if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
             pytest.skip("the other user cannot read the interpreter")
         assert done.returncode == 1

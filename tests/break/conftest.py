@@ -1,14 +1,10 @@
 """Common parts of this folder's tests: their length, and the table that they print together."""
 
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator
 
 import pytest
 
-from tests.acceptance.forks import Forks
-
 from . import table
-from .killing import IMPORTED
 
 
 @pytest.fixture
@@ -21,13 +17,6 @@ def rounds(pytestconfig: pytest.Config) -> int:
 def seed(pytestconfig: pytest.Config) -> int:
     """Seed of all choices."""
     return int(pytestconfig.getoption("--break-seed"))
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """A process that commands are forked off. Their clocks can be set (`clocks`)."""
-    with closing(Forks(first=["tests.break.clocks:install"], imported=IMPORTED)) as opened:
-        yield opened
 
 
 @pytest.hookimpl(wrapper=True)

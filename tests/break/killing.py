@@ -17,18 +17,6 @@ from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked, Forks
 from tests.commands import Done
 
-IMPORTED = (
-    *("conserve.cli.submit", "conserve.cli.control", "conserve.cli.results", "conserve.cli.harvest"),
-    *(
-        "conserve.endpoints.http",
-        "conserve.store.sql.query",
-        "conserve.store.sql.export",
-        "conserve.jobs.requests.submit",
-    ),
-    *("conserve.cli.shortcuts", "typer._adapters", "duckdb", "jinja2.sandbox", "pyarrow.dataset"),
-    *("httpcore", "h11", "anyio._backends._asyncio"),
-)
-"""Modules that commands import late, so that a fork need not."""
 HANGS_S = 120.0  # only a command that hangs takes as long
 LATE = 1.15  # a kill comes within so many times what the command took last
 FRESH = 0.03  # share of the commands whose imports may be hit too
