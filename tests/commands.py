@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 from unittest import mock
 
 from conserve.cli.app import main
@@ -27,6 +27,17 @@ class Done(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+class Running(Protocol):
+    """A command in a process of its own: a `Popen`, or one that was forked."""
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None: ...
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]: ...
 
 
 def conserve(*arguments: str, stdin: str = "", **variables: str) -> Done:
@@ -102,13 +113,13 @@ def end_all() -> None:
             running.communicate()
 
 
-def ended(running: "subprocess.Popen[str]", hangs_s: float = HANGS_S) -> Done:
+def ended(running: Running, hangs_s: float = HANGS_S) -> Done:
     """Wait until a command has ended."""
     stdout, stderr = running.communicate(timeout=hangs_s)
     return Done(running.returncode, stdout, stderr)
 
 
-def until(condition: Callable[[], bool], running: "subprocess.Popen[str] | None" = None) -> None:
+def until(condition: Callable[[], bool], running: Running | None = None) -> None:
     """Return once the condition holds; fail if the process that should bring it about has ended without."""
     while not condition():
         if running is not None and running.poll() is not None and not condition():

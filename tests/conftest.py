@@ -6,9 +6,10 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import ssl
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ from xdist.workermanage import WorkerController
 from conserve.config import Settings, load
 from conserve.store.database.store import Store
 from tests import commands, postgres, reach
-from tests.acceptance.forks import Forks
+from tests.acceptance import aimed
+from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forked, Forks
 from tests.tiers import in_full
+
+StartForked = Callable[..., Forked]
+THAWED = {"tests.acceptance.forks:thawed": ""}
 
 ON_BOTH = frozenset(
     {
@@ -256,6 +262,38 @@ def forks() -> Iterator[Forks]:
     """A process that commands are forked off. Their clocks can be set (`tests/break/clocks.py`)."""
     with closing(Forks(first=["tests.break.clocks:install"])) as opened:
         yield opened
+
+
+@pytest.fixture
+def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartForked]:
+    """Starts a command in a process of its own that need not import it, where the imports are not the point.
+
+    With `thawed` its stderr ends without complaints of DuckDB's, for a tenth of a second.
+    """
+    folder, running = tmp_path_factory.mktemp("forked"), list[Forked]()
+
+    def start(
+        *arguments: str,
+        shots: Sequence[Shot] = (),
+        also: Mapping[str, str] | None = None,
+        output: Path | None = None,
+        thawed: bool = False,
+        **variables: str,
+    ) -> Forked:
+        number = len(running)
+        started = forks.start(
+            aimed.command(shots, *arguments, also={**(THAWED if thawed else {}), **(also or {})}),
+            env={**os.environ, **variables},
+            errors=folder / f"errors-{number}",
+            output=output or folder / f"output-{number}",
+        )
+        running.append(started)
+        return started
+
+    yield start
+    for one in running:
+        one.send_signal(signal.SIGKILL)
+        one.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ class Forked:
 
     def __init__(self, forks: Forks, pid: int, errors: Path, output: Path | None) -> None:
         self.pid, self.returncode, self._forks = pid, None, forks
-        self._errors, self._output = errors, output
+        self.errors, self._output = errors, output
 
     returncode: int | None
 
@@ -111,7 +111,8 @@ class Forked:
             self.returncode = self._forks.ask(wait=self.pid, timeout_s=60.0 if timeout is None else timeout)
             if self.returncode is None and timeout is not None:
                 raise subprocess.TimeoutExpired("conserve", timeout)
-        return self._output.read_text() if self._output else "", self._errors.read_text()
+        kept = self._output is not None and self._output.is_file()  # no device
+        return self._output.read_text() if kept else "", self.errors.read_text()
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""
@@ -148,6 +149,11 @@ def serve(*, first: Sequence[str] = ()) -> None:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def thawed(_: str) -> None:
+    """Let a fork collect its garbage as it ends, without which DuckDB complains on stderr."""
+    gc.unfreeze()
 
 
 def waited(pid: int, until: float) -> int | None:

@@ -22,8 +22,8 @@ from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
-from tests.commands import conserve, ended, process, start, until
-from tests.conftest import WriteInput
+from tests.commands import conserve, ended, process, until
+from tests.conftest import StartForked, WriteInput
 
 COMMANDS = list(typer.main.get_group(app).commands)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,11 +36,14 @@ def submit(path: Path, *arguments: str) -> str:
 
 
 def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path) -> None:
-    """Commands run in processes of their own: every module is imported where it is needed, output ends up whole."""
-    submitted = process("submit", str(write_input(q=["a", "b"], n=[1, 2])), "--prompt", "{{ q }}")
+    """Two commands run in processes of their own, to import all that they need and to end with their output whole.
+
+    So do the others in `test_demo`.
+    """
+    submitted = conserve("submit", str(write_input(q=["a", "b"], n=[1, 2])), "--prompt", "{{ q }}")
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.strip()
-    ran = process("run", "--endpoint", "fake:", "--json")
+    ran = conserve("run", "--endpoint", "fake:", "--json")
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["jobs"] == {job_id: "completed"}
     status = json.loads(process("status", job_id, "--json").stdout)
@@ -55,7 +58,7 @@ def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path
     assert json.loads(openai[0])["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     query = "select i.n, r.submitted_at from results r join inputs i using (job_id, row_index) order by n"
     assert conserve("sql", query).stdout.splitlines()[0].split() == ["n", "submitted_at"]
-    assert json.loads(process("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
+    assert json.loads(conserve("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
 
 
 def test_a_run_says_what_it_does_from_the_start_to_the_end(write_input: WriteInput) -> None:
@@ -97,10 +100,12 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
     assert "conserve run" not in nothing.stderr
 
 
-def test_an_interrupted_run_names_the_command_that_goes_on(write_input: WriteInput) -> None:
+def test_an_interrupted_run_names_the_command_that_goes_on(
+    write_input: WriteInput, forked: StartForked
+) -> None:
     job_id = submit(write_input(q=["a"] * 4))
     address = "fake:?token_ms=50&tokens=10000"
-    running = start(["-m", "conserve", "run", "--api-key", "geheim", "--endpoint", address])
+    running = forked("run", "--api-key", "geheim", "--endpoint", address)
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
     assert conserve("results", "last").stderr == f"job {job_id} is running: 0 of 4 rows so far\n"
     running.send_signal(signal.SIGINT)
@@ -127,9 +132,9 @@ def test_a_run_that_was_stopped_before_its_start_was_over_says_so(
     assert capsys.readouterr().err == "go on with: conserve run\nstopped before any row was sent\n"
 
 
-def test_a_job_that_expires_in_a_run_names_its_retry(write_input: WriteInput) -> None:
+def test_a_job_that_expires_in_a_run_names_its_retry(write_input: WriteInput, forked: StartForked) -> None:
     job_id = submit(write_input(q=["a"] * 4))
-    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    running = forked("run", "--endpoint", "fake:?token_ms=50&tokens=10000")
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
     with closing(Store.open(load())) as store, store.write() as tx:
         catalog.set_deadline(tx, job_id, time.time() - 1.0, OnLate.EXPIRE)
@@ -138,11 +143,11 @@ def test_a_job_that_expires_in_a_run_names_its_retry(write_input: WriteInput) ->
     assert "go on with" not in stderr
 
 
-def test_a_cancelled_job_exits_3(write_input: WriteInput) -> None:
+def test_a_cancelled_job_exits_3(write_input: WriteInput, forked: StartForked) -> None:
     job_id = submit(write_input(q=["a"] * 4))
-    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    running = forked("run", "--endpoint", "fake:?token_ms=50&tokens=10000")
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
-    assert process("cancel", job_id).stdout == f"{job_id}: cancelled\n"
+    assert conserve("cancel", job_id).stdout == f"{job_id}: cancelled\n"
     assert ended(running).returncode == 3
 
 

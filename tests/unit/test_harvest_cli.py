@@ -17,11 +17,10 @@ from conserve.cli import harvest
 from conserve.config import Settings, load
 from conserve.jobs.harvest.tally import Tally
 from conserve.store.books.readings import JobReading, read_jobs
-from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer
-from tests.commands import conserve, ended, process, start, until
-from tests.conftest import WriteInput
+from tests.commands import conserve, ended, until
+from tests.conftest import StartForked, WriteInput
 from tests.tiers import in_full
 
 
@@ -41,9 +40,11 @@ def states() -> list[str]:
     return [reading.state.value for reading in read_jobs(load(), now=time.time())]
 
 
-def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: WriteInput) -> None:
+def test_until_empty_ends_with_the_queue(
+    server: ScriptedServer, write_input: WriteInput, forked: StartForked
+) -> None:
     job_id = submit(write_input(q=["a", "b"]))
-    done = process("harvest", "--endpoint", server.url, "--until-empty", "--json")
+    done = ended(forked("harvest", "--endpoint", server.url, "--until-empty", "--json"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
     assert f"{server.url} co-serves served: at most 16 rows at once" in done.stderr
@@ -66,10 +67,10 @@ def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT)])
 def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
-    server: ScriptedServer, write_input: WriteInput, number: signal.Signals
+    server: ScriptedServer, write_input: WriteInput, forked: StartForked, number: signal.Signals
 ) -> None:
     first = submit(write_input(q=["a"]))
-    running = start(["-m", "conserve", "harvest", "--endpoint", server.url, "--window", "1"])
+    running = forked("harvest", "--endpoint", server.url, "--window", "1")
     until(lambda: states() == ["completed"], running)
     second = submit(write_input("later.parquet", q=["b", "c"]))
     until(lambda: states() == ["completed", "completed"], running)
@@ -107,14 +108,13 @@ def test_jobs_that_ended_are_read_alone_and_in_another_thread(
     assert f"{ended_job}: queued, 0 of 1 rows done" in capsys.readouterr().err
 
 
-def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
+def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput, forked: StartForked) -> None:
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
     both_have_40 = Shot(
         at="conserve.endpoints.stream:AnswerPieces.add", call=80, after=True, number=signal.SIGTERM
     )
-    aim = aimed.command([both_have_40], "harvest", "--endpoint", server.url)
-    code, _, stderr = ended(start(["-m", "tests.acceptance.aimed", *aim]))
+    code, _, stderr = ended(forked("harvest", "--endpoint", server.url, shots=[both_have_40]))
     assert code == 0, stderr
     assert "saving progress" in stderr
     server.script.pause_at = None
@@ -122,15 +122,16 @@ def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) 
     assert server.continued == [40, 40]
 
 
-def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInput) -> None:
+def test_a_server_that_is_not_there_is_waited_for_or_named(
+    write_input: WriteInput, forked: StartForked
+) -> None:
     submit(write_input(q=["a"]))
     url = "http://127.0.0.1:9"
     done = conserve("harvest", "--endpoint", url, "--until-empty")
     assert done.returncode == 1
     assert "no OpenAI-compatible server answers" in done.stderr
-    running = start(["-m", "conserve", "harvest", "--endpoint", url])
-    assert running.stderr is not None
-    assert any("harvesting waits" in line for line in running.stderr)  # until it ends, if it never says so
+    running = forked("harvest", "--endpoint", url)
+    until(lambda: running.errors.exists() and "harvesting waits" in running.errors.read_text(), running)
     assert running.poll() is None
     running.send_signal(signal.SIGTERM)
     assert ended(running).returncode == 0

@@ -247,7 +247,7 @@ def test_a_harvester_that_follows_leaves_other_models_jobs_to_others(
     store: Store, write_input: WriteInput
 ) -> None:
     theirs, ours = queue_up(write_input, "--model", "one"), queue_up(write_input, rows=3)
-    harvest(store, "other", follow=True, stop_after_s=30.0)
+    harvest(store, "other", follow=True, stop_after_s=8.0)
     states = {job.id: job.state for job in read_jobs(load(), now=0.0)}
     assert states == {theirs: "queued", ours: "completed"}
 

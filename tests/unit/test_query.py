@@ -4,7 +4,9 @@ import asyncio
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
+from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.errors import QueryError
@@ -57,12 +60,24 @@ def harvester(store: Store, endpoint: FakeEndpoint) -> Harvester:
     return Harvester(store, endpoint, clock=asyncio.get_running_loop().time)
 
 
-@pytest.fixture
-def opened(store: Store, write_input: WriteInput) -> Iterator[Views]:
-    submit(store, str(write_input(q=["a", "b", "REJECT"])), TASK)
-    drain(store)
-    with views(store, now=0.0) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Views]:
+    """Views over a job of three rows, of which one failed. No query changes them, so that all tests share them."""
+    folder = tmp_path_factory.mktemp("views")
+    path = folder / "input.parquet"
+    pq.write_table(pa.table({"q": ["a", "b", "REJECT"]}), path)
+    with pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
+            environment.delenv(name)
+        environment.setenv("CONSERVE_HOME", str(folder / "home"))
+        environment.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        store = Store.open(load())
+        with closing(store):
+            submit(store, str(path), TASK)
+            drain(store)
+            taken = snapshot(store, now=0.0)
+    with scratch.place() as spill, query.opened(taken, spill=spill) as views:
+        yield views
 
 
 @pytest.mark.parametrize(

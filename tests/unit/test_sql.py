@@ -23,10 +23,10 @@ import pytest
 
 from conserve.cli import app, queries, stdout
 from conserve.store.sql.named_files import kind_of, named_file
-from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
-from tests.commands import conserve, ended, start, until
-from tests.conftest import WriteInput
+from tests.acceptance.forks import Forked
+from tests.commands import conserve, ended, until
+from tests.conftest import StartForked, WriteInput
 from tests.unit.test_cli import submit
 
 ENDLESS = "select count(*) from range(1000000000000) where hash(range) = 1"
@@ -289,7 +289,7 @@ class TestNamedFiles:
         assert "cannot be read as parquet" in done.stderr
 
 
-def at_work(running: "subprocess.Popen[str]") -> bool:
+def at_work(running: Forked) -> bool:
     """True if the command's child computes."""
     children = psutil.Process(running.pid).children()
     return bool(children) and children[0].cpu_times().user > 0.05
@@ -298,8 +298,8 @@ def at_work(running: "subprocess.Popen[str]") -> bool:
 @pytest.mark.parametrize(
     "sql", [ENDLESS, "select sum(length(repeat(range::varchar, 400000000))) from range(10000)"]
 )
-def test_ctrl_c_ends_a_query_at_once(sql: str, tmp_path: Path) -> None:
-    running = start(["-m", "conserve", "sql", "--memory", "4GiB", sql])
+def test_ctrl_c_ends_a_query_at_once(sql: str, forked: StartForked) -> None:
+    running = forked("sql", "--memory", "4GiB", sql, thawed=True)
     until(lambda: at_work(running), running)
     (child,) = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGINT)
@@ -308,19 +308,19 @@ def test_ctrl_c_ends_a_query_at_once(sql: str, tmp_path: Path) -> None:
     assert not child.is_running()
 
 
-def test_a_query_ends_with_the_command_that_was_killed() -> None:
-    running = start(["-m", "conserve", "sql", ENDLESS])
+def test_a_query_ends_with_the_command_that_was_killed(forked: StartForked) -> None:
+    running = forked("sql", ENDLESS)
     until(lambda: at_work(running), running)
     (child,) = psutil.Process(running.pid).children()
-    running.kill()
+    running.send_signal(signal.SIGKILL)
     child.wait(timeout=60)
 
 
-def test_a_temporary_file_of_a_killed_command_goes_at_the_next(tmp_path: Path) -> None:
+def test_a_temporary_file_of_a_killed_command_goes_at_the_next(tmp_path: Path, forked: StartForked) -> None:
     out = tmp_path / "out.csv"
-    running = start(["-m", "conserve", "sql", "-o", str(out), "from range(1000000000000)"])
+    running = forked("sql", "-o", str(out), "from range(1000000000000)")
     until(lambda: any(path.is_file() for path in tmp_path.glob(".conserve-tmp-*")), running)
-    running.kill()
+    running.send_signal(signal.SIGKILL)
     ended(running)
     assert [path for path in tmp_path.glob(".conserve-tmp-*") if path.is_file()]
     assert conserve("sql", "-o", str(out), "select 1").returncode == 0
@@ -423,6 +423,11 @@ def test_a_long_query_says_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.
     assert "at work" not in conserve("sql", "--timeout", "0.3", ENDLESS).stderr
 
 
+def heeds(number: str) -> None:
+    """Take back that a signal is ignored, as `nohup` leaves one, which a command would go on with."""
+    signal.signal(int(number), signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "command"),
     [
@@ -432,7 +437,7 @@ def test_a_long_query_says_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.
     ],
 )
 def test_a_command_that_is_told_to_stop_leaves_the_file_as_it_was(
-    write_input: WriteInput, tmp_path: Path, number: int, command: list[str]
+    write_input: WriteInput, tmp_path: Path, forked: StartForked, number: int, command: list[str]
 ) -> None:
     submit(write_input(q=["a"]))
     assert conserve("run", "--endpoint", "fake:").returncode == 0
@@ -440,12 +445,10 @@ def test_a_command_that_is_told_to_stop_leaves_the_file_as_it_was(
     out.parent.mkdir()
     out.write_text("before")
     half_written = Shot(at="conserve.store.sql.export:write_lines", after=True, number=number)
-    ignored = signal.signal(number, signal.SIG_DFL)  # as `nohup` leaves one, which the command would heed
-    try:
-        aim = aimed.command([half_written], *command, "-o", str(out))
-        done = ended(start(["-m", "tests.acceptance.aimed", *aim], {"TMPDIR": str(out.parent)}))
-    finally:
-        signal.signal(number, ignored)
+    also = {f"{__name__}:heeds": str(int(number))}
+    place = str(out.parent)
+    words = [*command, "-o", str(out)]
+    done = ended(forked(*words, shots=[half_written], also=also, thawed=True, TMPDIR=place))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "before"

@@ -22,9 +22,10 @@ from conserve.store.books.withdraw import withdraw
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
-from tests.commands import HANGS_S, conserve, process
-from tests.conftest import WriteInput
+from tests.commands import HANGS_S, conserve, ended, process
+from tests.conftest import StartForked, WriteInput
 from tests.store_rows import leased
+from tests.tiers import in_full
 from tests.unit.test_cli import submit
 
 FULL = Path("/dev/full")
@@ -153,12 +154,21 @@ def test_a_full_disk_behind_standard_output_is_a_sentence_of_every_command(job: 
         assert last.startswith("conserve: standard output cannot be written (No space left on device)")
 
 
-@pytest.mark.parametrize("words", [["status"], ["sql", "--json", LONG]], ids=" ".join)
-def test_processes_end_as_the_shell_expects(words: list[str], job: str) -> None:
+def test_processes_end_as_the_shell_expects(job: str) -> None:
+    """`test_head_gets_its_lines` shows how a long answer ends."""
     with closed_pipe() as pipe:
-        assert into(pipe, words) == (141, "")
+        assert into(pipe, ["status"]) == (141, "")
     with FULL.open("wb") as full:
-        ended = into(full, words)
+        assert_full(into(full, ["status"]))
+
+
+def test_a_long_answer_ends_at_a_full_disk(job: str, forked: StartForked) -> None:
+    done = ended(forked("sql", "--json", LONG, output=FULL, thawed=True))
+    assert_full(Ended(done.returncode, done.stderr))
+
+
+def assert_full(ended: Ended) -> None:
+    """A command ended in one sentence about a full disk."""
     assert ended.returncode == 1
     assert ended.stderr.startswith("conserve: standard output cannot be written (No space left on device)")
     assert ended.stderr.count("\n") == 1
@@ -172,7 +182,7 @@ def test_head_gets_its_lines(job: str) -> None:
     assert (status, done.stderr) == ("141", "")
 
 
-@pytest.mark.parametrize("words", [["status"], ["sql", "select 1"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["status"], *in_full(["sql", "select 1"])])
 def test_a_closed_standard_output_is_a_sentence(words: list[str], job: str) -> None:
     command = f"{sys.executable} -m conserve {' '.join(repr(word) for word in words)} >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -213,6 +223,7 @@ def test_a_job_whose_id_cannot_be_printed_is_withdrawn(flags: list[str], write_i
     assert conserve(*words).returncode == 0
 
 
+@pytest.mark.full
 def test_submit_into_a_closed_pipe_leaves_no_job(write_input: WriteInput) -> None:
     with closed_pipe() as pipe:
         ended = into(pipe, ["submit", str(write_input(q=["a"])), "--prompt", "{{ q }}"])

@@ -11,8 +11,8 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
-from tests.commands import Done, conserve, ended, start, until
-from tests.conftest import WriteInput
+from tests.commands import Done, conserve, ended, until
+from tests.conftest import StartForked, WriteInput
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 
@@ -167,9 +167,11 @@ def test_a_paused_job_among_those_named_counts(write_input: WriteInput) -> None:
     assert f"job {paused} is paused" in done.stderr
 
 
-def test_a_job_paused_while_it_runs_exits_4(write_input: WriteInput, settings: Settings) -> None:
+def test_a_job_paused_while_it_runs_exits_4(
+    write_input: WriteInput, settings: Settings, forked: StartForked
+) -> None:
     job_id = queue_up(write_input, rows=4)
-    running = start(["-m", "conserve", "run", job_id, "--endpoint", "fake:?token_ms=50&tokens=10000"])
+    running = forked("run", job_id, "--endpoint", "fake:?token_ms=50&tokens=10000")
     until(lambda: read_jobs(settings, now=0.0)[0].running > 0, running)
     conserve("pause", job_id)
     done = ended(running)

@@ -191,7 +191,7 @@ def test_a_damage_found_after_the_first_rows_ends_the_answer(store: Store, tmp_p
         tx.execute(text("update job set files = null"))
     dice = random.Random(1)
     pq.write_table(
-        pa.table({"q": [dice.randbytes(2500).hex() for _ in range(12_000)]}), path, row_group_size=100
+        pa.table({"q": [dice.randbytes(2500).hex() for _ in range(5_000)]}), path, row_group_size=100
     )
     data = bytearray(path.read_bytes())
     start = len(data) - int.from_bytes(data[-8:-4], "little") - 50_000
