@@ -250,6 +250,15 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
+def own_environment(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """No setting of the developer's reaches what tests of a module share: a store at this place."""
+    for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
+        patch.delenv(name)
+    patch.setenv("CONSERVE_FAKE", "1")
+    patch.setenv("CONSERVE_HOME", str(home))
+    patch.setenv("XDG_CONFIG_HOME", str(home.parent / "config"))
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """Processes end with the test that started them."""
@@ -277,6 +286,7 @@ def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         shots: Sequence[Shot] = (),
         also: Mapping[str, str] | None = None,
         output: Path | None = None,
+        source: Path | None = None,
         thawed: bool = False,
         **variables: str,
     ) -> Forked:
@@ -286,6 +296,7 @@ def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             env={**os.environ, **variables},
             errors=folder / f"errors-{number}",
             output=output or folder / f"output-{number}",
+            source=source,
         )
         running.append(started)
         return started

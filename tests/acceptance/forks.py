@@ -156,6 +156,11 @@ def thawed(_: str) -> None:
     gc.unfreeze()
 
 
+def heeds(number: str) -> None:
+    """Take back that a signal is ignored, as `nohup` leaves one, which a command would go on with."""
+    signal.signal(int(number), signal.SIG_DFL)
+
+
 def waited(pid: int, until: float) -> int | None:
     """The exit code of a child, or None if it still runs at that time (monotonic clock)."""
     while True:

@@ -4,7 +4,6 @@ import asyncio
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -43,7 +42,7 @@ from conserve.store.sql.scan import scanned
 from conserve.store.sql.snapshot import snapshot
 from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
-from tests.conftest import WriteInput
+from tests.conftest import WriteInput, own_environment
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 
@@ -67,10 +66,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Views]:
     path = folder / "input.parquet"
     pq.write_table(pa.table({"q": ["a", "b", "REJECT"]}), path)
     with pytest.MonkeyPatch.context() as environment:
-        for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
-            environment.delenv(name)
-        environment.setenv("CONSERVE_HOME", str(folder / "home"))
-        environment.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        own_environment(environment, folder / "home")
         store = Store.open(load())
         with closing(store):
             submit(store, str(path), TASK)

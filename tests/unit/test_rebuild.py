@@ -26,6 +26,7 @@ from conserve.store.files.marks import Mark
 from conserve.store.upkeep import rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve
+from tests.conftest import own_environment
 from tests.store_rows import add_job, claim, finish, job, leased, select
 from tests.tiers import named
 
@@ -59,16 +60,32 @@ def results(job_id: str) -> list[dict[str, Any]]:
     return [{name: row[name] for name in ("row_index", "text", "error_type")} for row in rows]
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    done, half, queued = (submit(tmp_path, name) for name in ("done", "half", "queued"))
-    run(done)
-    with monkeypatch.context() as patch:
-        patch.setattr("conserve.store.books.shards.compact", lambda *_, **__: 0)
-        run(half)
-    expected = {job_id: results(job_id) for job_id in (done, half)}
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Jobs]:
+    """A place for a store, a copy of the store that was made there, and its jobs."""
+    folder = tmp_path_factory.mktemp("made")
+    place, copy = folder / "home", folder / "copy"
+    with pytest.MonkeyPatch.context() as patch:
+        own_environment(patch, place)
+        done, half, queued = (submit(folder, name) for name in ("done", "half", "queued"))
+        run(done)
+        with patch.context() as uncompacted:
+            uncompacted.setattr("conserve.store.books.shards.compact", lambda *_, **__: 0)
+            run(half)
+        expected = {job_id: results(job_id) for job_id in (done, half)}
     assert [len(rows) for rows in expected.values()] == [ROWS, ROWS]
-    return Jobs(done, half, queued, expected)
+    place.rename(copy)
+    return place, copy, Jobs(done, half, queued, expected)
+
+
+@pytest.fixture
+def jobs(made: tuple[Path, Path, Jobs], monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Jobs of a store at the place at which it was made: elsewhere it would be a store that was moved."""
+    place, copy, jobs = made
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(copy, place, symlinks=True)
+    monkeypatch.setenv("CONSERVE_HOME", str(place))
+    return jobs
 
 
 def database(settings: Settings) -> Path:

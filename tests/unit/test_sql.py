@@ -423,11 +423,6 @@ def test_a_long_query_says_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.
     assert "at work" not in conserve("sql", "--timeout", "0.3", ENDLESS).stderr
 
 
-def heeds(number: str) -> None:
-    """Take back that a signal is ignored, as `nohup` leaves one, which a command would go on with."""
-    signal.signal(int(number), signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(
     ("number", "command"),
     [
@@ -445,7 +440,7 @@ def test_a_command_that_is_told_to_stop_leaves_the_file_as_it_was(
     out.parent.mkdir()
     out.write_text("before")
     half_written = Shot(at="conserve.store.sql.export:write_lines", after=True, number=number)
-    also = {f"{__name__}:heeds": str(int(number))}
+    also = {"tests.acceptance.forks:heeds": str(int(number))}
     place = str(out.parent)
     words = [*command, "-o", str(out)]
     done = ended(forked(*words, shots=[half_written], also=also, thawed=True, TMPDIR=place))

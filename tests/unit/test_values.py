@@ -1,9 +1,8 @@
 """Values that Python, UTF-8 or JSON cannot hold: each spoils its own row, or is refused in one sentence."""
 
 import datetime
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,8 +16,8 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from tests.commands import conserve, until
-from tests.conftest import WriteInput
+from tests.commands import conserve, ended, until
+from tests.conftest import StartForked, WriteInput
 from tests.tiers import in_full
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -217,24 +216,18 @@ def begun(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGHUP, signal.SIGINT)])
-def test_a_submit_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: int) -> None:
-    folder = tmp_path / "home"
-    ignored = signal.signal(number, signal.SIG_DFL)  # as `nohup` leaves one, which the command would heed
-    waiting = subprocess.Popen(
-        [sys.executable, "-m", "conserve", "submit", "-", "--prompt", "{{ q }}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        signal.signal(number, ignored)
-        until(lambda: begun(folder), waiting)
-        waiting.send_signal(number)
-        stdout, stderr = waiting.communicate(timeout=600)
-    finally:
-        waiting.kill()
-        waiting.wait()
-    assert (waiting.returncode, stdout) == (130, "")
+def test_a_submit_that_is_told_to_stop_leaves_nothing(
+    tmp_path: Path, forked: StartForked, number: int
+) -> None:
+    folder, lines = tmp_path / "home", tmp_path / "lines"
+    os.mkfifo(lines)
+    heeds = {"tests.acceptance.forks:heeds": str(int(number))}
+    waiting = forked("submit", "-", "--prompt", "{{ q }}", source=lines, also=heeds)
+    writer = os.open(lines, os.O_RDWR)  # which waits for nothing, and nothing is written
+    until(lambda: begun(folder), waiting)
+    waiting.send_signal(number)
+    code, stdout, stderr = ended(waiting)
+    os.close(writer)
+    assert (code, stdout) == (130, "")
     assert "Traceback" not in stderr
     assert list((folder / "jobs").iterdir()) == []

@@ -17,7 +17,7 @@ from conserve.store.books import shards
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql import query
-from conserve.store.sql.query import views
+from conserve.store.sql.query import views, views_of
 from conserve.store.sql.snapshot import snapshot
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -47,7 +47,7 @@ def truncate(path: Path) -> None:
 
 
 def rows(store: Store, sql: str) -> list[tuple[Any, ...]]:
-    with views(store, now=0.0) as opened:
+    with views(store, now=0.0, uses=lambda empty: views_of(empty, sql)) as opened:
         return opened.duck.execute(sql).fetchall()
 
 
