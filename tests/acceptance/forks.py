@@ -158,7 +158,8 @@ def thawed(_: str) -> None:
 
 def heeds(number: str) -> None:
     """Take back that a signal is ignored, as `nohup` leaves one, which a command would go on with."""
-    signal.signal(int(number), signal.SIG_DFL)
+    of_python = int(number) == signal.SIGINT
+    signal.signal(int(number), signal.default_int_handler if of_python else signal.SIG_DFL)
 
 
 def waited(pid: int, until: float) -> int | None:

@@ -144,11 +144,7 @@ def opened(
     fresh = duckdb.connect(":memory:", config=SETTINGS) if empty is None else contextlib.nullcontext(empty)
     with fresh as duck:
         used = uses(duck)
-        places = {"temp_directory": spill, "extension_directory": spill / "extensions"}
-        settings = places | (bounds.settings() if bounds else {})
-        setting = [f"set {name} = {literal(str(value))}" for name, value in settings.items()]
-        begin = BEGINNING if empty is None else f"reset threads; reset {ASYNC_THREADS}; {BEGINNING}"
-        duck.execute("; ".join([begin, *setting]))
+        begin(duck, spill, bounds, inherited=empty is not None)
         if isinstance(taken.data, ObjectPath):
             from conserve.store.sql.object_reader import add_objects
 
@@ -181,6 +177,15 @@ def opened(
             "eval_items": [*items],
         }
         yield Views(duck, left_out, read, used)
+
+
+def begin(duck: duckdb.DuckDBPyConnection, spill: Path, bounds: Bounds | None, *, inherited: bool) -> None:
+    """Set what a connection needs before it gets views."""
+    places = {"temp_directory": spill, "extension_directory": spill / "extensions"}
+    settings = places | (bounds.settings() if bounds else {})
+    setting = [f"set {name} = {literal(str(value))}" for name, value in settings.items()]
+    first = f"reset threads; reset {ASYNC_THREADS}; {BEGINNING}" if inherited else BEGINNING
+    duck.execute("; ".join([first, *setting]))
 
 
 def empty_database() -> duckdb.DuckDBPyConnection | None:
