@@ -29,7 +29,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-class Running(Protocol):
+class Command(Protocol):
     """A command in a process of its own: a `Popen`, or one that was forked."""
 
     @property
@@ -113,13 +113,13 @@ def end_all() -> None:
             running.communicate()
 
 
-def ended(running: Running, hangs_s: float = HANGS_S) -> Done:
+def ended(running: Command, hangs_s: float = HANGS_S) -> Done:
     """Wait until a command has ended."""
     stdout, stderr = running.communicate(timeout=hangs_s)
     return Done(running.returncode, stdout, stderr)
 
 
-def until(condition: Callable[[], bool], running: Running | None = None) -> None:
+def until(condition: Callable[[], bool], running: Command | None = None) -> None:
     """Return once the condition holds; fail if the process that should bring it about has ended without."""
     while not condition():
         if running is not None and running.poll() is not None and not condition():

@@ -75,7 +75,7 @@ def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_processes_of_later_queries_inherit_a_database_that_has_no_threads() -> None:
-    prepared = answer.Prepared()
+    prepared = answer.PreparedDatabase()
     before = threads_here()
     assert prepared.for_next() is None, "a program of one query needs none"
     empty = prepared.for_next()
@@ -106,7 +106,7 @@ def test_a_duckdb_without_such_a_setting_has_no_database_to_inherit(
 ) -> None:
     monkeypatch.setattr(query, "ASYNC_THREADS", "such_threads")
     assert query.empty_database() is None
-    monkeypatch.setattr(answer, "PREPARED", answer.Prepared())
+    monkeypatch.setattr(answer, "PREPARED", answer.PreparedDatabase())
     assert [asked(taken, "select 1") for _ in range(3)] == [[(1,)]] * 3
 
 

@@ -42,7 +42,7 @@ BLAMELESS = (  # errors of DuckDB that no damaged file can cause
 )
 
 
-class Prepared:
+class PreparedDatabase:
     """An empty database that queries' processes inherit from the second one on: to open one takes 20 ms.
 
     This process never uses it. A program of one query, as `conserve sql`, has none.
@@ -70,7 +70,7 @@ class Prepared:
             self._duck = None
 
 
-PREPARED = Prepared()
+PREPARED = PreparedDatabase()
 LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 
 
