@@ -40,13 +40,14 @@ class ModelledServer:
         self.in_flight = InFlight()
         self.running = 0
         self._cache: OrderedDict[int, None] = OrderedDict()
-        self._down: asyncio.Event = asyncio.Event()
+        self._computing: dict[asyncio.Future[None], None] = {}
 
     def die(self) -> None:
         """Cut every row, and be out of reach from now on."""
         self.up = False
-        self._down.set()
-        self._down = asyncio.Event()
+        for computed in self._computing:
+            if not computed.done():
+                computed.set_exception(EndpointUnavailable(f"the connection to {self.url} broke"))
         self._cache.clear()
 
     async def start(self) -> None:
@@ -113,13 +114,20 @@ class ModelledServer:
 
     async def _compute(self, tokens: int) -> None:
         self.computed_tokens += tokens
-        down = asyncio.ensure_future(self._down.wait())
+        computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._computing[computed] = None
+        timer = computed.get_loop().call_later(tokens / self.tokens_per_s, end, computed)
         try:
-            done, _ = await asyncio.wait({down}, timeout=tokens / self.tokens_per_s)
+            await computed
         finally:
-            down.cancel()
-        if done:
-            raise EndpointUnavailable(f"the connection to {self.url} broke")
+            timer.cancel()
+            del self._computing[computed]
+
+
+def end(computed: "asyncio.Future[None]") -> None:
+    """End a computation that no death has cut."""
+    if not computed.done():
+        computed.set_result(None)
 
 
 class ChangingList:
