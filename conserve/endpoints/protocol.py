@@ -131,7 +131,13 @@ class Endpoint(Protocol):
 
 def model_of(endpoint: Endpoint) -> str:
     """Name of the model that answers, once started: a folder by its absolute path."""
-    return model_name(getattr(endpoint, "model", None) or endpoint.identity)
+    return model_name(said_model(endpoint))
+
+
+def said_model(endpoint: Endpoint) -> str:
+    """Model as the endpoint says it, once started."""
+    model: str | None = getattr(endpoint, "model", None)
+    return model or endpoint.identity
 
 
 RESUMABLE_PARAMETERS = frozenset(

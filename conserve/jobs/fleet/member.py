@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from conserve.endpoints.protocol import Call, Completion, Endpoint, KvCache, OnTokens, model_of
+from conserve.endpoints.protocol import Call, Completion, Endpoint, KvCache, OnTokens, model_of, said_model
 from conserve.errors import EndpointError, EndpointUnusable, one_line
 from conserve.hosts import split_login
 from conserve.jobs.fleet.pace import Pace
@@ -83,6 +83,8 @@ class Member:
         self.held_until = 0.0
         self.recall_at: float | None = None  # when the rows of a server that is drained or leaves go back
         self.misses = 0  # signs of life that it owes
+        self._said: str | None = None
+        self._model: str | None = None
         self._failures = 0  # since its last answer
         self._faults = 0
 
@@ -90,7 +92,9 @@ class Member:
     def model(self) -> str | None:
         """Model that it serves, or served when it was last reached."""
         with suppress(AssertionError):  # never reached
-            return model_of(self.endpoint)
+            if (said := said_model(self.endpoint)) != self._said:  # looked up once, since each dispatch asks
+                self._said, self._model = said, model_of(self.endpoint)
+            return self._model
         return None
 
     @property
