@@ -197,7 +197,7 @@ def test_a_server_that_dies_costs_no_row_and_its_rows_continue_from_their_tokens
 
 
 def test_a_server_that_is_back_gets_rows_within_seconds() -> None:
-    servers = three(streams=False)
+    servers = three(streams=False, tokens_per_s=50.0)
     begun: list[int] = []
 
     def happens(play: Play) -> None:
@@ -206,7 +206,7 @@ def test_a_server_that_is_back_gets_rows_within_seconds() -> None:
         play.at(3.0, lambda: begun.append(servers[1].begun))
         play.at(9.0, lambda: begun.append(servers[1].begun))
 
-    send(servers, SHORT * 6, happens)
+    send(servers, SHORT * 2, happens)
     assert begun[1] > begun[0]
 
 
@@ -220,28 +220,28 @@ def test_a_server_that_slows_down_gets_fewer_rows_and_holds_up_none() -> None:
 
 
 def test_a_server_that_falls_silent_is_suspected_and_its_rows_are_asked_elsewhere() -> None:
-    servers = three(streams=False)
+    servers = three(streams=False, tokens_per_s=50.0)
     states: list[str] = []
 
     def happens(play: Play) -> None:
         play.at(0.5, lambda: setattr(servers[1], "tokens_per_s", 1e-6))
         play.at(7.0, lambda: states.extend(one.state for one in play.fleet.sightings() if one.url == B))
 
-    play = send(servers, SHORT * 6, happens)
+    play = send(servers, SHORT * 2, happens)
     assert states == [MemberState.SUSPECTED.value]
     assert any("fell silent with 8 rows in flight; its rows go elsewhere" in line for line in play.said)
     assert play.seconds < 60
 
 
 def test_a_suspected_server_that_answers_again_is_fed_again() -> None:
-    servers = three(streams=False)
+    servers = three(streams=False, tokens_per_s=50.0)
 
     def happens(play: Play) -> None:
         play.at(0.5, lambda: setattr(servers[1], "tokens_per_s", 1e-6))
-        play.at(6.5, lambda: setattr(servers[1], "tokens_per_s", 200.0))
+        play.at(6.5, lambda: setattr(servers[1], "tokens_per_s", 50.0))
 
-    send(servers, SHORT * 6, happens)
-    assert len(servers[1].texts) > len(SHORT)
+    send(servers, SHORT * 2, happens)
+    assert len(servers[1].texts) > len(SHORT) / 3
 
 
 def test_a_server_that_does_not_answer_at_all_gives_its_rows_back() -> None:
@@ -369,7 +369,7 @@ def test_tokens_continue_only_under_the_identity_that_they_are_from() -> None:
 def test_a_drained_server_is_empty_within_seconds_and_gets_rows_again_once_it_is_undrained(
     store: Store, write_input: WriteInput
 ) -> None:
-    prompts = SHORT * 2
+    prompts = SHORT
     job_id = queue_up(store, write_input, prompts)
     servers = three(tokens_per_s=100.0)
     running: dict[str, int] = {}
@@ -409,7 +409,7 @@ def test_a_harvester_that_starts_while_its_server_is_drained_waits_for_it(
     second = queue_up(store, write_input, prompts)
     mark(drained=True)
     servers = three()[: 1 + others]  # of another event loop
-    harvest(store, servers, lambda play: play.at(30.0, lambda: mark(drained=False)))
+    harvest(store, servers, lambda play: play.at(15.0, lambda: mark(drained=False)))
     check(store, second, prompts)
 
 
@@ -430,14 +430,14 @@ def test_rows_without_tokens_have_some_seconds_to_end_on_a_drained_server() -> N
 def test_what_the_servers_do_is_in_the_store_and_gone_once_the_harvester_ends(
     store: Store, write_input: WriteInput
 ) -> None:
-    queue_up(store, write_input, SHORT)
+    queue_up(store, write_input, SHORT[:160])
     found: list[notes.SeenServer] = []
 
     def look() -> None:
         with store.read() as tx:
             found.extend(notes.everything(tx))
 
-    harvest(store, three(tokens_per_s=30.0), lambda play: play.at(6.5, look))
+    harvest(store, three(tokens_per_s=15.0), lambda play: play.at(6.5, look))
     assert [server.url for server in found] == [A, B, C]
     assert all(server.model == "m" and server.seen_at for server in found)
     assert sum(feeding.in_flight for server in found for feeding in server.feedings) >= 20
@@ -497,8 +497,8 @@ def test_two_harvesters_over_three_servers_of_which_one_dies_answer_each_row_onc
 def test_all_servers_down_is_an_outage_that_ends_within_seconds_of_the_first_that_is_back(
     store: Store, write_input: WriteInput
 ) -> None:
-    job_id = queue_up(store, write_input, SHORT)
-    servers = three()
+    job_id = queue_up(store, write_input, SHORT[:100])
+    servers = three(tokens_per_s=50.0)
     texts: list[int] = []
 
     def happens(play: Play) -> None:
@@ -509,7 +509,7 @@ def test_all_servers_down_is_an_outage_that_ends_within_seconds_of_the_first_tha
         play.at(23.0, lambda: texts.append(len(servers[2].texts)))
 
     harvest(store, servers, happens)
-    check(store, job_id, SHORT)
+    check(store, job_id, SHORT[:100])
     assert texts[1] > texts[0]
 
 
@@ -600,11 +600,11 @@ def test_a_row_with_which_three_servers_went_down_is_a_suspect() -> None:
 
 
 def test_a_server_whose_answers_are_of_no_use_is_suspected(store: Store, write_input: WriteInput) -> None:
-    job_id = queue_up(store, write_input, SHORT)
+    job_id = queue_up(store, write_input, SHORT[:100])
     servers = three()
     servers[0].failing = lambda: EndpointFault("HTTP 500")
     harvest(store, servers)
-    check(store, job_id, SHORT)
+    check(store, job_id, SHORT[:100])
 
 
 def test_a_row_that_is_withdrawn_frees_its_place(store: Store) -> None:
@@ -648,7 +648,7 @@ def test_a_single_server_that_is_silent_while_it_works_keeps_its_rows(
 ) -> None:
     prompts = SHORT[:4]
     job_id = queue_up(store, write_input, prompts)
-    server = ModelledServer(A, streams=False, tokens_per_s=0.5)
+    server = ModelledServer(A, streams=False, tokens_per_s=1.5)
     server.responds = False
     tally = harvest(store, [server])
     check(store, job_id, prompts)
