@@ -14,6 +14,7 @@ import pytest
 import conserve
 from conserve import owners
 from conserve.api.job import Job
+from conserve.config import load
 from conserve.errors import JobRefused, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
@@ -23,6 +24,7 @@ from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.beginning import begun, give_up
 from conserve.nightly.holding import SIGNATURE, held
 from conserve.nightly.running import Asking, overridden, plan_of_file
+from conserve.store.books.readings import read_jobs
 from conserve.store.files import nights
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -52,6 +54,10 @@ def states() -> list[str]:
     asked = conserve.open().sql("select state from eval_runs order by began_at, run_id").fetchall()
     assert [run["state"] for run in listed] == [state for (state,) in asked]
     return [run["state"] for run in listed]
+
+
+def has_an_answer() -> bool:
+    return any(job.done for job in read_jobs(load(), now=0.0))
 
 
 def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
@@ -244,8 +250,8 @@ def test_a_check_finds_a_judge_that_cannot_be_asked(tmp_path: Path, file: Path) 
 
 def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(file: Path) -> None:
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&model=one&token_ms=30&capacity=1"}
-    running = commands.start(["-m", "conserve", "eval", "run", str(file)], env=slow)
-    commands.until(lambda: any(job.progress().done for job in conserve.open().jobs()), running)
+    running = commands.fork("eval", "run", str(file), **slow)
+    commands.until(has_an_answer, running, every_s=0.05)
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
     other = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT="fake:?tokens=8&model=other")
@@ -301,8 +307,8 @@ def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
 
 def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path) -> None:
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=30&capacity=1"}
-    running = commands.start(["-m", "conserve", "eval", "run", str(file)], env=slow)
-    commands.until(lambda: any(job.progress().done for job in conserve.open().jobs()), running)
+    running = commands.fork("eval", "run", str(file), **slow)
+    commands.until(has_an_answer, running, every_s=0.05)
     (job,) = conserve.open().jobs()
     job.pause()
     ended = commands.ended(running)

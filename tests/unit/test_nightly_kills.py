@@ -16,7 +16,7 @@ from conserve.nightly import keeping
 from conserve.store.books.readings import read_jobs
 from tests import commands, nightly_files
 
-ROWS = 40
+ROWS = 15
 SUITES = ("sql", "judge")
 
 
@@ -52,11 +52,10 @@ def test_a_killed_night_goes_on_where_it_was(
     for kill in range(kills):
         before = answers() if killed.exists() else {}
         enough = min(in_all - 10, len(before) + rng.randint(0, 2 * in_all // kills))
-        running = commands.start(
-            ["-m", "conserve", "eval", "run", str(file)],
-            env={"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=20&capacity=4"},
-        )
-        commands.until(lambda enough=enough: bool(keeping.runs(killed)) and done() >= enough, running)
+        slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=20&capacity=4"}
+        running = commands.fork("eval", "run", str(file), **slow)
+        enough_done = lambda enough=enough: bool(keeping.runs(killed)) and done() >= enough  # noqa: E731
+        commands.until(enough_done, running, every_s=0.05)
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
         kept = answers()
