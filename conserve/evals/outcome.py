@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,29 @@ class Item:
     answer_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOrigins:
+    """Engines and models that results with an answer name, noted as these are read."""
+
+    engines: set[str] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
+
+    def noted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Note what a result names; returns the result."""
+        if row["error"] is None:
+            self.engines.update(filter(None, [row["engine"]]))
+            self.models.update(filter(None, [row["model"]]))
+        return row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOutcome:
-    """Items of a suite in its order, read once; its facts (digests of data and template, versions); its jobs."""
+    """Items of a suite in its order, read once; its facts (digests of data and template, versions); its jobs.
+
+    `origins` are complete once the items are read; without them the results are asked.
+    """
 
     items: Iterable[Item]
     facts: Mapping[str, str] = field(default_factory=dict)
     job_ids: Sequence[str] = ()
+    origins: AnswerOrigins | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from conserve import __version__
 from conserve.config import DEMO_MODEL, Settings
+from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
@@ -14,14 +15,16 @@ from conserve.nightly.rows import rows_of
 ANSWER_S = 5.0
 
 
-def facts_of(settings: Settings, target: ModelTarget, job_ids: Sequence[str]) -> dict[str, str]:
-    """Facts about a target and the answers that it gave."""
+def facts_of(settings: Settings, target: ModelTarget, outcome: SuiteOutcome) -> dict[str, str]:
+    """Facts about a target and the answers that it gave, whose items have been read."""
+    origins = outcome.origins or asked_origins(settings, outcome.job_ids)
     given = {
         "model": target.model or settings.engine_model,
         "endpoint": target.endpoint or settings.endpoint,
         "flags": flags_of((settings.engine_args, *target.engine_args)),
         "conserve": __version__,
-        **answered_with(settings, job_ids),
+        "engine": ", ".join(sorted(origins.engines)),
+        "served_model": ", ".join(sorted(origins.models)),
     }
     given |= served_by(given["endpoint"]) if given["endpoint"] else embedded(given["model"] or "", settings)
     if given["endpoint"] and target.model is None:
@@ -30,16 +33,13 @@ def facts_of(settings: Settings, target: ModelTarget, job_ids: Sequence[str]) ->
     return {name: value for name, value in given.items() if value}
 
 
-def answered_with(settings: Settings, job_ids: Sequence[str]) -> dict[str, str | None]:
+def asked_origins(settings: Settings, job_ids: Sequence[str]) -> AnswerOrigins:
     """Engines and models that the results name: an embedded engine's name holds a digest of weights and dtype."""
-    if not job_ids:
-        return {}
-    query = "select distinct engine, model from results where error is null order by all"
-    rows = list(rows_of(settings, query, job_ids))
-    return {
-        "engine": ", ".join(sorted({row["engine"] for row in rows if row["engine"]})),
-        "served_model": ", ".join(sorted({row["model"] for row in rows if row["model"]})),
-    }
+    origins = AnswerOrigins()
+    query = "select distinct engine, model, error from results where error is null"
+    for row in rows_of(settings, query, job_ids) if job_ids else ():
+        origins.noted(row)
+    return origins
 
 
 def embedded(model: str, settings: Settings) -> dict[str, str | None]:

@@ -50,12 +50,13 @@ class JudgeScores:
         night.answered(job)
 
         def items() -> Iterator[Item]:
-            verdicts = whole(job, job.results())
+            verdicts = map(asked.origins.noted, whole(job, job.results()))
             for one in asked.answers():
                 yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 
         facts = asked.facts | {"judge": digest_of(judge.asking), "judge_model": target.model or "the same"}
-        return SuiteOutcome(items=items(), facts=facts, job_ids=[*asked.job_ids, job.id])
+        job_ids = [*asked.job_ids, job.id]
+        return SuiteOutcome(items=items(), facts=facts, job_ids=job_ids, origins=asked.origins)
 
 
 class Judge:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from conserve.api.job import Job
-from conserve.evals.outcome import Item
+from conserve.evals.outcome import AnswerOrigins, Item
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import Options
@@ -24,6 +24,7 @@ class Questions:
 
     def __init__(self, night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> None:
         self.night, self.options = night, options
+        self.origins = AnswerOrigins()
         self.data = data_set(night.suite, options.data, night.folder)
         self.asking = options.asking() | {"schema": schema}
         self.jobs = [self._submitted(epoch) for epoch in range(night.suite.epochs)]
@@ -41,7 +42,7 @@ class Questions:
         """Yield the answers of all epochs, in the order of the data set; raises `RowsFailed` for a missing row."""
         for epoch, job in enumerate(self.jobs):
             for row in whole(job, job.results(with_inputs=True, with_prompts=True)):
-                yield Answer(row, epoch, self.data, self.options)
+                yield Answer(self.origins.noted(row), epoch, self.data, self.options)
 
     @property
     def facts(self) -> dict[str, str]:

@@ -163,7 +163,7 @@ def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
 
 def all_facts(settings: Settings, night: SuiteNight, outcome: SuiteOutcome) -> dict[str, str]:
     """Facts of the target and of the suite."""
-    given = facts_of(settings, night.target, outcome.job_ids)
+    given = facts_of(settings, night.target, outcome)
     return {**given, "kind": night.suite.kind, "epochs": str(night.suite.epochs), **outcome.facts}
 
 

@@ -1,17 +1,18 @@
 """Suites that score each answer by itself: by SQL, by a Python function, or by a JSON schema."""
 
+import functools
 import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conserve.api.job import Job
 from conserve.errors import QueryError, SettingsError, UsageError, one_line
-from conserve.evals.outcome import SuiteOutcome
+from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.mistakes import in_function, in_select
 from conserve.nightly.options import Options
@@ -50,9 +51,7 @@ class SqlScored:
             one.item(scored(one, scores[one.epoch].get(one.row_index, {}), metrics))
             for one in asked.answers()
         )
-        return SuiteOutcome(
-            items=items, facts=asked.facts | {"scorer": digest_of(select)}, job_ids=asked.job_ids
-        )
+        return outcome_of(asked, items, select)
 
 
 class PythonScored:
@@ -77,11 +76,15 @@ class PythonScored:
                 raise UsageError(in_function(options, function, error, one.columns, item=one.id)) from error
             return by_metric(found)
 
-        metrics = next((found.keys() for one in asked.answers() if (found := score(one))), (METRIC,))
-        items = (one.item(scored(one, score(one), metrics)) for one in asked.answers())
-        return SuiteOutcome(
-            items=items, facts=asked.facts | {"scorer": digest_of(source)}, job_ids=asked.job_ids
+        @functools.cache
+        def metrics() -> Collection[str]:
+            return next((found.keys() for one in asked.answers() if (found := score(one))), (METRIC,))
+
+        items = (
+            one.item(score(one) if one.error is None else one.suite.unanswered(metrics()))
+            for one in asked.answers()
         )
+        return outcome_of(asked, items, source)
 
 
 class SchemaScored:
@@ -104,9 +107,17 @@ class SchemaScored:
             one.item({"valid": float(is_valid(one.text, validator)), "json": float(is_json(one.text))})
             for one in asked.answers()
         )
-        return SuiteOutcome(
-            items=items, facts=asked.facts | {"scorer": digest_of(schema)}, job_ids=asked.job_ids
-        )
+        return outcome_of(asked, items, schema)
+
+
+def outcome_of(asked: Questions, items: Iterable[Item], scorer: object) -> SuiteOutcome:
+    """Outcome of questions whose items are scored by this scorer, whose digest is a fact."""
+    return SuiteOutcome(
+        items=items,
+        facts=asked.facts | {"scorer": digest_of(scorer)},
+        job_ids=asked.job_ids,
+        origins=asked.origins,
+    )
 
 
 def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:

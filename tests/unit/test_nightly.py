@@ -60,6 +60,8 @@ def test_all_kinds_of_suites_have_scores(tmp_path: Path, file: Path) -> None:
     assert by_suite["schema"]["valid"].items == 5
     assert 0 < by_suite["judge"]["score"].mean < 1
     store = conserve.open()
+    (origin,) = store.sql("select distinct engine, model from results").fetchall()
+    assert {(suite.facts["engine"], suite.facts["served_model"]) for suite in run.suites} == {origin}
     asked = store.sql("select * from eval_items where suite = 'sql' order by item::int").fetchall()
     assert len(asked) == 12
     hits = store.sql(
@@ -94,7 +96,8 @@ def test_a_worse_night_is_found_and_an_equal_one_passes(tmp_path: Path, file: Pa
     reports_agree(tmp_path)
 
 
-def test_what_a_digest_is_of_is_said(file: Path) -> None:
+def test_what_a_digest_is_of_is_said(tmp_path: Path) -> None:
+    file = nightly_files.written(tmp_path, rows=6)
     assert night(file).returncode == 0
     file.write_text(file.read_text().replace("{{ question }}", "{{ question }}?"))
     assert night(file).returncode == 0
@@ -456,11 +459,10 @@ def test_text_of_answers_is_no_markup() -> None:
 
 def test_a_run_that_replaces_another_ends_it_and_begins_anew(file: Path, tmp_path: Path) -> None:
     file.write_text(f'overlap = "replace"\n{file.read_text()}')
-    first = commands.start(
-        ["-m", "conserve", "eval", "run", str(file), "--limit", "100"],
-        env={"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=200&capacity=1"},
-    )
-    commands.until(lambda: bool(keeping.runs(load().home)) and any(job.running for job in readings()), first)
+    slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=200&capacity=1"}
+    first = commands.fork("eval", "run", str(file), "--limit", "100", **slow)
+    begun = lambda: bool(keeping.runs(load().home)) and any(job.running for job in readings())  # noqa: E731
+    commands.until(begun, first, every_s=0.05)
     second = night(file, "--limit", "3")
     assert second.returncode == 0, second.stderr
     assert commands.ended(first).returncode == 130
