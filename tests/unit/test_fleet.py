@@ -63,7 +63,7 @@ def queue_up(store: Store, write_input: WriteInput, prompts: Sequence[str]) -> s
 
 def check(store: Store, job_id: str, prompts: Sequence[str]) -> None:
     """Every row once, with its own answer."""
-    with views(store, now=0.0, only=[job_id]) as opened:
+    with views(store, now=0.0, only=[job_id], sealed=False, uses=lambda empty: {"results"}) as opened:
         rows = opened.duck.execute("select row_index, text, error from results order by 1").fetchall()
     assert rows == [(n, answer_to(prompt), None) for n, prompt in enumerate(prompts)]
 
@@ -452,7 +452,7 @@ def test_each_result_names_the_engine_that_it_is_from(store: Store, write_input:
     servers = [ModelledServer(A), ModelledServer(B, identity="upgraded")]
     harvest(store, servers)
     check(store, job_id, prompts)
-    with views(store, now=0.0, only=[job_id]) as opened:
+    with views(store, now=0.0, only=[job_id], sealed=False, uses=lambda empty: {"results"}) as opened:
         engines = dict(opened.duck.execute("select engine, count(*) from results group by 1").fetchall())
     assert engines == {"m": len(servers[0].texts), "upgraded": len(servers[1].texts)}
 

@@ -86,7 +86,7 @@ def harvest(
 
 
 def results(store: Store, job_id: str) -> list[Row]:
-    with views(store, now=0.0, only=[job_id]) as opened:
+    with views(store, now=0.0, only=[job_id], sealed=False, uses=lambda empty: {"results"}) as opened:
         return opened.duck.execute(
             "select row_index, text, error_type, attempts, resumed_tokens from results order by 1"
         ).fetchall()
@@ -655,10 +655,10 @@ def test_a_job_whose_input_changed_is_refused_and_can_be_resumed(
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(store: Store, queue_up: Callable[..., str]) -> None:
-    job_id = queue_up(*(f"row {n}" for n in range(3000)))
+    job_id = queue_up(*(f"row {n}" for n in range(1200)))
     with store.engine.connect() as connection:
         pages = connection.exec_driver_sql("pragma page_count").scalar()
-    limit = f"pragma max_page_count = {pages + 40}"
+    limit = f"pragma max_page_count = {pages + 20}"
 
     def small_disk(connection: object, _: object) -> None:
         connection.execute(limit)  # type: ignore[attr-defined]
@@ -670,7 +670,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(store: Store, queue_up: Cal
     event.remove(store.engine, "connect", small_disk)
     store.engine.dispose()
     harvest(store, FakeEndpoint())
-    assert [row[0] for row in results(store, job_id)] == list(range(3000))
+    assert [row[0] for row in results(store, job_id)] == list(range(1200))
 
 
 def test_an_endpoint_that_cannot_serve_ends_the_run_and_blames_no_row(

@@ -17,6 +17,7 @@ from conserve.nightly.judged import Judge
 from conserve.nightly.options import Options
 from conserve.nightly.running import check
 from tests import commands
+from tests.tiers import in_full
 
 JOINED = "from results r join inputs i using (job_id, row_index)"
 AGAIN = "check with: conserve eval run FILE --check"
@@ -157,7 +158,7 @@ def test_a_select_that_only_rows_can_refuse_passes(score: str, tmp_path: Path) -
         ("contains(i.day, r.text)", False),
     ],
 )
-@pytest.mark.parametrize("more", ["", "limit = 1"])
+@pytest.mark.parametrize("more", ["", *in_full("limit = 1")])
 def test_columns_of_parquet_have_their_own_types(score: str, fits: bool, more: str, tmp_path: Path) -> None:
     table(tmp_path)
     if fits:
@@ -282,7 +283,7 @@ def test_a_variable_that_only_a_real_answer_sets_passes(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("more", ["", "limit = 1"])
+@pytest.mark.parametrize("more", ["limit = 1", *in_full("")])
 def test_the_row_of_the_trial_is_that_of_the_night(more: str, tmp_path: Path) -> None:
     table(tmp_path)
     written = f"with open({str(tmp_path / 'rows')!r}, 'a') as file: print(dict(row), file=file)"

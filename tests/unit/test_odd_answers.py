@@ -22,7 +22,7 @@ from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
-from tests.tiers import in_full
+from tests.tiers import in_full, named
 
 JSON_TASK = Task(kind=Kind.PROMPT, template="{{ q }}", params={"response_format": {"type": "json_object"}})
 GOOD = Completion(
@@ -81,7 +81,7 @@ def drain(store: Store, endpoint: FakeEndpoint, **named: Any) -> Tally:
 
 
 def results(store: Store, job_id: str) -> list[tuple[Any, ...]]:
-    with views(store, now=0.0, only=[job_id]) as opened:
+    with views(store, now=0.0, only=[job_id], sealed=False, uses=lambda empty: {"results"}) as opened:
         return opened.duck.execute(
             "select text, error_type, error from results order by row_index"
         ).fetchall()
@@ -108,7 +108,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("completion", ODD.values(), ids=ODD.keys())
+@pytest.mark.parametrize(
+    "completion", named(ODD, in_minutes=ODD.keys() - {"log probabilities of no JSON", "no choices"})
+)
 def test_an_answer_that_cannot_be_a_result_is_a_faulty_one(
     store: Store, queue_up: Callable[..., str], completion: Any
 ) -> None:
@@ -133,7 +135,15 @@ UNWRITABLE = {
 }
 
 
-@pytest.mark.parametrize("completion", UNWRITABLE.values(), ids=UNWRITABLE.keys())
+IN_FULL = {
+    "a surrogate in the finish reason",
+    "an object as the text",
+    "a number as the text",
+    "more tokens than a database counts",
+}
+
+
+@pytest.mark.parametrize("completion", named(UNWRITABLE, in_minutes=UNWRITABLE.keys() - IN_FULL))
 def test_a_result_that_cannot_be_written_takes_no_other_with_it(
     store: Store, queue_up: Callable[..., str], completion: Any
 ) -> None:
@@ -149,7 +159,11 @@ def test_a_result_that_cannot_be_written_takes_no_other_with_it(
 
 
 @pytest.mark.parametrize(
-    "said", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000, '"half \\ud83d"', "1e999", "9" * 5000]
+    "said",
+    [
+        *("[" * 100_000, "[" * 5000 + "]" * 5000, '"half \\ud83d"', "1e999"),
+        *in_full('{"a":' * 100_000, "9" * 5000),
+    ],
 )
 def test_an_answer_that_no_reader_parses_is_kept_as_text(
     store: Store, queue_up: Callable[..., str], said: str
@@ -157,13 +171,14 @@ def test_an_answer_that_no_reader_parses_is_kept_as_text(
     job_id = queue_up("a", "ODD")
     assert drain(store, Odd(choice(text=said))).succeeded == 2
     assert results(store, job_id)[1] == (said, None, None)
-    with views(store, now=0.0, only=[job_id]) as opened:
+    with views(store, now=0.0, only=[job_id], sealed=False, uses=lambda empty: {"results"}) as opened:
         parsed = opened.duck.execute("select json from results where row_index = 1").fetchone()
     assert parsed == (None,)
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError(SURROGATE), RecursionError("deep"), KeyError("x"), EndpointFault(SURROGATE)]
+    "error",
+    [ValueError(SURROGATE), EndpointFault(SURROGATE), *in_full(RecursionError("deep"), KeyError("x"))],
 )
 def test_whatever_an_endpoint_raises_ends_its_row(
     store: Store, queue_up: Callable[..., str], error: Exception
