@@ -26,6 +26,7 @@ from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import views
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
+from tests.tiers import in_full
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 
@@ -80,7 +81,7 @@ def kept_file(store: Store, job_id: str) -> Path:
     return home.inputs_file(store.home, job_id)
 
 
-@pytest.mark.parametrize("change", [overwrite, replace, lambda path, q: path.unlink()])
+@pytest.mark.parametrize("change", [overwrite, *in_full(replace, lambda path, q: path.unlink())])
 def test_a_copy_is_safe_from_everything(store: Store, write_input: WriteInput, change: Any) -> None:
     path = write_input(q=["today", "tomorrow"])
     job_id = queue_up(path).stdout.strip()
@@ -91,7 +92,7 @@ def test_a_copy_is_safe_from_everything(store: Store, write_input: WriteInput, c
     assert seen() == ["today", "tomorrow"]
 
 
-@pytest.mark.parametrize("change", [replace, lambda path, q: path.unlink()])
+@pytest.mark.parametrize("change", [replace, *in_full(lambda path, q: path.unlink())])
 def test_a_link_is_safe_from_replacement_and_deletion(
     store: Store, write_input: WriteInput, change: Any
 ) -> None:
