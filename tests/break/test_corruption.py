@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,25 +70,31 @@ def results() -> Rows:
     return found
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     """Two jobs that are done, one half done and one queued."""
-    folder = tmp_path / "home"
-    done = [submit(tmp_path, "one"), submit(tmp_path, "two", order="random:7")]
-    open_ones = [submit(tmp_path, "half"), submit(tmp_path, "queued")]
-    run(*done)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "conserve.store.books.shards.compact", lambda *_, **__: 0
-        )  # its results stay in the journal
-        run(open_ones[0])
-    with monkeypatch.context() as patch:
-        patch.setenv("CONSERVE_HOME", str(tmp_path / "other"))
-        shutil.copytree(folder, tmp_path / "other")
+    at = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONSERVE_FAKE", "1")
+        patch.setenv("CONSERVE_HOME", str(at / "home"))
+        done = [submit(at, "one"), submit(at, "two", order="random:7")]
+        open_ones = [submit(at, "half"), submit(at, "queued")]
+        run(*done)
+        with patch.context() as kept_in_journal:
+            kept_in_journal.setattr("conserve.store.books.shards.compact", lambda *_, **__: 0)
+            run(open_ones[0])
+        shutil.copytree(at / "home", at / "other")
+        patch.setenv("CONSERVE_HOME", str(at / "other"))
         run()
         expected = results()
     assert [len(rows) for rows in expected.values()] == [ROWS] * 4
-    return Jobs(folder, expected)
+    return Jobs(at / "home", expected)
+
+
+@pytest.fixture
+def jobs(kept: Jobs, tmp_path: Path) -> Jobs:
+    """A copy of the store, which a test may damage."""
+    return Jobs(tmp_path / "home", kept.expected)
 
 
 def kinds_of_files(folder: Path) -> dict[str, list[Path]]:
@@ -103,14 +109,12 @@ def kinds_of_files(folder: Path) -> dict[str, list[Path]]:
 
 
 @pytest.fixture
-def fresh(jobs: Jobs, tmp_path: Path) -> Iterator[Callable[[], None]]:
+def fresh(jobs: Jobs, kept: Jobs) -> Callable[[], None]:
     """Puts the store back as it was."""
-    kept = tmp_path / "kept"
-    shutil.copytree(jobs.folder, kept)
 
     def fresh() -> None:
-        shutil.rmtree(jobs.folder)
-        shutil.copytree(kept, jobs.folder)
+        shutil.rmtree(jobs.folder, ignore_errors=True)
+        shutil.copytree(kept.folder, jobs.folder)
 
     return fresh
 

@@ -1,9 +1,8 @@
 """A full disk, at every write in turn: one sentence, nothing lost, and all goes on once there is room again."""
 
 import json
-import resource
-import subprocess
-import sys
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,10 @@ from conserve.store.books import shards
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from conserve.store.files import trash
-from tests.commands import Done, conserve
+from tests.acceptance import aimed
+from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forks
+from tests.commands import Done, conserve, ended
 from tests.tiers import in_full
 
 from .full_disk import PAGE, Disk, mounted
@@ -39,10 +41,26 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     """An input elsewhere; every tenth row will fail."""
-    path = tmp_path / "input.jsonl"
+    return written(tmp_path / "input.jsonl")
+
+
+def written(path: Path) -> Path:
+    """Write the rows to a file."""
     rows = [{"q": f"row {n}" + (" REJECT" if n in EVERY_TENTH else "")} for n in range(ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    """A small disk with a job that is done."""
+    folder = tmp_path_factory.mktemp("finished")
+    with mounted(folder / "disk", DISK_BYTES) as disk:
+        place = {"CONSERVE_HOME": str(disk.folder / "home"), "CONSERVE_FAKE": "1"}
+        words = ("submit", str(written(folder / "input.jsonl")), "--prompt", "{{ q }}")
+        assert conserve(*words, **place).returncode == 0
+        assert conserve("run", "--endpoint", "fake:", **place).returncode == 5
+        yield disk
 
 
 def submit(lines: Path) -> Done:
@@ -212,10 +230,12 @@ READERS = (
 
 
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
-def test_what_only_reads_works_with_no_byte_free(disk: Disk, lines: Path, words: Sequence[str]) -> None:
+def test_what_only_reads_works_with_no_byte_free(
+    finished: Disk, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
     """Finished, and half done after a crash: with and without the files that a write-ahead log has beside it."""
-    submit(lines)
-    run()
+    disk = finished
+    monkeypatch.setenv("CONSERVE_HOME", str(disk.folder / "home"))
     expected = conserve(*words)
     assert expected.returncode == 0, expected.stderr
     disk.fill()
@@ -227,20 +247,14 @@ def test_what_only_reads_works_with_no_byte_free(disk: Disk, lines: Path, words:
     assert whole()
 
 
-def test_reading_a_log_that_a_crash_left_works_with_no_byte_free(disk: Disk, lines: Path) -> None:
+def test_reading_a_log_that_a_crash_left_works_with_no_byte_free(
+    disk: Disk, lines: Path, forks: Forks
+) -> None:
     """Rows of the log are there; the index is built in memory."""
     job_id = submit(lines).stdout.strip()
-    crash = (
-        "import os, sys; from conserve.store.books.shards import compact; import conserve.store.books.shards as s\n"
-        "s.compact = lambda *a, **k: 0\n"
-        "import conserve.cli.app as app; sys.argv = ['conserve', 'run', '--endpoint', 'fake:']\n"
-        "import conserve.jobs.harvest.recorder as r\n"
-        "write = r.Recorder.write\n"
-        "def die(self, outbox):\n    write(self, outbox); os._exit(9)\n"
-        "r.Recorder.write = die\n"
-        "app.main()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", crash], check=False, capture_output=True).returncode == 9
+    crash = aimed.command([Shot(at="conserve.store.books.shards:compact")], "run", "--endpoint", "fake:")
+    crashed = forks.start(crash, env=os.environ, errors=disk.folder / "errors")
+    assert ended(crashed).returncode == -signal.SIGKILL
     log = disk.folder / "home" / "conserve.db-wal"
     assert log.stat().st_size > 0
     (disk.folder / "home" / "conserve.db-shm").unlink()
@@ -272,20 +286,18 @@ def test_removing_makes_room_on_a_full_disk(disk: Disk, lines: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 12, *in_full(1 << 16)])
-def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, lines: Path, limit: int) -> None:
+def test_a_limit_on_the_size_of_files_is_a_full_disk_too(
+    tmp_path: Path, lines: Path, forks: Forks, limit: int
+) -> None:
     """The limit is that of a process that any user may start."""
     Store.open(load()).close()
     job_id = submit(lines).stdout.strip()
 
+    also = {"tests.acceptance.privations:let_no_file_grow_beyond": str(limit)}
+
     def limited(*words: str) -> Done:
-        done = subprocess.run(
-            [sys.executable, "-m", "conserve", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        )
-        return Done(done.returncode, done.stdout, done.stderr)
+        aim, errors = aimed.command([], *words, also=also), tmp_path / f"errors of {words[0]}"
+        return ended(forks.start(aim, env=os.environ, errors=errors))
 
     for words in (["submit", str(lines), "--prompt", "{{ q }}"], ["run", job_id, "--endpoint", "fake:"]):
         done = limited(*words)
