@@ -88,9 +88,7 @@ def made(name: str) -> Any:
     if name == "store":
         return grouped(name, module, entry.summary, size=module.show_size, **module.VERBS)
     if name == "keys":
-        return grouped(
-            name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
-        )
+        return grouped(name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke)
     if name == "fleet":
         verbs = {"list": module.show, "drain": module.drain, "undrain": module.undrain}
         return grouped(name, module, entry.summary, ListingGroup, **verbs)

@@ -2,7 +2,6 @@
 
 import asyncio
 import csv
-import functools
 import gzip
 import io
 import json
@@ -21,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from conserve.cli import app
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.harvest.harvester import Harvester
@@ -458,8 +456,6 @@ def test_every_input_is_queued_or_refused_and_every_queued_row_ends_once(
     attempts: Attempts, rounds: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(home, "sync", lambda path: None)  # fsyncs would take most of the time
-    made = functools.cache(lambda name, make=app.LazyCommands.__getitem__: make(app.LazyCommands(), name))
-    monkeypatch.setattr(app.LazyCommands, "__getitem__", lambda self, name: made(name))
     number = rounds * PER_ROUND
 
     @hypothesis.seed(seed)

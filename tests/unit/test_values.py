@@ -203,11 +203,19 @@ def test_flags_that_no_request_can_hold_are_refused(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["a" * 300 + ".jsonl", "no\0thing.jsonl", "\udcff.jsonl", ""])
+@pytest.mark.parametrize("name", ["a" * 300 + ".jsonl", "no\0thing.jsonl", "\udcff.jsonl"])
 def test_names_that_no_file_can_have_are_a_sentence(name: str) -> None:
     done = conserve("submit", name, "--prompt", "{{ q }}")
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    done = conserve("submit", "", "--prompt", "{{ q }}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the name of an input is empty" in done.stderr
 
 
 def begun(folder: Path) -> bool:

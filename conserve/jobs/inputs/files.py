@@ -3,6 +3,7 @@
 import glob
 import io
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET_MAGIC = b"PAR1"
 WORKBOOKS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods, which are ZIPs; .xls
+HIDDEN = ("_", ".")  # begins names that are no data
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
@@ -72,6 +74,8 @@ def spelled_out(names: Sequence[str], *, several: bool = False) -> NamedInput:
 def files_of(name: str) -> list[Path]:
     """Expand one name into files."""
     path = Path(name)
+    if not name:  # an empty variable of a shell, which `Path` takes for this folder
+        raise InputError("the name of an input is empty; name a file, a pattern or a folder")
     try:
         name.encode()
         if path.is_dir():
@@ -91,13 +95,20 @@ def files_of(name: str) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
-    found = sorted(path for path in folder.rglob("*") if is_row_file(path, folder))
+    found = sorted(path for path in not_hidden(folder) if path.is_file() and form_of_name(path) is not None)
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise InputError(
             f"the folder {folder} holds no file of rows ({kinds}; .gz and .zst too); check the path"
         )
     return found
+
+
+def not_hidden(folder: Path) -> Iterator[Path]:
+    """Whatever is below a folder and is no folder; it goes into none that is hidden, such as `.git` and `.venv`."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+        yield from (Path(place, name) for name in names if not name.startswith(HIDDEN))
 
 
 def files_like(pattern: str) -> list[Path]:
@@ -121,7 +132,7 @@ def fixed_part(pattern: str) -> Path:
 
 def is_row_file(path: Path, folder: Path) -> bool:
     """True for a file of rows whose path below the folder has no part that begins with _ or ."""
-    hidden = any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
+    hidden = any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
     return path.is_file() and not hidden and form_of_name(path) is not None
 
 
