@@ -86,6 +86,7 @@ class Killer:
     forks: Forks
     dice: random.Random
     constants: Mapping[str, float]
+    fresh: float = FRESH
     number: int = 0
     lasts_s: dict[str, float] = field(default_factory=dict)  # what each command took last, unhindered
 
@@ -99,7 +100,7 @@ class Killer:
     ) -> Running:
         """Start a command: a fork, now and then an interpreter of its own."""
         self.number += 1
-        fresh = source is None and not shots and self.dice.random() < FRESH
+        fresh = source is None and not shots and self.dice.random() < self.fresh
         output, errors = (self.folder / f"{self.number}.{ending}" for ending in ("stdout", "stderr"))
         aim = aimed.command(shots, *words, also=also, **self.constants)
         if fresh:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pyarrow as pa
@@ -14,10 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.config import load
+from conserve.store.books import shards
 from conserve.store.database.store import Store
 from conserve.whole import write_whole
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
+from tests.commands import conserve
 
 from .audit import Audited, audit
 from .killing import DONE, Killer, Way
@@ -25,8 +28,9 @@ from .mix import FAKE, Job, exported
 from .power import NOTES, State, cut, on_disk, record
 from .table import report
 
-CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": 40}
-JOB = Job(prompts=[f"q{n}" + (" REJECT" if n % 40 == 7 else "") for n in range(100)], tokens=4, served=False)
+SHARD_ROWS = 24
+CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": SHARD_ROWS}
+JOB = Job(prompts=[f"q{n}" + (" REJECT" if n % 24 == 7 else "") for n in range(60)], tokens=4, served=False)
 SYNCED, RENAMED = "os:fsync", "os:rename"
 CUTS = 6  # at random points, a round; each command is also followed by one
 
@@ -45,8 +49,8 @@ class Machine:
     def __post_init__(self) -> None:
         self.folder.mkdir(exist_ok=True)
         self.answers.mkdir(parents=True, exist_ok=True)
-        self.killer = Killer(self.home, self.folder, self.forks, self.dice, CONSTANTS)
-        for name, rows in (("rows", slice(None)), ("part-1", slice(50)), ("part-2", slice(50, None))):
+        self.killer = Killer(self.home, self.folder, self.forks, self.dice, CONSTANTS, fresh=0.0)
+        for name, rows in (("rows", slice(None)), ("part-1", slice(30)), ("part-2", slice(30, None))):
             pq.write_table(pa.table({"q": list(JOB.prompts[rows])}), self.folder / f"{name}.parquet")
         lines = b"".join(msgspec.json.encode({"q": prompt}) + b"\n" for prompt in JOB.prompts)
         (self.folder / "rows.jsonl").write_bytes(lines)
@@ -91,10 +95,12 @@ class Machine:
         return ["results", "last", "-o", str(self.answers / "answers.jsonl")], None
 
     def do(self, name: str) -> str:
-        """Run a command to its end; returns what it printed."""
-        words, source = self.words(name)
-        done = self.killer.done(name, words, source)
+        """Run a command to its end, in this process; returns what it printed."""
+        words, _ = self.words(name)
+        with mock.patch.object(shards, "SHARD_ROWS", SHARD_ROWS):
+            done = conserve(*words, **self.killer.env)
         assert done.returncode in DONE, done
+        assert "Traceback" not in done.stderr, done
         return done.stdout
 
     # The power cut.
