@@ -10,6 +10,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +40,10 @@ from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
+from tests.acceptance.aimed import command
+from tests.acceptance.forks import Forks
 from tests.acceptance.scripted_server import ScriptedServer
-from tests.commands import conserve, ended, start, until
+from tests.commands import conserve, ended, until
 from tests.conftest import WriteInput
 from tests.otlp_receiver import OtlpReceiver
 from tools.docs.generated import DOCS
@@ -399,16 +402,16 @@ def test_the_page_of_metrics_has_their_labels(store: Store) -> None:
                 assert ",".join(sample.labels) == said.get(sample.name, ""), sample.name
 
 
-def test_a_harvester_answers_at_its_port(server: ScriptedServer, write_input: WriteInput) -> None:
+def test_a_harvester_answers_at_its_port(
+    server: ScriptedServer, write_input: WriteInput, tmp_path: Path, forks: Forks
+) -> None:
     server.script.pause_at = 3
     submitted = conserve("submit", str(write_input(q=["a", "b"])), "--prompt", "{{ q }}")
     assert submitted.returncode == 0
-    running = start(["-m", "conserve", "harvest", "--endpoint", server.url, "--metrics-port", "0"])
-    assert running.stderr is not None
-    (url,) = re.findall(
-        r"^metrics at (http://127.0.0.1:\d+/metrics)$", running.stderr.readline(), re.MULTILINE
-    )
+    words, said = command([], "harvest", "--endpoint", server.url, "--metrics-port", "0"), tmp_path / "said"
+    running = forks.start(words, env=os.environ, errors=said)
     until(lambda: server.paused == 2, running)
+    (url,) = re.findall(r"\Ametrics at (http://127.0.0.1:\d+/metrics)$", said.read_text(), re.MULTILINE)
     text = read(url)
     assert "conserve_rows_in_flight 2.0" in text
     assert "conserve_rows_in_flight_most 16.0" in text
