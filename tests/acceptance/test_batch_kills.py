@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -28,8 +29,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(harness: Harness, port: int) -> Forked:
+def serve(home: Path, port: int) -> "subprocess.Popen[str]":
     """A real `conserve api` that answers."""
+    running = commands.start(["-m", "conserve", "--home", str(home), "api", "--port", str(port)])
+    commands.until(lambda: answers(port), running)
+    return running
+
+
+def forked_api(harness: Harness, port: int) -> Forked:
+    """The same as a fork."""
     running = harness.fork(words=["api", "--port", str(port)], conserve__batch_api__workers__LOOK_S=0.05)
     commands.until(lambda: answers(port), running)
     return running
@@ -42,7 +50,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def kill(running: Forked) -> None:
+def kill(running: "subprocess.Popen[str] | Forked") -> None:
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
 
@@ -51,19 +59,19 @@ def test_a_batch_is_answered_once_through_kills_of_every_part(tmp_path: Path, fo
     home, port = tmp_path / "home", free_port()
     harness = Harness(home, TEXTS, script=SLOW, forks=forks)
     api = client(f"http://127.0.0.1:{port}/v1")
-    serving = serve(harness, port)
+    serving = forked_api(harness, port)
     batch = create(api, TEXTS)
     kill(serving)  # with the input validated, half validated, or not begun
-    serving = serve(harness, port)
+    serving = forked_api(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status == "in_progress", serving)
     killed = commands.ended(harness.fork(WRITTEN))
     assert killed.returncode == -signal.SIGKILL
     assert 0 < done(api, batch.id) < len(TEXTS)
     kill(serving)
-    working, serving = harness.fork(), serve(harness, port)
+    working, serving = harness.fork(), forked_api(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status in ("finalizing", "completed"), working)
     kill(serving)  # with the files written, half written, or not begun
-    serving = serve(harness, port)
+    serving = forked_api(harness, port)
     commands.until(lambda: api.batches.retrieve(batch.id).status == "completed", serving)
     found = api.batches.retrieve(batch.id)
     assert answered(api, found.output_file_id).keys() == {f"r-{n}" for n in range(len(TEXTS))}
