@@ -141,7 +141,7 @@ class History:
         assert sorted(here) == sorted(scheduler.requests), "a request is lost or there twice"
         if plan is None:
             return
-        if scheduler.conserve()["policy"] == "conserve" and not self.stalls:
+        if scheduler._policy_name == "conserve" and not self.stalls:
             lane = [request for request in scheduler.running if request.priority]
             assert lane == sorted(lane), "a row that came later would keep its memory for longer"
         self.planned += 1
@@ -888,6 +888,19 @@ def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
     assert report["online"]["tbt_ms"]["p99"] <= 100
     assert report["online"]["tbt_ms"]["p50"] > 50, "time is left that offline tokens could have used"
     assert report["offline"]["tokens"] > 10_000
+
+
+def test_what_is_learned_is_saved_twice_a_minute_of_the_simulated_clock(make: Make) -> None:
+    engine, saved = make("conserve"), []
+    iterations = engine.scheduler._iterations
+    with mock.patch.object(iterations, "save", wraps=iterations.save) as save:
+        engine.add(40, 3000, offline=True)
+        while engine.clock.now < 1e6 + 65:
+            engine.step()
+            if save.call_count > len(saved):
+                saved.append(engine.clock.now - 1e6)
+            engine.clock.now += 0.5
+    assert saved == pytest.approx([30.0, 60.0], abs=1.5)
 
 
 def test_a_client_that_leaves_after_its_slo_is_late_and_one_that_leaves_sooner_is_not(make: Make) -> None:

@@ -63,6 +63,7 @@ class Clock:
     READERS: ClassVar = (
         "scheduling.scheduler",
         "scheduling.control",
+        "scheduling.iterations",
         "scheduling.observation",
         "scheduling.report",
         "scheduling.settlement",
