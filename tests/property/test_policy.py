@@ -25,6 +25,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
+from tests.byte_choices import ByteChoices, made_of_bytes
 from tests.conftest import examples
 from tests.reach import reached
 
@@ -32,80 +33,77 @@ EXAMPLES = examples(400)
 ROUNDING = 1 + 1e-9  # of sums of surcharges, which are added up in another order here
 PLANNING = [Conserve(), OnlineOnly(), Paced(), hygen(), sarathi_plus()]
 
-coefficients = st.one_of(st.just(0.0), st.sampled_from([1e-5, 1e-3, 0.02, 0.3]), st.floats(1e-6, 5))
 usual = ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, 10.0)
-ages_ms = st.sampled_from([0.0, 0.0, 0.0, 400.0, 960.0, 2000.0])
-sizes = st.one_of(st.integers(1, 40), st.integers(1, 600))
 
 
-@st.composite
-def models(draw: st.DrawFn) -> LinearModel:
+def some_model(choose: ByteChoices) -> LinearModel:
     """The usual one more often than not: with most others there is time for everything or for nothing."""
-    if draw(st.integers(0, 3)):
+    if choose.integer(0, 3) < 3:
         return usual
-    kind = draw(st.sampled_from([*MODELS.values()]))
-    return kind.of(*[draw(coefficients) for _ in kind.terms])
+    kind = choose.one_of([*MODELS.values()])
+    return kind.of(*[coefficient(choose) for _ in kind.terms])
 
 
-@st.composite
-def running(draw: st.DrawFn, name: str, block_tokens: int) -> Candidate:
-    context = draw(st.integers(0, 200))
-    blocks = max(1, ceil(context / block_tokens)) + draw(st.sampled_from([0, 0, 1]))
-    saved = draw(st.sampled_from([False, False, True]))
-    if context and draw(st.booleans()):
-        return Candidate(name, draw(st.sampled_from([1, 1, 1, 2, 4])), context, True, blocks, saved=saved)
-    return unread(draw, name, context, blocks)._replace(saved=saved)
+def coefficient(choose: ByteChoices) -> float:
+    return choose.one_of([0.0, choose.one_of([1e-5, 1e-3, 0.02, 0.3]), choose.real(1e-6, 5)])
 
 
-@st.composite
-def waiting(draw: st.DrawFn, name: str, block_tokens: int) -> Candidate:
-    cached, shared = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (5, 0), (5, 3)]))
-    request = unread(draw, name, cached * block_tokens, shared)
-    if draw(st.integers(0, 4)):
+def running(choose: ByteChoices, name: str, block_tokens: int) -> Candidate:
+    context = choose.integer(0, 200)
+    blocks = max(1, ceil(context / block_tokens)) + choose.one_of([0, 0, 1])
+    saved = choose.one_of([False, False, True])
+    if context and choose.yes():
+        return Candidate(name, choose.one_of([1, 1, 1, 2, 4]), context, True, blocks, saved=saved)
+    return unread(choose, name, context, blocks)._replace(saved=saved)
+
+
+def waiting(choose: ByteChoices, name: str, block_tokens: int) -> Candidate:
+    cached, shared = choose.one_of([(0, 0), (0, 0), (1, 0), (5, 0), (5, 3)])
+    request = unread(choose, name, cached * block_tokens, shared)
+    if choose.integer(0, 4) < 4:
         return request
-    return request._replace(restorable=draw(st.integers(1, request.tokens)))
+    return request._replace(restorable=choose.integer(1, request.tokens))
 
 
-def unread(draw: st.DrawFn, name: str, context: int, blocks: int) -> Candidate:
+def unread(choose: ByteChoices, name: str, context: int, blocks: int) -> Candidate:
     """A request whose prompt is not computed yet."""
-    answered, surcharge_ms = draw(st.sampled_from([(False, 0.0), (False, 0.0), (True, 0.0), (False, 0.5)]))
-    prompt = draw(st.sampled_from([None, None, "a", "b"]))  # beginnings that others have too
+    answered, surcharge_ms = choose.one_of([(False, 0.0), (False, 0.0), (True, 0.0), (False, 0.5)])
+    prompt = choose.one_of([None, None, "a", "b"])  # beginnings that others have too
     prefix = [] if prompt is None else [f"{prompt}{n}" for n in range(50)]
-    age_ms = draw(ages_ms)
-    return Candidate(name, draw(sizes), context, False, blocks, age_ms, answered, surcharge_ms, prefix=prefix)
+    age_ms = choose.one_of([0.0, 0.0, 0.0, 400.0, 960.0, 2000.0])
+    tokens = choose.integer(1, choose.one_of([40, 600]))
+    return Candidate(name, tokens, context, False, blocks, age_ms, answered, surcharge_ms, prefix=prefix)
 
 
-@st.composite
-def views(draw: st.DrawFn) -> View:
+def some_view(choose: ByteChoices) -> View:
     """Mostly with room for a request, and with one thing or another that is short."""
-    block_tokens = draw(st.sampled_from([4, 16]))
+    block_tokens = choose.one_of([4, 16])
 
-    def some(kind: str, made: Callable[..., st.SearchStrategy[Candidate]], most: int) -> list[Candidate]:
-        return [draw(made(f"{kind}-{n}", block_tokens)) for n in range(draw(st.integers(0, most)))]
+    def some(kind: str, made: Callable[..., Candidate], most: int) -> list[Candidate]:
+        return [made(choose, f"{kind}-{n}", block_tokens) for n in range(choose.integer(0, most))]
 
     return View(
         online=some("online", running, 2),
         offline=some("offline", running, 4),
         waiting_online=some("waiting-online", waiting, 2),
         waiting_offline=some("waiting-offline", waiting, 3),
-        model=draw(models()),
+        model=some_model(choose),
         slo=Slo(
-            ttft_ms=draw(st.sampled_from([inf, 1000.0, 1000.0, 300.0])),
-            tbt_ms=draw(st.sampled_from([inf, 100.0, 40.0, 13.0])),
+            ttft_ms=choose.one_of([inf, 1000.0, 1000.0, 300.0]),
+            tbt_ms=choose.one_of([inf, 100.0, 40.0, 13.0]),
         ),
-        prompt_tokens=draw(st.sampled_from([0, 30, 500])),
-        max_tokens=draw(st.sampled_from([2048, 2048, 300, 20, 3])),
-        free_slots=draw(st.sampled_from([50, 50, 2, 1, 0])),
-        free_blocks=draw(st.one_of(st.just(1000), st.integers(0, 200), st.integers(0, 3))),
-        watermark_blocks=draw(st.sampled_from([0, 0, 2])),
+        prompt_tokens=choose.one_of([0, 30, 500]),
+        max_tokens=choose.one_of([2048, 2048, 300, 20, 3]),
+        free_slots=choose.one_of([50, 50, 2, 1, 0]),
+        free_blocks=choose.one_of([1000, choose.integer(0, 200), choose.integer(0, 3)]),
+        watermark_blocks=choose.one_of([0, 0, 2]),
         block_tokens=block_tokens,
     )
 
 
-@st.composite
-def full_views(draw: st.DrawFn, *, online: bool = True) -> View:
+def some_full_view(choose: ByteChoices, *, online: bool = True) -> View:
     """The KV cache is full, and every running request wants its next block."""
-    view = draw(views())
+    view = some_view(choose)
 
     def growing(requests: Iterable[Candidate]) -> list[Candidate]:
         blocks = [max(1, request.context // view.block_tokens) for request in requests]
@@ -114,33 +112,31 @@ def full_views(draw: st.DrawFn, *, online: bool = True) -> View:
             for request, count in zip(requests, blocks, strict=True)
         ]
 
-    live = [*view.online, draw(running("online-last", view.block_tokens))] if online else []
+    live = [*view.online, running(choose, "online-last", view.block_tokens)] if online else []
     return replace(
         view,
         online=growing(live),
-        offline=growing(view.offline) if not online or draw(st.booleans()) else [],
+        offline=growing(view.offline) if not online or choose.yes() else [],
         waiting_online=view.waiting_online if online else (),
-        free_blocks=draw(st.sampled_from([0, 0, 1])),
+        free_blocks=choose.one_of([0, 0, 1]),
     )
 
 
-@st.composite
-def unhurried_views(draw: st.DrawFn) -> View:
+def some_unhurried_view(choose: ByteChoices) -> View:
     """Online requests decode beside prompts, a TBT SLO is to be kept, and there is time to first tokens."""
-    view = draw(views())
+    view = some_view(choose)
     decode = Candidate("online-first", 1, 20, True, ceil(20 / view.block_tokens))
-    slo = Slo(ttft_ms=1e6, tbt_ms=draw(st.sampled_from([100.0, 40.0, 13.0])))
+    slo = Slo(ttft_ms=1e6, tbt_ms=choose.one_of([100.0, 40.0, 13.0]))
     prompts = [r._replace(restorable=0) for r in view.waiting_online]
     return replace(view, model=usual, slo=slo, online=[decode, *view.online], waiting_online=prompts)
 
 
-@st.composite
-def views_with_room(draw: st.DrawFn) -> View:
+def some_view_with_room(choose: ByteChoices) -> View:
     """A row waits beside an online request that decodes; there is memory for both, and often time."""
-    view = draw(views())
+    view = some_view(choose)
     decode = Candidate("online-first", 1, 20, True, ceil(20 / view.block_tokens))
-    row = draw(waiting("waiting-offline-first", view.block_tokens))
-    slo = Slo(ttft_ms=draw(st.sampled_from([inf, 1000.0])), tbt_ms=draw(st.sampled_from([inf, 100.0, 40.0])))
+    row = waiting(choose, "waiting-offline-first", view.block_tokens)
+    slo = Slo(ttft_ms=choose.one_of([inf, 1000.0]), tbt_ms=choose.one_of([inf, 100.0, 40.0]))
     return replace(
         view,
         model=usual,
@@ -153,12 +149,11 @@ def views_with_room(draw: st.DrawFn) -> View:
     )
 
 
-@st.composite
-def views_of_one_prefix(draw: st.DrawFn) -> View:
+def some_view_of_one_prefix(choose: ByteChoices) -> View:
     """Rows that all begin alike, with room and time for some."""
-    view = draw(views())
+    view = some_view(choose)
     prefix = [f"a{n}" for n in range(50)]
-    rows = [draw(waiting(f"waiting-offline-{n}", view.block_tokens)) for n in range(draw(st.integers(2, 4)))]
+    rows = [waiting(choose, f"waiting-offline-{n}", view.block_tokens) for n in range(choose.integer(2, 4))]
     alike = [row._replace(context=0, blocks=0, restorable=0, prefix=prefix) for row in rows]
     return replace(
         view,
@@ -171,16 +166,24 @@ def views_of_one_prefix(draw: st.DrawFn) -> View:
     )
 
 
-@st.composite
-def views_with_rows_that_come_back(draw: st.DrawFn) -> View:
+def some_view_with_rows_that_come_back(choose: ByteChoices) -> View:
     """The waiting offline rows were evicted, and there is often room for some of them."""
-    view = draw(views())
-    first = draw(waiting("waiting-offline-first", view.block_tokens))
+    view = some_view(choose)
+    first = waiting(choose, "waiting-offline-first", view.block_tokens)
     rows = [row._replace(restorable=row.tokens, prefix=()) for row in (first, *view.waiting_offline)]
-    free = draw(st.sampled_from([view.free_blocks, 400]))
+    free = choose.one_of([view.free_blocks, 400])
     return replace(
         view, waiting_offline=rows, free_slots=max(2, view.free_slots), free_blocks=free, model=usual
     )
+
+
+BYTES = 320  # a view of the most requests takes fewer
+views = made_of_bytes(BYTES, some_view)
+full_views = made_of_bytes(BYTES, some_full_view)
+unhurried_views = made_of_bytes(BYTES, some_unhurried_view)
+views_with_room = made_of_bytes(BYTES, some_view_with_room)
+views_of_one_prefix = made_of_bytes(BYTES, some_view_of_one_prefix)
+views_with_rows_that_come_back = made_of_bytes(BYTES, some_view_with_rows_that_come_back)
 
 
 class Judged:
