@@ -72,6 +72,7 @@ IMPORT_VLLM = frozenset(
     {
         "test_checkpoints",
         "test_internals",
+        "test_interrupted_import",
         "test_leavers",
         "test_live_classes",
         "test_preemption",

@@ -1,12 +1,15 @@
 """The house stands as docs/explanation/house.md says: what loads what, what ships, how a store comes to be."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from sqlalchemy import inspect, text
@@ -171,6 +174,38 @@ def drawn_rooms(folder: str) -> dict[str, int]:
     return rooms
 
 
+class ReadModule(NamedTuple):
+    """Facts of a module, which is parsed once for all tests."""
+
+    lines: int
+    classes: list[str]
+    functions: dict[str, int]  # the longest of each name, in lines
+    imported: list[str]  # names with their modules
+
+
+@functools.cache
+def read(module: Path) -> ReadModule:
+    text = module.read_text()
+    facts = ReadModule(text.count("\n"), [], {}, [])
+    for node in statements(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            facts.classes.append(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.body[0].lineno
+            facts.functions[node.name] = max(length, facts.functions.get(node.name, 0))
+        elif isinstance(node, ast.ImportFrom):
+            facts.imported.extend(f"{node.module}.{alias.name}" for alias in node.names)
+    return facts
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements inside of the node, at any depth."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for one in getattr(node, part, ()):
+            yield one
+            yield from statements(one)
+
+
 def imported_rooms(folder: str) -> set[tuple[str, str]]:
     """Pairs of rooms of `folder`: one that imports, and one that it imports."""
     place = REPOSITORY / "conserve" / folder
@@ -178,11 +213,8 @@ def imported_rooms(folder: str) -> set[tuple[str, str]]:
     pairs = set()
     for module in place.rglob("*.py"):
         room = module.relative_to(place).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(module.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-                pairs |= {(room, target.partition(".")[0]) for target in targets}
+        targets = [name.removeprefix(prefix) for name in read(module).imported if name.startswith(prefix)]
+        pairs |= {(room, target.partition(".")[0]) for target in targets}
     return {(above, below) for above, below in pairs if above != below}
 
 
@@ -200,9 +232,8 @@ def test_a_class_has_a_name_of_its_own() -> None:
     """`Store` alone stands twice: the handle that users have, and the open database behind it."""
     homes: dict[str, list[Path]] = {}
     for module in (REPOSITORY / "conserve").rglob("*.py"):
-        for node in ast.walk(ast.parse(module.read_text())):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(module)
+        for name in read(module).classes:
+            homes.setdefault(name, []).append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1}.keys() == {"Store"}
 
 
@@ -211,14 +242,9 @@ def test_modules_and_functions_are_short_enough_to_be_read() -> None:
     by test."""
     for folder in ("conserve", "tools"):
         for module in (REPOSITORY / folder).rglob("*.py"):
-            text = module.read_text()
-            assert text.count("\n") < MOST_LINES, module
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    assert (node.end_lineno or 0) - node.body[0].lineno < MOST_FUNCTION_LINES, (
-                        module,
-                        node.name,
-                    )
+            assert read(module).lines < MOST_LINES, module
+            for name, lines in read(module).functions.items():
+                assert lines < MOST_FUNCTION_LINES, (module, name)
 
 
 VLLMS = {"scheduler", "request", "manager"}  # names of vLLM's objects in the scheduler's half
