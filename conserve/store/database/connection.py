@@ -25,7 +25,7 @@ from conserve.errors import (
     one_line,
 )
 from conserve.store.database import guard, moves
-from conserve.store.database.migrations import migrate, version
+from conserve.store.database.migrations import migrate
 from conserve.store.database.reader import copied, reader
 from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.versions import LATEST, too_new
@@ -60,8 +60,8 @@ def connect(url: str) -> Engine:
     """Open the database at `url` and bring it up to date; raises `StoreMoved` if the store is elsewhere now."""
     engine = engine_of(url)
     with closed_on_error(engine), transaction(engine) as tx:
-        moves.refuse(guard.mark_text(tx) if guard.is_store(tx) else None)
-        migrate(tx)
+        if guard.version_here(tx) != LATEST:
+            migrate(tx)
     return engine
 
 
@@ -80,8 +80,14 @@ def engine_of(url: str) -> Engine:
     with usable_url():
         parsed = parse(url)
         if parsed.get_backend_name() != "sqlite":
+            # A dialect that is to read columns of the type hstore asks for that type on its first connection.
+            unused = {"use_native_hstore": False} if parsed.drivername == "postgresql+psycopg" else {}
             engine = create_engine(
-                parsed, connect_args=timeouts(parsed), pool_pre_ping=True, execution_options=SHARED
+                parsed,
+                connect_args=timeouts(parsed),
+                pool_pre_ping=True,
+                execution_options=SHARED,
+                **unused,
             )
             if parsed.get_backend_name() == "postgresql":
                 event.listen(engine, "connect", prepare_postgresql)
@@ -148,9 +154,7 @@ def connect_to_read(url: str) -> Engine | None:
     engine = on_one_connection(parsed, lambda: reader(path, timeout_s=BUSY_TIMEOUT_S))
     with closed_on_error(engine):
         with transaction(engine, read_only=True) as tx:
-            current = version(tx)
-            if current:
-                guard.require_here(tx)
+            current = guard.version_here(tx)
         if current > LATEST:
             raise StoreTooNew(too_new(current))
     if current == LATEST:

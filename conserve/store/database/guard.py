@@ -4,21 +4,32 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Table, delete, insert, inspect, select, text, update
+from sqlalchemy import Connection, Table, delete, insert, inspect, or_, select, text, update
 
 from conserve.store.database import moves, schema
 from conserve.store.database.moves import MoveMark
+from conserve.store.database.versions import number
 
 NAME = "conserve_moved"
 VERBS = ("insert", "update", "delete")
 LITERAL = re.compile("'((?:[^']|'')*)'")  # of SQL: a trigger has one, its sentence
 
 meta = schema.meta
+STANDING = select(meta.c.key, meta.c.value).where(or_(meta.c.key == "version", meta.c.key == moves.KEY))
 
 
 def is_store(tx: Connection) -> bool:
     """True if the database has the tables of a store."""
     return inspect(tx).has_table(meta.name)
+
+
+def version_here(tx: Connection) -> int:
+    """Number of the last migration, 0 without tables; raises `StoreMoved` unless the store is here, and whole."""
+    if not is_store(tx):
+        return 0
+    found = dict(tx.execute(STANDING).all())
+    moves.refuse(found.get(moves.KEY))
+    return number(found.get("version") or 0)
 
 
 def mark_text(tx: Connection) -> str | None:
