@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, create_engine, make_url, text
 
@@ -17,6 +18,9 @@ from conserve.store.database.connection import connect
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.versions import LATEST
 from tests.postgres_server import binaries, running
+
+if TYPE_CHECKING:
+    from tests.kept_connections import ConnectionKeeper
 
 SETTINGS = {
     "shared_buffers": "32MB",
@@ -51,6 +55,8 @@ class Databases:
         connect(self._template).dispose()
         self._used: str | None = None
         self._cleaner: Connection | None = None
+        self._emptied = itertools.count(1)
+        self._keeper: ConnectionKeeper | None = None
 
     def new(self, *, empty: bool = False) -> str:
         """URL of a new database, without tables if it is to be `empty`."""
@@ -67,14 +73,26 @@ class Databases:
     def emptied(self) -> str:
         """URL of the one database that all callers share, one after the other: its rows are deleted.
 
-        That takes a tenth of the time of a new one. Connections that were left open are ended.
+        That takes a tenth of the time of a new one. Connections that were left open are ended, and closed ones are
+        taken again.
         """
-        if self._used is None or self._cleaner is None:
+        if self._used is None or self._cleaner is None or self._keeper is None:
+            from tests.kept_connections import ConnectionKeeper
+
             self._used = self.new()
             self._cleaner = create_engine(self._used, isolation_level="AUTOCOMMIT").connect()
+            self._keeper = ConnectionKeeper(str(make_url(self._used).database))
             return self._used
-        self._cleaner.exec_driver_sql(EMPTY)
+        kept = ", ".join(map(str, self._keeper.pids()))
+        self._cleaner.exec_driver_sql(EMPTY.replace("KEPT", kept or "0"))
+        if next(self._emptied) % VACUUM_EVERY == 0:
+            self._cleaner.exec_driver_sql("vacuum")
         return self._used
+
+    def end_kept(self) -> None:
+        """End the connections to the shared database that were closed; settings of it hold for new ones alone."""
+        if self._keeper is not None:
+            self._keeper.end()
 
     def drop(self, url: str) -> None:
         """Remove a database, whatever is connected to it."""
@@ -82,6 +100,8 @@ class Databases:
 
     def close(self) -> None:
         """Close the connections to the server; on a server that goes on, remove the databases."""
+        if self._keeper is not None:
+            self._keeper.close()
         if self._cleaner is not None:
             self._cleaner.close()
             self._cleaner.engine.dispose()
@@ -97,7 +117,7 @@ class Databases:
 
 END_OTHERS = """
     select pg_terminate_backend(pid) from pg_stat_activity
-    where datname = current_database() and pid <> pg_backend_pid()
+    where datname = current_database() and pid not in (pg_backend_pid(), KEPT)
 """
 RESTART = "select setval(schemaname || '.' || sequencename, 1, false) from pg_sequences"
 ROWS = ";".join(
@@ -111,6 +131,8 @@ FORGET = f"""
 """
 EMPTY = ";".join((END_OTHERS, ROWS, FORGET, RESTART))
 """All in one message to the server."""
+VACUUM_EVERY = 40
+"""Deleted rows are read over again and again until then: after 160 tests emptying takes three times as long."""
 
 
 @contextlib.contextmanager

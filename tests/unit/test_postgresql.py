@@ -118,18 +118,20 @@ def test_a_read_sees_every_row_once_while_a_compaction_commits(store: Store, pos
 
 @pytest.mark.parametrize(("default", "kept"), [("off", "on"), ("remote_write", "remote_write")])
 def test_a_commit_is_durable_whatever_the_servers_default_is(
-    postgres: Settings, default: str, kept: str
+    postgres: Settings, databases: Databases, default: str, kept: str
 ) -> None:
     assert postgres.store
     with closing(Store.open(postgres)) as store, store.write() as tx:
         name = tx.execute(text("select current_database()")).scalar_one()
         tx.execute(text(f'alter database "{name}" set synchronous_commit = {default}'))
+    databases.end_kept()
     try:
         with closing(Store.open(postgres)) as store, store.read() as tx:
             assert tx.execute(text("show synchronous_commit")).scalar_one() == kept
     finally:
         with closing(Store.open(postgres)) as store, store.write() as tx:
             tx.execute(text(f'alter database "{name}" reset synchronous_commit'))
+        databases.end_kept()
 
 
 def test_a_connection_that_the_server_ended_is_replaced(store: Store) -> None:
