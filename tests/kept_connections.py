@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import psycopg
 from psycopg import pq
 from psycopg.abc import PQGenConn
+from psycopg.pq.abc import PGconn
 from sqlalchemy import Engine, event
 from sqlalchemy.engine.interfaces import Dialect
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -20,7 +21,7 @@ MOST = 8  # connections that wait; each is a process
 FORGET = b"discard all"  # also what is listened to, locks of the session, and settings
 
 
-def closed_one() -> pq.PGconn:
+def closed_one() -> PGconn:
     """A connection of libpq's that has ended."""
     made = pq.PGconn.connect_start(b"")
     made.finish()
@@ -30,12 +31,12 @@ def closed_one() -> pq.PGconn:
 class KeptConnection(psycopg.Connection[Any]):
     """A connection that does not end when it is closed, but forgets all that it knew and waits for an owner."""
 
-    waiting: ClassVar[list[tuple[int, str, pq.PGconn]]] = []
+    waiting: ClassVar[list[tuple[int, str, PGconn]]] = []
     """Those that wait, each with the process that opened it and its parameters."""
     opened_by: tuple[int, str]
 
     @classmethod
-    def _connect_gen(cls, conninfo: str = "") -> PQGenConn["KeptConnection"]:  # type: ignore[override]
+    def _connect_gen(cls, conninfo: str = "") -> PQGenConn["KeptConnection"]:
         key = (os.getpid(), conninfo)
         for entry in cls.waiting:
             if entry[:2] == key:
@@ -68,9 +69,8 @@ class KeptConnection(psycopg.Connection[Any]):
         free = (pq.TransactionStatus.IDLE, pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
         if self.pgconn.transaction_status not in free or self.pgconn.pipeline_status:
             return False
-        statements = (FORGET,)
-        if self.pgconn.transaction_status != pq.TransactionStatus.IDLE:
-            statements = (b"rollback", *statements)
+        begun = self.pgconn.transaction_status != pq.TransactionStatus.IDLE
+        statements = (b"rollback", FORGET) if begun else (FORGET,)
         done = (self.pgconn.exec_(statement).status for statement in statements)
         forgot = all(status == pq.ExecStatus.COMMAND_OK for status in done)
         while self.pgconn.notifies() is not None:
@@ -78,7 +78,7 @@ class KeptConnection(psycopg.Connection[Any]):
         return forgot
 
 
-def is_silent(pgconn: pq.PGconn) -> bool:
+def is_silent(pgconn: PGconn) -> bool:
     """True unless the server has said something since, as it does when it ends a connection."""
     return not select.select([pgconn.socket], [], [], 0)[0]
 

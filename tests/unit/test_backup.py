@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreFull, 
 from conserve.jobs.requests import submit as submitting
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
+from conserve.store.books.readings import read_jobs
 from conserve.store.copying import backup as backups
 from conserve.store.copying import contents, filling, manifest, restore
 from conserve.store.copying.backup import closing_engine
@@ -36,6 +37,7 @@ from conserve.store.files import digests, home, marks
 from tests import commands
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forked, Forks
 from tests.commands import Done, conserve
 from tests.postgres import Databases
 from tests.store_rows import LEASE_S, add_job, claim, finish, leased, select
@@ -50,7 +52,7 @@ SQLITE_FIRST = pytest.mark.parametrize(
 
 @pytest.fixture
 def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Points CONSERVE_STORE at a new, empty database each time; for SQLite the home decides."""
+    """Points CONSERVE_STORE at a new database each time, the first with tables; for SQLite the home decides."""
     if getattr(request, "param", "sqlite") == "sqlite":
         return lambda: None
     databases: Databases = request.getfixturevalue("databases")
@@ -58,7 +60,7 @@ def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     def another() -> None:
         monkeypatch.setenv("CONSERVE_STORE", databases.new(empty=True))
 
-    another()
+    monkeypatch.setenv("CONSERVE_STORE", databases.new())
     return another
 
 
@@ -113,8 +115,14 @@ def restored(
     return done
 
 
-@BOTH
-@pytest.mark.parametrize("form", ["folder", "archive", *in_full("copies")])
+@pytest.mark.parametrize(
+    ("form", "database"),
+    [
+        *(("folder", "sqlite"), ("archive", "sqlite"), ("folder", "postgresql")),
+        *in_full(("archive", "postgresql"), ("copies", "sqlite"), ("copies", "postgresql")),
+    ],
+    indirect=["database"],
+)
 def test_a_backup_is_the_store_at_one_moment(
     jobs: list[str],
     tmp_path: Path,
@@ -884,7 +892,12 @@ KILLED = {
 @SQLITE_FIRST
 @pytest.mark.parametrize("verb", ["backup", "restore"])
 def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
-    jobs: list[str], tmp_path: Path, verb: str, database: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    jobs: list[str],
+    tmp_path: Path,
+    verb: str,
+    database: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    forks: Forks,
 ) -> None:
     backup, where = tmp_path / "monday", tmp_path / "again"
     expected = {job_id: results(job_id) for job_id in jobs}
@@ -893,7 +906,7 @@ def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
         database()
         monkeypatch.setenv("CONSERVE_HOME", str(where))
     for shot in KILLED[verb]:
-        done = killed(shot, "store", verb, str(backup))
+        done = killed(forks, tmp_path, shot, "store", verb, str(backup))
         assert done.returncode == -signal.SIGKILL, (shot, done)
         if verb == "backup":
             assert not backup.exists()
@@ -906,30 +919,40 @@ def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
     checked()
 
 
-def killed(shot: Shot, *words: str) -> Done:
+def killed(forks: Forks, folder: Path, shot: Shot, *words: str) -> Done:
     """Run a command that kills itself."""
-    running = commands.start(["-m", "tests.acceptance.aimed", *aimed.command([shot], *words)])
-    return commands.ended(running)
+    running = forked(forks, folder / "errors", aimed.command([shot], *words))
+    stdout, stderr = running.communicate()
+    return Done(running.returncode or 0, stdout, stderr)
+
+
+def forked(forks: Forks, errors: Path, arguments: Sequence[str]) -> Forked:
+    """Start a command as a fork, with the settings of the test."""
+    ours = ("CONSERVE_", "XDG_CONFIG_HOME")
+    env = {name: value for name, value in os.environ.items() if name.startswith(ours)}
+    return forks.start(arguments, env=env, errors=errors)
 
 
 @SQLITE_FIRST
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_backups_while_harvesters_run_lose_and_double_nothing(
-    tmp_path: Path, database: Callable[[], None], monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path,
+    database: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    forks: Forks,
+    seed: int,
 ) -> None:
     """Two runs finish rows, shard by shard, while backups are made; each of these is a store that goes on."""
     dice = random.Random(seed)
     job_id = submit(tmp_path, "one", rows=600)
     shot = aimed.command([], "run", "--endpoint", "fake:?token_ms=15&capacity=16", **SMALL_SHARDS)
-    running = [commands.start(["-m", "tests.acceptance.aimed", *shot]) for _ in range(2)]
-    commands.until(lambda: bool(results(job_id)), running[0])
-    names = []
-    while len(names) < 3 and any(process.poll() is None for process in running):
-        names.append(tmp_path / f"backup-{len(names)}")
-        assert conserve("store", "backup", str(names[-1])).returncode == 0
-    os.killpg(dice.choice(running).pid, signal.SIGKILL)
-    for process in running:
-        commands.ended(process)
+    running = [forked(forks, tmp_path / f"errors-{n}", shot) for n in range(2)]
+    try:
+        names = backed_up_meanwhile(tmp_path, running)
+    finally:
+        os.killpg(dice.choice(running).pid, signal.SIGKILL)
+        for process in running:
+            process.communicate()
     assert run().returncode in (0, 5)
     expected = results(job_id)
     assert len(expected) == 600
@@ -942,4 +965,20 @@ def test_backups_while_harvesters_run_lose_and_double_nothing(
         checked()
 
 
+def backed_up_meanwhile(folder: Path, running: Sequence[Forked]) -> list[Path]:
+    """Make backups from the first result on, while at least one of the harvesters runs."""
+
+    def is_alive() -> bool:
+        return any(process.poll() is None for process in running)
+
+    commands.until(lambda: read_jobs(load(), now=0.0)[0].done > 0 or not is_alive())
+    names: list[Path] = []
+    while len(names) < BACKUPS and is_alive():
+        names.append(folder / f"backup-{len(names)}")
+        assert conserve("store", "backup", str(names[-1])).returncode == 0
+    assert names, running[0].communicate()
+    return names
+
+
+BACKUPS = 2
 SMALL_SHARDS = {"conserve__store__books__shards__SHARD_ROWS": 50}
