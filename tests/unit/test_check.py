@@ -3,17 +3,18 @@
 import contextlib
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
 
 from conserve.cli.check import mend_jobs
-from conserve.config import Settings
+from conserve.config import Settings, load
 from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
 from conserve.jobs.requests.file import RequestFile
@@ -29,27 +30,91 @@ from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import checking
 from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
-from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, job, leased, select
 from tests.tiers import in_full, named
 
 ROWS = 40
 
 
+def submitted(folder: Path, name: str = "one", rows: int = ROWS, **options: str) -> str:
+    """Submit JSON lines, of which every tenth will fail; returns the job's id."""
+    path = folder / f"{name}.jsonl"
+    lines = [{"q": f"{name} {n}" + (" REJECT" if n % 10 == 3 else ""), "n": n} for n in range(rows)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [word for option in options.items() for word in (f"--{option[0]}", option[1])]
+    done = conserve("submit", str(path), "--prompt", "{{ q }}", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.fixture
 def submit(tmp_path: Path) -> Callable[..., str]:
-    """Submits JSON lines, of which every tenth will fail; returns the job's id."""
+    """Submits a job; returns its id."""
+    return lambda *arguments, **named: submitted(tmp_path, *arguments, **named)
 
-    def submit(name: str = "one", rows: int = ROWS, **options: str) -> str:
-        path = tmp_path / f"{name}.jsonl"
-        lines = [{"q": f"{name} {n}" + (" REJECT" if n % 10 == 3 else ""), "n": n} for n in range(rows)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        words = [word for option in options.items() for word in (f"--{option[0]}", option[1])]
-        done = conserve("submit", str(path), "--prompt", "{{ q }}", *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
 
-    return submit
+@contextlib.contextmanager
+def at_home_in(folder: Path) -> Iterator[Settings]:
+    """Settings of a home in the folder, which commands have too; for what is prepared once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
+            patch.delenv(name)
+        patch.setenv("CONSERVE_FAKE", "1")
+        patch.setenv("CONSERVE_HOME", str(folder / "home"))
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        yield load()
+
+
+@contextlib.contextmanager
+def copied(prepared: Path, settings: Settings) -> Iterator[Store]:
+    """Open a copy of a home that was prepared, which commands have too."""
+    shutil.copytree(prepared, settings.home)
+    with contextlib.closing(Store.open(settings)) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def home_with_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Home with two jobs that were computed."""
+    folder = tmp_path_factory.mktemp("computed")
+    with at_home_in(folder):
+        submitted(folder, "one")
+        submitted(folder, "two")
+        run()
+    return folder / "home"
+
+
+class ComputedJobs(NamedTuple):
+    """A store with two jobs that were computed, of which one is about to be damaged."""
+
+    store: Store
+    hurt: str
+    other: str
+
+
+@pytest.fixture
+def computed(home_with_results: Path, settings: Settings) -> Iterator[ComputedJobs]:
+    """A store of its own with two jobs that were computed."""
+    with copied(home_with_results, settings) as store:
+        found = select(store, "select id from job order by source")
+        yield ComputedJobs(store, *(job_id for (job_id,) in found))
+
+
+@pytest.fixture(scope="module")
+def home_half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Home with a job whose rows are in every place, and whose books add up."""
+    folder = tmp_path_factory.mktemp("half-done")
+    with at_home_in(folder) as settings, contextlib.closing(Store.open(settings)) as store:
+        job_id = submitted(folder, rows=16, order="input")
+        finish(store, leased(store, limit=10))
+        dead = this_process().rsplit(":", 2)[0] + ":0:abcdef"
+        held = leased(store, limit=3, owner=dead)
+        with store.write() as tx:  # so that row 11 has a record, and 10 and 12 are in a span
+            save_tokens(tx, [SavedTokens(held.epoch, job_id, 11, b"", "model")])
+        shards.compact(store, job_id, now=0.0)
+        finish(store, leased(store, limit=1))
+        assert check(code=0)["damages"] == []
+    return folder / "home"
 
 
 def run(*jobs: str) -> Done:
@@ -58,12 +123,22 @@ def run(*jobs: str) -> Done:
     return done
 
 
-def results(job_id: str) -> list[dict[str, Any]]:
-    """The answers of a job, as they are exported; without the times, which differ from run to run."""
+COMPARED = ["row_index", "text", "error_type"]  # times differ from run to run
+
+
+def results(store: Store, job_id: str) -> list[dict[str, Any]]:
+    """The answers of a job that was computed, as its shards have them."""
+    with store.read() as tx:
+        found = shards.files(tx, [job_id])
+    tables = [pq.read_table(store.home / shard.file, columns=COMPARED) for shard in found]
+    return sorted((row for table in tables for row in table.to_pylist()), key=lambda row: row["row_index"])
+
+
+def exported(job_id: str) -> list[dict[str, Any]]:
+    """The same, as `conserve results` has them."""
     done = conserve("results", job_id)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return [{name: row[name] for name in ("row_index", "text", "error_type")} for row in rows]
+    return [{name: row[name] for name in COMPARED} for row in map(json.loads, done.stdout.splitlines())]
 
 
 def check(*words: str, code: int | None = 1) -> dict[str, Any]:
@@ -116,12 +191,12 @@ def test_an_empty_store_is_whole(store: Store) -> None:
 
 @damaged_ways
 def test_the_rows_of_a_damaged_shard_are_computed_again(
-    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+    computed: ComputedJobs, damage: Callable[[Path], Any]
 ) -> None:
     """Rows of other shards are not; what is there of the file goes to the trash."""
-    hurt, other = submit(), submit("two")
-    run()
-    before = results(hurt), results(other), shard_files(store, other), shard_files(store, hurt, failed=True)
+    store, hurt, other = computed
+    answers = results(store, hurt), results(store, other)
+    files = shard_files(store, other), shard_files(store, hurt, failed=True)
     (file,) = shard_files(store, hurt)
     damage(file)
     (found,) = check()["damages"]
@@ -139,28 +214,23 @@ def test_the_rows_of_a_damaged_shard_are_computed_again(
     assert job(store, hurt).prompt_tokens == 0
     assert job(store, other).state is JobState.COMPLETED
     run()
-    assert (
-        results(hurt),
-        results(other),
-        shard_files(store, other),
-        shard_files(store, hurt, failed=True),
-    ) == before
+    assert (results(store, hurt), results(store, other)) == answers
+    assert (shard_files(store, other), shard_files(store, hurt, failed=True)) == files
     assert check(code=0)["damages"] == []
     assert not file.exists()
 
 
 def test_a_shard_that_was_swept_by_mistake_comes_back_from_the_trash(
-    store: Store, submit: Callable[..., str]
+    computed: ComputedJobs,
 ) -> None:
-    job_id = submit()
-    run()
-    before = results(job_id)
+    store, job_id, _ = computed
+    before = results(store, job_id)
     (file,) = shard_files(store, job_id)
     trash.throw_away(store.home, file, now=1e9)
     (found,) = check()["damages"]
     assert found["what"] == "is missing"
     assert check("--repair", code=0)["repairs"] == [f"{file.relative_to(store.home)} was found in the trash"]
-    assert results(job_id) == before
+    assert results(store, job_id) == before
 
 
 @damaged_ways
@@ -184,7 +254,7 @@ def test_damaged_requests_are_rendered_again_from_the_input(
     assert path.read_bytes() == before
     assert job(store, hurt).state is JobState.QUEUED
     assert run().returncode == 5
-    assert len(results(hurt)) == ROWS
+    assert len(results(store, hurt)) == ROWS
 
 
 @damaged_ways
@@ -290,7 +360,7 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
     assert (job(store, job_id).succeeded, job(store, job_id).prompt_tokens) == (9, 63)
     assert select(store, "select count(*) from journal") == [(0,)]
     run()
-    assert [row["row_index"] for row in results(job_id)] == list(range(20))
+    assert [row["row_index"] for row in results(store, job_id)] == list(range(20))
 
 
 @pytest.mark.parametrize(
@@ -316,67 +386,63 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
     ],
 )
 def test_books_that_do_not_add_up_are_found_and_mended(
-    store: Store, submit: Callable[..., str], change: str
+    home_half_done: Path, settings: Settings, change: str
 ) -> None:
     """Each position is in exactly one place, and the counters are the sums over the results."""
-    job_id = submit(rows=16, order="input")
-    finish(store, leased(store, limit=10))
-    dead = this_process().rsplit(":", 2)[0] + ":0:abcdef"
-    held = leased(store, limit=3, owner=dead)
-    with store.write() as tx:  # so that row 11 has a record, and 10 and 12 are in a span
-        save_tokens(tx, [SavedTokens(held.epoch, job_id, 11, b"", "model")])
-    shards.compact(store, job_id, now=0.0)
-    finish(store, leased(store, limit=1))
-    assert check(code=0)["damages"] == []
-    with store.write() as tx:
-        tx.exec_driver_sql(change)
-        if "journal" in change:
-            tx.exec_driver_sql("delete from journal")
-    found = check()["damages"]
-    assert {damage["job_id"] for damage in found} == {job_id}
-    assert {damage["part"] for damage in found} <= {"rows", "counters"}
-    assert check("--repair", code=0)["left"] == []
-    run()
-    assert [row["row_index"] for row in results(job_id)] == list(range(16))
+    with copied(home_half_done, settings) as store:
+        ((job_id,),) = select(store, "select id from job")
+        with store.write() as tx:
+            tx.exec_driver_sql(change)
+            if "journal" in change:
+                tx.exec_driver_sql("delete from journal")
+        found = check()["damages"]
+        assert {damage["job_id"] for damage in found} == {job_id}
+        assert {damage["part"] for damage in found} <= {"rows", "counters"}
+        assert check("--repair", code=0)["left"] == []
+        run()
+        assert [row["row_index"] for row in results(store, job_id)] == list(range(16))
+
+
+LOST = "update job set task = '{' where id = :id"
+MISCOUNTED = "update job set num_rows = 8 where id = :id"
+UNKNOWN = "update job set state = 'quexed' where id = :id"
+RECORDS = (
+    "update job set source = 'x' where id = :id",
+    "update job set files = '[1]' where id = :id",
+    "update job set num_rows = 41 where id = :id",
+    "update job set num_rows = 'x' where id = :id",
+    "update job set succeeded = 'many' where id = :id",
+)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "marked"),
     [
-        "update job set task = '{' where id = :id",
-        "update job set state = 'quexed' where id = :id",
-        "update job set num_rows = 8 where id = :id",
-        *in_full(
-            "update job set source = 'x' where id = :id",
-            "update job set files = '[1]' where id = :id",
-            "update job set num_rows = 41 where id = :id",
-            "update job set num_rows = 'x' where id = :id",
-            "update job set succeeded = 'many' where id = :id",
-        ),
+        *((LOST, True), (MISCOUNTED, True), (MISCOUNTED, False), (UNKNOWN, False)),
+        *in_full((UNKNOWN, True), (LOST, False)),
+        *in_full(*((change, marked) for change in RECORDS for marked in (True, False))),
     ],
 )
-@pytest.mark.parametrize("marked", [True, False], ids=["with a mark", "without"])
 def test_a_damaged_record_is_taken_from_the_jobs_folder(
-    store: Store, submit: Callable[..., str], change: str, marked: bool
+    computed: ComputedJobs, change: str, marked: bool
 ) -> None:
     """If the folder's record is lost too, the job runs no more, and keeps its results. Others work all the time."""
     from sqlalchemy import text
 
-    hurt, other = submit(), submit("two")
-    run()
-    expected = results(hurt), results(other)
+    store, hurt, other = computed
+    expected = results(store, hurt), results(store, other)
     with store.write() as tx:
         tx.execute(text(change), {"id": hurt})
     if not marked:
         (home.job_folder(store.home, hurt) / marks.MARK).unlink()
     assert conserve("status").returncode == 0
     assert conserve("jobs").returncode == 0
-    assert results(other) == expected[1]
+    assert exported(other) == expected[1]
     found = check()["damages"]
     assert {damage["job_id"] for damage in found} == {hurt}
     assert check("--repair", code=0)["left"] == []
-    assert results(other) == expected[1]
-    assert results(hurt) == expected[0]
+    assert results(store, other) == expected[1]
+    assert exported(hurt) == expected[0]
 
 
 @damaged_ways
@@ -513,9 +579,8 @@ def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store
     assert mend_jobs(settings, [damaged("gone", StorePart.ROWS, "the queue", "lacks rows")]) == []
 
 
-def test_what_is_repaired_and_what_is_left_is_said(store: Store, submit: Callable[..., str]) -> None:
-    job_id = submit()
-    run()
+def test_what_is_repaired_and_what_is_left_is_said(computed: ComputedJobs) -> None:
+    store, job_id, _ = computed
     (file,) = shard_files(store, job_id)
     flip(file)
     home.requests_file(store.home, job_id).unlink()
@@ -554,11 +619,10 @@ def test_files_of_an_earlier_version_are_read_to_their_end(store: Store, submit:
 
 
 def test_what_cannot_be_read_is_named_for_queries(
-    store: Store, submit: Callable[..., str], write_input: WriteInput
+    computed: ComputedJobs,
 ) -> None:
     """Each file with its job and the next command; only the parts that are asked for."""
-    hurt, whole = submit(), submit("two")
-    run()
+    store, hurt, whole = computed
     (file,) = shard_files(store, hurt)
     flip(file)
     home.inputs_file(store.home, whole).unlink()
@@ -586,13 +650,12 @@ def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: 
     requests.close()
 
 
-@damaged_ways
+@pytest.mark.parametrize("damage", named(DAMAGES, in_minutes={"missing", "flipped in a page"}))
 def test_answers_of_a_damaged_shard_are_left_out_and_never_wrong(
-    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+    computed: ComputedJobs, damage: Callable[[Path], Any]
 ) -> None:
     """A sentence names the job and the next command, the exit code is 1, and other jobs are not affected."""
-    hurt, other = submit(), submit("two")
-    run()
+    store, hurt, other = computed
     (file,) = shard_files(store, hurt)
     damage(file)
     done = conserve("results", hurt)
@@ -600,7 +663,7 @@ def test_answers_of_a_damaged_shard_are_left_out_and_never_wrong(
     assert len(done.stdout.splitlines()) == 4, "the failed rows are in a shard of their own"
     assert f"job {hurt}: {file.relative_to(store.home)} " in done.stderr
     assert f"run: conserve check {hurt}" in done.stderr
-    assert len(results(other)) == ROWS
+    assert len(results(store, other)) == ROWS
     done = conserve("sql", "--json", "select job_id, count(*) as n from results group by 1")
     assert done.returncode == 1
     assert {row["job_id"]: row["n"] for row in map(json.loads, done.stdout.splitlines())} == {
@@ -611,28 +674,27 @@ def test_answers_of_a_damaged_shard_are_left_out_and_never_wrong(
     assert conserve("sql", "--job", other, "select * from results").returncode == 0
 
 
-def failed_shard_lost(store: Store, submit: Callable[..., str]) -> tuple[str, Path]:
-    job_id = submit()
-    run()
+def failed_shard_lost(computed: ComputedJobs) -> tuple[Store, str, Path]:
+    store, job_id, _ = computed
     (file,) = shard_files(store, job_id, failed=True)
     file.unlink()
-    return job_id, file
+    return store, job_id, file
 
 
 def test_failed_rows_whose_shard_is_missing_are_put_back_with_a_warning(
-    store: Store, submit: Callable[..., str]
+    computed: ComputedJobs,
 ) -> None:
-    job_id, file = failed_shard_lost(store, submit)
+    store, job_id, file = failed_shard_lost(computed)
     done = conserve("retry", job_id)
     assert (done.returncode, done.stdout) == (0, f"{job_id}: 4 failed rows back in the queue\n")
     assert f"warning: {file.relative_to(store.home)} is missing; its rows had failed" in done.stderr
     assert conserve("run", "--endpoint", "fake:?reject=NEVER").returncode == 0
-    assert [row["error_type"] for row in results(job_id)] == [None] * ROWS
+    assert [row["error_type"] for row in results(store, job_id)] == [None] * ROWS
     assert check(code=0)["damages"] == []
 
 
-def test_a_retry_beside_other_lost_rows_names_the_repair(store: Store, submit: Callable[..., str]) -> None:
-    job_id, _ = failed_shard_lost(store, submit)
+def test_a_retry_beside_other_lost_rows_names_the_repair(computed: ComputedJobs) -> None:
+    store, job_id, _ = failed_shard_lost(computed)
     (other,) = shard_files(store, job_id)
     other.unlink()
     done = conserve("retry", job_id)
@@ -640,7 +702,7 @@ def test_a_retry_beside_other_lost_rows_names_the_repair(store: Store, submit: C
     assert f"run: conserve check --repair {job_id}" in done.stderr
     assert check("--repair", code=0)["left"] == []
     run()
-    assert len(results(job_id)) == ROWS
+    assert len(results(store, job_id)) == ROWS
 
 
 @pytest.fixture
