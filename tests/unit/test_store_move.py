@@ -46,7 +46,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return databases.new(empty=True)
 
 
-def fill(store: Store, rows: int = 3000, done: int = 2500) -> None:
+def fill(store: Store, rows: int = 300, done: int = 250) -> None:
     """Put a row into every place: waiting with saved tokens, journalled, in a shard, and never leased."""
     add_job(store, "one", rows=6)
     add_job(store, "two", rows=rows)
@@ -68,7 +68,9 @@ def fill(store: Store, rows: int = 3000, done: int = 2500) -> None:
 
 
 @pytest.fixture
-def filled(store: Store) -> Store:
+def filled(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with rows in every place; those of two tables are more than one page."""
+    monkeypatch.setattr(tables, "PAGE_ROWS", 200)
     fill(store)
     return store
 
@@ -250,7 +252,7 @@ def test_a_move_that_is_killed_at_any_commit_goes_on(
     filled: Store, settings: Settings, target: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is never a moment at which both databases are stores, nor one from which the command does not go on."""
-    monkeypatch.setattr(tables, "PAGE_ROWS", 900)
+    monkeypatch.setattr(tables, "PAGE_ROWS", 90)
     here, there = source_of(settings), target
     before = contents(here)
     kills = 0
