@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event
 
 from conserve.config import load
 from conserve.store.books import catalog, choice, journal, leases, queue, saved_tokens, shards
@@ -57,6 +57,9 @@ class Queue(RuleBasedStateMachine):
         self.store = Store.open(load({"home": self.folder} | ({"store": url} if url else {}), environ={}))
         # What is asserted is read past the code under test.
         self.database = create_engine(self.store.engine.url, isolation_level="AUTOCOMMIT").connect()
+        self.read: dict[str, Sequence[dict[str, Any]]] = {}  # answers, until the store changes
+        event.listen(self.store.engine, "begin", lambda _: self.read.clear())
+        event.listen(self.store.engine, "commit", lambda _: self.read.clear())
         self.now = 1000.0
         self.leases: list[Lease] = []  # also those that have ended: late writers try theirs
         self.expires: dict[int, float] = {}  # of leases that were renewed
@@ -322,7 +325,13 @@ class Queue(RuleBasedStateMachine):
         assert seen == [(position, result.text, result.error) for position, result in wanted]
 
     def rows_of(self, query: str) -> list[dict[str, Any]]:
-        return [dict(row._mapping) for row in self.database.execute(text(query))]
+        """Rows of a query, by the driver alone: some fifty are made in each step."""
+        if query not in self.read:
+            driver: Any = self.database.connection.driver_connection
+            found = driver.execute(query)
+            names = [column[0] for column in found.description]
+            self.read[query] = [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        return [row.copy() for row in self.read[query]]
 
     def select(self, query: str) -> list[tuple[Any, ...]]:
         return [tuple(row.values()) for row in self.rows_of(query)]
