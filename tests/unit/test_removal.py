@@ -24,7 +24,7 @@ from conserve.store.upkeep import removal
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
-from tests.store_rows import finish, leased, select
+from tests.store_rows import claim, finish, leased, select
 
 TABLES = ("job", "request", "journal", "shard", "span", "lease")
 
@@ -43,6 +43,15 @@ def submit(write_input: WriteInput) -> Callable[..., str]:
 
 def run(*jobs: str) -> Done:
     return conserve("run", *jobs, "--endpoint", "fake:")
+
+
+def compute(store: Store, *jobs: str) -> None:
+    """Finish all rows of these jobs, or of all, as a run would."""
+    only = list(jobs) or None
+    while (lease := claim(store, limit=100, only=only, now=time.time())) is not None:
+        finish(store, lease, now=time.time())
+    for job_id in jobs or ids(store):
+        shards.compact(store, job_id, now=time.time())
 
 
 def ids(store: Store) -> list[str]:
@@ -82,7 +91,7 @@ def test_what_is_to_be_deleted_is_shown_and_nothing_is_without_an_answer(
 ) -> None:
     """Off a terminal there is no one to ask."""
     job_id = submit()
-    run()
+    compute(store)
     for words in (["rm", job_id], ["prune", "--older-than", "0s"]):
         done = conserve(*words)
         assert (done.returncode, done.stdout) == (2, "")
@@ -96,7 +105,7 @@ def test_on_a_terminal_it_is_asked(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch, answer: str, left: int
 ) -> None:
     job_id = submit()
-    run()
+    compute(store)
     monkeypatch.setattr("conserve.cli.rm.is_terminal", lambda: True)
     done = conserve("rm", job_id, stdin=answer)
     assert done.returncode == 0
@@ -135,15 +144,15 @@ def test_a_cancelled_job_is_finished(store: Store, submit: Callable[..., str]) -
 
 def test_a_job_that_is_not_there_removes_nothing(store: Store, submit: Callable[..., str]) -> None:
     job_id = submit()
-    run()
+    compute(store)
     assert conserve("rm", job_id, "nope", "--yes").returncode == 2
     assert ids(store) == [job_id]
 
 
 def test_prune_takes_what_ended_long_ago(store: Store, submit: Callable[..., str]) -> None:
     old, young, running = submit(), submit("d"), submit("e")
-    run(old)
-    run(young)
+    compute(store, old)
+    compute(store, young)
     with store.write() as tx:
         tx.exec_driver_sql(f"update job set finished_at = finished_at - 864000 where id = '{old}'")
         tx.exec_driver_sql(f"update job set submitted_at = submitted_at - 864000 where id = '{running}'")
@@ -233,7 +242,7 @@ def test_a_crash_before_the_files_go_leaves_what_the_sweep_takes(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submit()
-    run()
+    compute(store)
     monkeypatch.setattr(removal, "delete_files", crash)
     with pytest.raises(Crash):
         removal.remove(store, job_id, now=0.0)
@@ -246,7 +255,7 @@ def test_a_crash_before_the_record_is_gone_leaves_the_job_whole(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submit()
-    run()
+    compute(store)
     with monkeypatch.context() as patch:
         patch.setattr(removal, "delete", crash)
         with pytest.raises(Crash):
@@ -280,7 +289,7 @@ def test_where_the_trash_takes_nothing_the_files_go_at_once(
         raise OSError(28, "No space left on device")
 
     job_id = submit()
-    run()
+    compute(store)
     monkeypatch.setattr(trash, "throw_away", full)
     assert (removal.remove(store, job_id, now=0.0) or 0) > 0
     assert folders(store) == set()
@@ -300,7 +309,7 @@ def test_a_job_removed_under_a_run_ends_for_it(store: Store, submit: Callable[..
 
 def test_the_store_says_what_it_takes(store: Store, submit: Callable[..., str]) -> None:
     small, large = submit("a"), submit(*(f"{n} " * 50 for n in range(300)))
-    run()
+    compute(store)
     trash.throw_away(store.home, home.requests_file(store.home, small), now=1e9)
     said = json.loads(conserve("store", "size", "--json").stdout)
     assert [job["job_id"] for job in said["jobs"]] == [large, small]
@@ -399,7 +408,7 @@ def test_the_bytes_that_a_removal_frees_are_those_of_the_folder(
     store: Store, submit: Callable[..., str]
 ) -> None:
     job_id = submit()
-    run()
+    compute(store)
     (used,) = removal.usage(store)
     assert 0 <= (removal.remove(store, job_id, now=0.0) or 0) - used.bytes < 100, (
         "its mark tells of the removal"
