@@ -20,7 +20,9 @@ from sqlalchemy import (
     Column,
     Connection,
     Float,
+    ForeignKeyConstraint,
     Integer,
+    Table,
     Text,
     exists,
     func,
@@ -30,7 +32,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from conserve.errors import StoreTooNew
@@ -196,7 +198,7 @@ def migrate(tx: Connection) -> None:
     current = version(tx)
     if current > LATEST:
         raise StoreTooNew(too_new(current))
-    if is_new(tx):
+    if not current and is_new(tx):
         make_at_once(tx)
         current = LATEST
     for latest, apply in enumerate(MIGRATIONS[current:], start=current + 1):
@@ -205,29 +207,40 @@ def migrate(tx: Connection) -> None:
 
 
 def is_new(tx: Connection) -> bool:
-    """True for an SQLite database without any table."""
-    return tx.dialect.name == "sqlite" and not inspect(tx).get_table_names()
+    """True for an SQLite database without any table, and for one of PostgreSQL without those of a store."""
+    found = set(inspect(tx).get_table_names())
+    if tx.dialect.name == "postgresql":
+        return found.isdisjoint(schema.metadata.tables)
+    return tx.dialect.name == "sqlite" and not found
 
 
 def make_at_once(tx: Connection) -> None:
-    """Make what the migrations arrive at, in a seventh of their time: each of them looks at what is there."""
-    for statement in sqlite_tables():
+    """Make what the migrations arrive at, in a fraction of their time: each of them looks at what is there."""
+    for statement in statements(tx.dialect.name):
         tx.exec_driver_sql(statement)
     first = {STORE_ID: uuid.uuid4().hex, "version": str(LATEST)}
     tx.execute(insert(schema.meta), [{"key": key, "value": value} for key, value in first.items()])
 
 
 @cache
-def sqlite_tables() -> list[str]:
+def statements(dialect: str) -> list[str]:
     """Statements that make all tables and their indexes."""
     tables = schema.metadata.sorted_tables
-    made: list[CreateTable | CreateIndex] = [CreateTable(table) for table in tables]
+    made: list[CreateTable | CreateIndex] = [
+        CreateTable(table, include_foreign_key_constraints=references(table, dialect)) for table in tables
+    ]
     made += [
         CreateIndex(index)
         for table in tables
         for index in sorted(table.indexes, key=lambda one: str(one.name))
     ]
-    return [str(each.compile(dialect=sqlite.dialect())) for each in made]
+    known = {"sqlite": sqlite.dialect, "postgresql": postgresql.dialect}
+    return [str(each.compile(dialect=known[dialect]())) for each in made]
+
+
+def references(table: Table, dialect: str) -> list[ForeignKeyConstraint]:
+    """References to other tables that a table has; on PostgreSQL the journal has none (`m009_spans`)."""
+    return [] if (table, dialect) == (schema.journal, "postgresql") else list(table.foreign_key_constraints)
 
 
 def lock(tx: Connection) -> None:
