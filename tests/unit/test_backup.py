@@ -944,7 +944,7 @@ def test_backups_while_harvesters_run_lose_and_double_nothing(
 ) -> None:
     """Two runs finish rows, shard by shard, while backups are made; each of these is a store that goes on."""
     dice = random.Random(seed)
-    job_id = submit(tmp_path, "one", rows=600)
+    job_id = submit(tmp_path, "one", rows=300)
     shot = aimed.command([], "run", "--endpoint", "fake:?token_ms=15&capacity=16", **SMALL_SHARDS)
     running = [forked(forks, tmp_path / f"errors-{n}", shot) for n in range(2)]
     try:
@@ -955,7 +955,7 @@ def test_backups_while_harvesters_run_lose_and_double_nothing(
             process.communicate()
     assert run().returncode in (0, 5)
     expected = results(job_id)
-    assert len(expected) == 600
+    assert len(expected) == 300
     for name in names:
         assert restored(name, tmp_path / f"{name.name}-again", database, monkeypatch).returncode == 0
         checked()
@@ -981,4 +981,4 @@ def backed_up_meanwhile(folder: Path, running: Sequence[Forked]) -> list[Path]:
 
 
 BACKUPS = 2
-SMALL_SHARDS = {"conserve__store__books__shards__SHARD_ROWS": 50}
+SMALL_SHARDS = {"conserve__store__books__shards__SHARD_ROWS": 25}
