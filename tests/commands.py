@@ -1,40 +1,24 @@
 """Commands for tests: in this process, or in one of their own where the process itself is the point."""
 
 import contextlib
-import functools
 import io
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 from unittest import mock
-
-import typer.main
 
 from conserve.cli.app import main
 
 REPOSITORY = Path(__file__).parents[1]
 HANGS_S = 600.0  # only a command that hangs takes as long; below the limit of a test, to show what it said
 
-STARTED: list["subprocess.Popen[str] | Fork"] = []
+STARTED: list["subprocess.Popen[str]"] = []
 OPENED: list[Callable[[], object]] = []  # what closes the connections of a test
-
-# Each call makes its command anew, and with it a validator for each option: a third of the time of a small command.
-MADE_ONCE = functools.cache(typer.main._get_params_name_from_function)
-
-
-def parameters(function: Callable[..., Any] | None) -> tuple[list[Any], str | None]:
-    """Parameters of a command's function, and the name of that which takes typer's context."""
-    found, context = MADE_ONCE(function)
-    return [*found], context
-
-
-typer.main._get_params_name_from_function = parameters  # type: ignore[assignment]
 
 
 class Done(NamedTuple):
@@ -115,66 +99,6 @@ def start(
     )
     STARTED.append(running)
     return running
-
-
-class Fork:
-    """A command in a fork of this process, as `subprocess.Popen` would show it."""
-
-    returncode: int | None = None
-
-    def __init__(self, pid: int, said: list[Any]) -> None:
-        self.pid, self._said, self._texts = pid, said, list[str]()
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        return self._waited(os.WNOHANG)
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; returns stdout and stderr."""
-        until_s = time.monotonic() + (HANGS_S if timeout is None else timeout)
-        while self._waited(os.WNOHANG) is None:
-            if time.monotonic() > until_s:
-                raise subprocess.TimeoutExpired("conserve", HANGS_S if timeout is None else timeout)
-            time.sleep(0.02)
-        while self._said:
-            with self._said.pop(0) as file:
-                file.seek(0)
-                self._texts.append(file.read().decode())
-        return self._texts[0], self._texts[1]
-
-    def _waited(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-
-def fork(*arguments: str, **variables: str) -> Fork:
-    """Start a command in a fork of this process, in a process group of its own that ends with the test.
-
-    That saves the seconds of imports, and shows what `conserve` shows; signals and kills meet a real process.
-    """
-    said = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  they are read after its end
-    if (pid := os.fork()) == 0:
-        become(arguments, variables, [file.fileno() for file in said])
-    running = Fork(pid, said)
-    STARTED.append(running)
-    return running
-
-
-def become(arguments: Sequence[str], variables: Mapping[str, str], said: Sequence[int]) -> NoReturn:
-    """Be the command, in a forked process, which ends without what this process does at its exit."""
-    code = 1
-    try:
-        os.setsid()
-        for stream, descriptor in enumerate(said, start=1):
-            os.dup2(descriptor, stream)
-        os.environ.update(variables)
-        sys.argv = ["conserve", *arguments]
-        with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
-            code = main()
-    finally:
-        os._exit(code)
 
 
 def end_all() -> None:

@@ -32,7 +32,12 @@ IMPORTED = (
     *("conserve.jobs.requests.submit", "conserve.jobs.hooks.courier", "conserve.jobs.telemetry.otlp"),
     *("conserve.cli.shortcuts", "typer._adapters", "duckdb", "jinja2.sandbox", "pyarrow.dataset"),
     *("httpcore", "h11", "anyio._backends._asyncio", "conserve.installation"),
-    *("conserve.cli.api", "conserve.batch_api.serving"),
+    *(
+        "conserve.cli.api",
+        "conserve.batch_api.serving",
+        "conserve.cli.evaluations",
+        "conserve.nightly.rounds",
+    ),
     *("tests.acceptance.aimed", "tests.acceptance.phases"),
 )
 """What commands import, also late, so that a fork need not."""

@@ -23,6 +23,7 @@ from conserve.nightly.samples import sample
 from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
 from tests.commands import Done
+from tests.conftest import StartForked
 from tests.tiers import in_full
 
 GOOD, BAD = "fake:?tokens=8", "fake:?tokens=1"
@@ -457,10 +458,12 @@ def test_text_of_answers_is_no_markup() -> None:
     assert "&lt;b&gt;" in page
 
 
-def test_a_run_that_replaces_another_ends_it_and_begins_anew(file: Path, tmp_path: Path) -> None:
+def test_a_run_that_replaces_another_ends_it_and_begins_anew(
+    file: Path, tmp_path: Path, forked: StartForked
+) -> None:
     file.write_text(f'overlap = "replace"\n{file.read_text()}')
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=200&capacity=1"}
-    first = commands.fork("eval", "run", str(file), "--limit", "100", **slow)
+    first = forked("eval", "run", str(file), "--limit", "100", **slow)
     begun = lambda: bool(keeping.runs(load().home)) and any(job.running for job in readings())  # noqa: E731
     commands.until(begun, first, every_s=0.05)
     second = night(file, "--limit", "3")

@@ -28,6 +28,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.files import nights
 from tests import commands, nightly_files
 from tests.commands import Done
+from tests.conftest import StartForked
 from tests.tiers import in_full
 
 GOOD, NOWHERE = "fake:?tokens=8", "http://127.0.0.1:9"
@@ -248,11 +249,13 @@ def test_a_check_finds_a_judge_that_cannot_be_asked(tmp_path: Path, file: Path) 
     assert "suites.judge.judge.endpoint: 'localhost' is no address" in done.stderr
 
 
-def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(file: Path) -> None:
+def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(
+    file: Path, forked: StartForked
+) -> None:
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&model=one&token_ms=30&capacity=1"}
-    running = commands.fork("eval", "run", str(file), **slow)
+    running = forked("eval", "run", str(file), **slow)
     commands.until(has_an_answer, running, every_s=0.05)
-    os.killpg(running.pid, signal.SIGKILL)
+    running.send_signal(signal.SIGKILL)
     running.communicate()
     other = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT="fake:?tokens=8&model=other")
     assert other.returncode == 1
@@ -305,9 +308,9 @@ def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     assert states() == (["finished"] if other == "prompt" else ["failed", "finished"])
 
 
-def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path) -> None:
+def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path, forked: StartForked) -> None:
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=30&capacity=1"}
-    running = commands.fork("eval", "run", str(file), **slow)
+    running = forked("eval", "run", str(file), **slow)
     commands.until(has_an_answer, running, every_s=0.05)
     (job,) = conserve.open().jobs()
     job.pause()

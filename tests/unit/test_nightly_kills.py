@@ -1,6 +1,5 @@
 """kill -9 in the middle of `conserve eval run`: the same scores to the last digit, no answer asked for twice."""
 
-import os
 import random
 import signal
 import time
@@ -15,6 +14,7 @@ from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
 from conserve.store.books.readings import read_jobs
 from tests import commands, nightly_files
+from tests.conftest import StartForked
 
 ROWS = 15
 SUITES = ("sql", "judge")
@@ -36,7 +36,7 @@ def scores(run: RunRecord) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.full)])
 def test_a_killed_night_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, forked: StartForked
 ) -> None:
     monkeypatch.setenv("CONSERVE_FAKE", "1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -53,10 +53,10 @@ def test_a_killed_night_goes_on_where_it_was(
         before = answers() if killed.exists() else {}
         enough = min(in_all - 10, len(before) + rng.randint(0, 2 * in_all // kills))
         slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=20&capacity=4"}
-        running = commands.fork("eval", "run", str(file), **slow)
+        running = forked("eval", "run", str(file), **slow)
         enough_done = lambda enough=enough: bool(keeping.runs(killed)) and done() >= enough  # noqa: E731
         commands.until(enough_done, running, every_s=0.05)
-        os.killpg(running.pid, signal.SIGKILL)
+        running.send_signal(signal.SIGKILL)
         running.communicate()
         kept = answers()
         assert before.items() <= kept.items(), f"kill {kill}: an answer that was kept was asked for again"
