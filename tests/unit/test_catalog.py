@@ -631,3 +631,32 @@ def test_a_job_is_found_by_the_id_of_its_batch_for_writers_and_readers(
 )
 def test_the_order_of_a_task_names_its_seed_where_that_decides(task: str, order: str) -> None:
     assert row_order(task) == order
+
+
+@pytest.mark.sqlite
+def test_a_reading_waits_for_a_store_that_is_just_being_made(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings.home / "conserve.db"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    looks: list[float] = []
+
+    def make(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            Store.open(settings).close()
+
+    monkeypatch.setattr(readings.time, "sleep", make)
+    assert read_jobs(settings, now=0.0) == []
+    assert len(looks) == 3
+
+
+@pytest.mark.sqlite
+def test_a_database_that_stays_empty_is_damage(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = settings.home / "conserve.db"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    monkeypatch.setattr(readings.time, "sleep", lambda seconds: None)
+    with pytest.raises(StoreError, match="no such table: meta"):
+        read_jobs(settings, now=0.0)

@@ -299,7 +299,8 @@ def at_work(running: Forked) -> bool:
     "sql", [ENDLESS, "select sum(length(repeat(range::varchar, 400000000))) from range(10000)"]
 )
 def test_ctrl_c_ends_a_query_at_once(sql: str, forked: StartForked) -> None:
-    running = forked("sql", "--memory", "4GiB", sql, thawed=True)
+    heeds = {"tests.acceptance.forks:heeds": str(int(signal.SIGINT))}
+    running = forked("sql", "--memory", "4GiB", sql, thawed=True, also=heeds)
     until(lambda: at_work(running), running)
     (child,) = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGINT)

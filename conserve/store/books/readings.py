@@ -6,6 +6,7 @@ longer than all the rest. So an SQLite store is read through the standard librar
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ HARVESTED = "select slot, tokens, busy_s from harvested order by slot"
 PLACE = "select key, value from meta where key in ('data', 'store_id')"
 """The place of the files, and the id of the store."""
 
+LOOK_S, MOST_LOOKS = 0.02, 50  # at a database without tables
+ANYTHING = "select 1 from sqlite_master limit 1"
 VERSION = "select value from meta where key = 'version'"
 """The number of the last migration applied."""
 
@@ -266,6 +269,14 @@ def opened(settings: Settings) -> Iterator[Query | None]:
             yield query
 
 
+def wait_for_tables(connection: sqlite3.Connection) -> None:
+    """Let another process go on that is just making the store; a file that stays empty is damage."""
+    for _ in range(MOST_LOOKS):
+        if connection.execute(ANYTHING).fetchall():
+            return
+        time.sleep(LOOK_S)
+
+
 @contextmanager
 def opened_sqlite(path: Path) -> Iterator[Query | None]:
     """Read an SQLite store without SQLAlchemy."""
@@ -275,6 +286,7 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
     try:
         connection = reader(path, timeout_s=10)
         try:
+            wait_for_tables(connection)
             connection.execute("begin")
             found = connection.execute(VERSION).fetchall()
             check_version(found)

@@ -340,10 +340,8 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "KVConnectorTransferResults.{finished_recving,failed_recving}": (
             "rows that are restored, and the broken ones"
         ),
-        "KVConnectorOutput.{finished_recving,failed_recving,kv_connector_worker_meta}": (
-            "the same, in the scheduler"
-        ),
-        "KVTransferConfig.kv_connector_extra_config": "our settings",
+        "KVConnectorOutput.{finished_recving,finished_sending,failed_recving,kv_connector_worker_meta}": "the same",
+        "KVTransferConfig.{kv_connector_extra_config,kv_connector_module_path,kv_role}": "our settings",
         "ParallelConfig.world_size": "host memory is divided",
         "vllm.v1.metrics.cache_hit_source.CacheHitSource.HOST": "restored tokens come from host memory",
         "FullAttentionSpec.{attention_chunk_size,sliding_window}": "KV that is not of the whole context",
@@ -372,9 +370,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.config.LoadConfig.load_format": "the same",
     },
     Part.SIMULATION: {
-        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata": "KV between simulated engines",
-        "KVTransferConfig.{kv_connector_module_path,kv_role}": "the same",
-        "KVConnectorOutput.finished_sending": "the same",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata": "KV between engines",
         "vllm.engine.arg_utils.EngineArgs": "the configuration of an engine without weights",
         "vllm.v1.core.kv_cache_utils.{get_request_block_hasher,init_none_hash}": "names of KV blocks",
         "vllm.v1.kv_cache_interface.{FullAttentionSpec,KVCacheConfig,KVCacheGroupSpec}": "its KV cache",
