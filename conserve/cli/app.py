@@ -1,6 +1,5 @@
 """The command line: typer's groups and commands, and the exit code of each error."""
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -63,10 +62,39 @@ class Program(ExampleGroup):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name; each is made when it is looked up first."""
+    """Commands by name; each is made when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        return made(name)
+        entry = COMMANDS[name]
+        module = entry.load()
+        if name == "profile":
+            return measuring(module, entry.summary)
+        if name == "store":
+            return grouped(name, module, entry.summary, size=module.show_size, **module.VERBS)
+        if name == "keys":
+            return grouped(
+                name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
+            )
+        if name == "fleet":
+            verbs = {"list": module.show, "drain": module.drain, "undrain": module.undrain}
+            return grouped(name, module, entry.summary, ListingGroup, **verbs)
+        if name == "eval":
+            return grouped(name, module, entry.summary, **module.COMMANDS)
+        if name == "hooks":
+            verbs = {"add": "add", "list": "show"}
+            verbs |= {verb: verb for verb in ("remove", "log", "test", "resend", "deliver")}
+            named = {verb: getattr(module, function) for verb, function in verbs.items()}
+            return grouped(name, module, entry.summary, **named)
+        example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
+        alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        alone.command(
+            name,
+            cls=ExampleCommand,
+            epilog=example,
+            short_help=entry.summary,
+            context_settings=SETTINGS.get(name),
+        )(getattr(module, name))
+        return typer.main.get_command(alone)
 
     def __contains__(self, name: object) -> bool:
         return name in COMMANDS
@@ -76,39 +104,6 @@ class LazyCommands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
-
-
-@functools.cache
-def made(name: str) -> Any:
-    """Make a command, once in a process."""
-    entry = COMMANDS[name]
-    module = entry.load()
-    if name == "profile":
-        return measuring(module, entry.summary)
-    if name == "store":
-        return grouped(name, module, entry.summary, size=module.show_size, **module.VERBS)
-    if name == "keys":
-        return grouped(name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke)
-    if name == "fleet":
-        verbs = {"list": module.show, "drain": module.drain, "undrain": module.undrain}
-        return grouped(name, module, entry.summary, ListingGroup, **verbs)
-    if name == "eval":
-        return grouped(name, module, entry.summary, **module.COMMANDS)
-    if name == "hooks":
-        verbs = {"add": "add", "list": "show"}
-        verbs |= {verb: verb for verb in ("remove", "log", "test", "resend", "deliver")}
-        named = {verb: getattr(module, function) for verb, function in verbs.items()}
-        return grouped(name, module, entry.summary, **named)
-    example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
-    alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    alone.command(
-        name,
-        cls=ExampleCommand,
-        epilog=example,
-        short_help=entry.summary,
-        context_settings=SETTINGS.get(name),
-    )(getattr(module, name))
-    return typer.main.get_command(alone)
 
 
 class MeasuringGroup(ExampleGroup):

@@ -180,11 +180,12 @@ def simulator() -> "Simulate":
 
 def pool_simulator() -> "SimulatePool":
     """Several of vLLM's schedulers on simulated time, for prefill and for decode."""
-    from conserve.engine.vllm.simulation.play import simulate_pool
 
     def play(
         machine: "BenchMachine", split: "EngineSplit", blocks: "Iterable[Trace]", **given: Any
     ) -> "Iterator[PlayedBlock]":
+        from conserve.engine.vllm.simulation.play import simulate_pool
+
         return simulate_pool(
             sizes_of(machine),
             blocks,

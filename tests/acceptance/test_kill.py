@@ -104,7 +104,7 @@ def three_jobs(home: Path, rows: int, script: str, forks: Forks | None = None) -
 
 
 def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path, forks: Forks) -> None:
-    jobs = three_jobs(tmp_path / "home", 100, "token_ms=1&tokens=8&capacity=64", forks)
+    jobs = three_jobs(tmp_path / "home", 300, "token_ms=1&tokens=8&capacity=64", forks)
     jobs[0].kill(Shot(at=f"{CHOICE}:choose", after=True))  # leased by the window, not committed
     jobs[0].kill(Shot(at=f"{CHOICE}:remember", call=2, after=True))  # nor is the window's place
     jobs[0].kill(Shot(at=WRITE, since=f"{CHOICE}:remember", call=2, after=True))

@@ -271,7 +271,7 @@ class TestV2WithCheckpoints:
     def test_rows_that_leave_are_saved_and_restored(self, engine: Any) -> None:
         from tests.preempted_engine import Ask, Dice, greedy, prompt
 
-        asked = [Ask(f"off{n}", prompt(50 + n * 83, 500 + n), greedy(24)) for n in range(4)]
+        asked = [Ask(f"off{n}", prompt(50 + n * 83, 500 + n), greedy(48)) for n in range(4)]
         wanted = engine.undisturbed(asked)
         counted = counts(engine)
         before = engine.scheduler.conserve()["checkpoint"]
