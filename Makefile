@@ -28,7 +28,7 @@ demo: setup  ## Run 100 GSM8K questions through the embedded engine and query th
 demo-eval: harnesses  ## Run three nights of an evaluation, one with worse weights, which the gate finds
 	@bash examples/demo-eval.sh
 
-test: setup  ## Run the tests, the real engine included (ten to seventeen minutes on two cores)
+test: setup  ## Run the tests, the real engine included (about ten minutes on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
