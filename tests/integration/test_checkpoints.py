@@ -35,7 +35,7 @@ def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     flags = {**getattr(request.cls, "flags", {}), "kv_transfer_config": transfer(settings)}
     with started(few_layers, **flags) as engine:
         yield engine
-        asked = rows(90, count=3, tokens=8)
+        asked = rows(90)
         assert engine.together(asked) == engine.undisturbed(asked), "a test has broken it for the next"
 
 
@@ -108,7 +108,7 @@ class Checkpointed:
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Reset as vLLM does for weights that change: all running requests lose their KV, and begin anew."""
-        asked = rows(3, tokens=12)
+        asked = rows(3)
         wanted = engine.undisturbed(asked)
         before = counts(engine)
         thread, goes_on = copy_thread(), threading.Event()
@@ -129,7 +129,7 @@ class Checkpointed:
     ) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
 
-        asked = [Ask("row", prompt(300, 1), greedy(24)), Ask("beside", prompt(40, 2), greedy(36))]
+        asked = [Ask("row", prompt(300, 1), greedy(40)), Ask("beside", prompt(40, 2), greedy(60))]
         wanted = engine.undisturbed(asked)
         before = counts(engine)
         engine.add(*asked)
@@ -154,7 +154,7 @@ class Checkpointed:
 
     @pytest.mark.parametrize("seed", [0, *in_full(1, 2)])
     def test_rows_lose_their_memory_at_any_moment(self, engine: Any, seed: int) -> None:
-        asked = rows(seed, tokens=16)
+        asked = rows(seed)
         wanted = engine.undisturbed(asked)
         before, dice = counts(engine), random.Random(seed)
         engine.add(*asked)
@@ -171,7 +171,7 @@ class Checkpointed:
         from tests.preempted_engine import Ask, greedy, prompt
 
         prefix = prompt(4 * BLOCK, 5)
-        asked = [Ask(f"row{n}", prompt(40 + n, 50 + n, prefix), greedy(18)) for n in range(4)]
+        asked = [Ask(f"row{n}", prompt(40 + n, 50 + n, prefix), greedy(30)) for n in range(4)]
         wanted = engine.undisturbed(asked)
         before = counts(engine)
         engine.add(asked[0])
@@ -190,7 +190,7 @@ class Checkpointed:
     def test_a_row_is_aborted_while_it_is(
         self, engine: Any, moment: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = rows(7, count=3, tokens=20)
+        asked = rows(7, count=3, tokens=30)
         wanted = engine.undisturbed(asked)
         checkpoints = engine.scheduler.checkpoints
         engine.add(*asked)
@@ -232,7 +232,7 @@ class Checkpointed:
     ) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
 
-        asked = [Ask("row", prompt(400, 11), greedy(40)), Ask("beside", prompt(30, 12), greedy(50))]
+        asked = [Ask("row", prompt(400, 11), greedy(40)), Ask("beside", prompt(30, 12), greedy(100))]
         wanted = engine.undisturbed(asked[1:])
         checkpoints = engine.scheduler.checkpoints
         engine.add(*asked)
@@ -259,7 +259,7 @@ class Checkpointed:
         self, engine: Any, way: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copies = copy_thread()
-        asked = rows(13, count=3, tokens=12)
+        asked = rows(13, count=3, tokens=20)
         wanted = engine.undisturbed(asked)
         before = counts(engine)
         real = copies._copy
@@ -370,7 +370,7 @@ class TestLittleHostMemory:
     settings: ClassVar = {"host_bytes": 6 * LAYERS * BLOCK_BYTES}
 
     def test_what_does_not_fit_is_computed_again(self, engine: Any) -> None:
-        asked = rows(51, tokens=16)
+        asked = rows(51)
         wanted = engine.undisturbed(asked)
         before, dice = counts(engine), random.Random(5)
         engine.add(*asked)
@@ -396,8 +396,8 @@ class TestLittleMemory:
     def test_offline_rows_give_way_and_come_back(self, engine: Any) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
 
-        offline = [Ask(f"off{n}", prompt(150, 60 + n), greedy(20)) for n in range(4)]
-        online = [Ask(f"on{n}", prompt(200, 70 + n), greedy(10), offline=False) for n in range(2)]
+        offline = [Ask(f"off{n}", prompt(150, 60 + n), greedy(40)) for n in range(4)]
+        online = [Ask(f"on{n}", prompt(200, 70 + n), greedy(30), offline=False) for n in range(2)]
         wanted = engine.undisturbed([*offline, *online])
         before, lost = counts(engine), engine.lost
         engine.add(*offline)
@@ -412,7 +412,7 @@ class TestLittleMemory:
     def test_live_requests_that_lose_their_memory_come_back_too(self, engine: Any) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
 
-        asked = [Ask(f"on{n}", prompt(180, 80 + n), greedy(30), offline=False) for n in range(4)]
+        asked = [Ask(f"on{n}", prompt(180, 80 + n), greedy(80), offline=False) for n in range(4)]
         asked.append(Ask("off", prompt(40, 89), greedy(4)))
         wanted = engine.undisturbed(asked)
         before, lost = counts(engine), engine.lost
@@ -432,7 +432,7 @@ class TestAdaptive:
         from tests.preempted_engine import Ask, greedy, prompt
 
         few = [Ask("few", prompt(200, 1), greedy(20))]
-        many = [Ask(f"many{n}", prompt(200, 2 + n), greedy(24)) for n in range(4)]
+        many = [Ask(f"many{n}", prompt(200, 2 + n), greedy(40)) for n in range(4)]
         before = counts(engine)
         wanted = engine.undisturbed(many)
         engine.add(*few)
@@ -460,7 +460,7 @@ class TestBesideAnotherConnector:
         with started(few_layers, kv_transfer_config=config) as engine:
             _, witness = engine.scheduler.connector._connectors
             assert engine.scheduler.conserve()["preemption"]["why_off"] == "another KV connector takes part"
-            asked = rows(95, count=3, tokens=12)
+            asked = rows(95, count=3)
             wanted = engine.undisturbed(asked)
             before = counts(engine)
             engine.add(*asked)

@@ -25,7 +25,7 @@ pytestmark = [
 
 LAYERS = 3
 BLOCK = 32
-NEW = 28  # tokens of each answer
+NEW = 40  # tokens of each answer
 ANSWERS: dict[Any, Any] = {}  # of all engines of this module to rows that nothing disturbs
 
 
