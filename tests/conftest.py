@@ -252,26 +252,21 @@ def pytest_runtest_call() -> Generator[None, None, None]:
     assert not seldom, f"hardly ever reached: {'; '.join(seldom)}"
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the developer's reaches a test."""
-    for name in list(os.environ):
-        if name.startswith("CONSERVE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("CONSERVE_FAKE", "1")
-    monkeypatch.setenv("CONSERVE_FORK_SERVER", "keep")
-    monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path / "models"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
 def own_environment(patch: pytest.MonkeyPatch, home: Path) -> None:
-    """No setting of the developer's reaches what tests of a module share: a store at this place."""
+    """No setting of the developer's reaches a test, or what those of a module share: the store is at this place."""
     for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
         patch.delenv(name)
     patch.setenv("CONSERVE_FAKE", "1")
     patch.setenv("CONSERVE_HOME", str(home))
     patch.setenv("XDG_CONFIG_HOME", str(home.parent / "config"))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the developer's reaches a test."""
+    own_environment(monkeypatch, tmp_path / "home")
+    monkeypatch.setenv("CONSERVE_FORK_SERVER", "keep")
+    monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path / "models"))
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +295,7 @@ def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         *arguments: str,
         shots: Sequence[Shot] = (),
         also: Mapping[str, str] | None = None,
+        constants: Mapping[str, float] | None = None,
         output: Path | None = None,
         source: Path | None = None,
         thawed: bool = False,
@@ -307,7 +303,9 @@ def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     ) -> Forked:
         number = len(running)
         started = forks.start(
-            aimed.command(shots, *arguments, also={**(THAWED if thawed else {}), **(also or {})}),
+            aimed.command(
+                shots, *arguments, also={**(THAWED if thawed else {}), **(also or {})}, **(constants or {})
+            ),
             env={**os.environ, **variables},
             errors=folder / f"errors-{number}",
             output=output or folder / f"output-{number}",

@@ -95,7 +95,7 @@ def best_split(
 
 
 def score(blocks: Sequence[Block], slo: LatencyLimits) -> tuple[bool, float]:
-    """How good these blocks are: whether they keep the SLO, and their rows, or how near to it they come."""
+    """Rank these blocks: by whether they keep the SLO, then by their rows, or by how near to the SLO they come."""
     found = outcome(blocks, None)
     over = max(
         (one.p99 / most for one, most in zip((found.ttft_ms, found.tbt_ms), slo, strict=True) if one),

@@ -112,7 +112,6 @@ class Simulator:
 
         Figures per second are those of one engine.
         """
-
         assert self.simulate_pool is not None
         simulate_pool = self.simulate_pool
 

@@ -32,15 +32,11 @@ IMPORTED = (
     *("conserve.jobs.requests.submit", "conserve.jobs.hooks.courier", "conserve.jobs.telemetry.otlp"),
     *("conserve.cli.shortcuts", "typer._adapters", "duckdb", "jinja2.sandbox", "pyarrow.dataset"),
     *("httpcore", "h11", "anyio._backends._asyncio", "conserve.installation"),
-    *(
-        "conserve.cli.api",
-        "conserve.batch_api.serving",
-        "conserve.cli.evaluations",
-        "conserve.nightly.rounds",
-    ),
+    *("conserve.cli.api", "conserve.batch_api.serving"),
+    *("conserve.cli.evaluations", "conserve.nightly.rounds"),
     *("tests.acceptance.aimed", "tests.acceptance.phases"),
 )
-"""What commands import, also late, so that a fork need not."""
+"""Modules that commands import, early or late, so that a fork need not."""
 POLL_S = 0.005
 
 

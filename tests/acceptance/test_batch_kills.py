@@ -37,7 +37,7 @@ def serve(home: Path, port: int) -> "subprocess.Popen[str]":
 
 
 def forked_api(harness: Harness, port: int) -> Forked:
-    """The same as a fork."""
+    """Start the API as a fork, and wait until it answers."""
     running = harness.fork(words=["api", "--port", str(port)], conserve__batch_api__workers__LOOK_S=0.05)
     commands.until(lambda: answers(port), running)
     return running

@@ -47,7 +47,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path, forks: Forks) -> None:
 
 
 LIMITED = {"tests.acceptance.privations:let_no_file_grow_beyond": "300000"}
-"""What a full disk would allow."""
+"""Limit on the size of files, as a full disk sets one."""
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, forks: Forks) -> None:

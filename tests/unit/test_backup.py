@@ -35,10 +35,10 @@ from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import digests, home, marks
 from tests import commands
-from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
-from tests.acceptance.forks import Forked, Forks
+from tests.acceptance.forks import Forked
 from tests.commands import Done, conserve
+from tests.conftest import StartForked
 from tests.postgres import Databases
 from tests.store_rows import LEASE_S, add_job, claim, finish, leased, select
 from tests.tiers import in_full
@@ -897,7 +897,7 @@ def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
     verb: str,
     database: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
-    forks: Forks,
+    forked: StartForked,
 ) -> None:
     backup, where = tmp_path / "monday", tmp_path / "again"
     expected = {job_id: results(job_id) for job_id in jobs}
@@ -906,7 +906,7 @@ def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
         database()
         monkeypatch.setenv("CONSERVE_HOME", str(where))
     for shot in KILLED[verb]:
-        done = killed(forks, tmp_path, shot, "store", verb, str(backup))
+        done = commands.ended(forked("store", verb, str(backup), shots=[shot]))
         assert done.returncode == -signal.SIGKILL, (shot, done)
         if verb == "backup":
             assert not backup.exists()
@@ -919,34 +919,20 @@ def test_a_kill_leaves_nothing_that_holds_the_next_one_up(
     checked()
 
 
-def killed(forks: Forks, folder: Path, shot: Shot, *words: str) -> Done:
-    """Run a command that kills itself."""
-    running = forked(forks, folder / "errors", aimed.command([shot], *words))
-    stdout, stderr = running.communicate()
-    return Done(running.returncode or 0, stdout, stderr)
-
-
-def forked(forks: Forks, errors: Path, arguments: Sequence[str]) -> Forked:
-    """Start a command as a fork, with the settings of the test."""
-    ours = ("CONSERVE_", "XDG_CONFIG_HOME")
-    env = {name: value for name, value in os.environ.items() if name.startswith(ours)}
-    return forks.start(arguments, env=env, errors=errors)
-
-
 @SQLITE_FIRST
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_backups_while_harvesters_run_lose_and_double_nothing(
     tmp_path: Path,
     database: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
-    forks: Forks,
+    forked: StartForked,
     seed: int,
 ) -> None:
     """Two runs finish rows, shard by shard, while backups are made; each of these is a store that goes on."""
     dice = random.Random(seed)
     job_id = submit(tmp_path, "one", rows=300)
-    shot = aimed.command([], "run", "--endpoint", "fake:?token_ms=15&capacity=16", **SMALL_SHARDS)
-    running = [forked(forks, tmp_path / f"errors-{n}", shot) for n in range(2)]
+    slow = ("run", "--endpoint", "fake:?token_ms=15&capacity=16")
+    running = [forked(*slow, constants=SMALL_SHARDS) for _ in range(2)]
     try:
         names = backed_up_meanwhile(tmp_path, running)
     finally:

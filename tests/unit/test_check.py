@@ -30,6 +30,7 @@ from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import checking
 from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
+from tests.conftest import own_environment
 from tests.store_rows import add_job, finish, job, leased, select
 from tests.tiers import in_full, named
 
@@ -57,11 +58,7 @@ def submit(tmp_path: Path) -> Callable[..., str]:
 def at_home_in(folder: Path) -> Iterator[Settings]:
     """Settings of a home in the folder, which commands have too; for what is prepared once."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("CONSERVE_")]:
-            patch.delenv(name)
-        patch.setenv("CONSERVE_FAKE", "1")
-        patch.setenv("CONSERVE_HOME", str(folder / "home"))
-        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        own_environment(patch, folder / "home")
         yield load()
 
 
@@ -135,7 +132,7 @@ def results(store: Store, job_id: str) -> list[dict[str, Any]]:
 
 
 def exported(job_id: str) -> list[dict[str, Any]]:
-    """The same, as `conserve results` has them."""
+    """The answers of a job, as `conserve results` has them."""
     done = conserve("results", job_id)
     assert done.returncode == 0, done.stderr
     return [{name: row[name] for name in COMPARED} for row in map(json.loads, done.stdout.splitlines())]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
+from tests.class_index import statements
 from tests.conftest import WriteInput
 
 REPOSITORY = Path(__file__).parents[2]
@@ -196,14 +196,6 @@ def read(module: Path) -> ReadModule:
         elif isinstance(node, ast.ImportFrom):
             facts.imported.extend(f"{node.module}.{alias.name}" for alias in node.names)
     return facts
-
-
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements inside of the node, at any depth."""
-    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for one in getattr(node, part, ()):
-            yield one
-            yield from statements(one)
 
 
 def imported_rooms(folder: str) -> set[tuple[str, str]]:

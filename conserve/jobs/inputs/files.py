@@ -5,7 +5,7 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -95,7 +95,7 @@ def files_of(name: str) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
-    found = sorted(path for path in not_hidden(folder) if path.is_file() and form_of_name(path) is not None)
+    found = row_files([folder], folder)
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise InputError(
@@ -104,8 +104,14 @@ def files_below(folder: Path) -> list[Path]:
     return found
 
 
+def row_files(folders: Iterable[Path], root: Path) -> list[Path]:
+    """Files of rows in these folders below `root`, at any depth."""
+    below = {file for folder in folders for file in not_hidden(folder)}
+    return sorted(file for file in below if is_row_file(file, root))
+
+
 def not_hidden(folder: Path) -> Iterator[Path]:
-    """Whatever is below a folder and is no folder; it goes into none that is hidden, such as `.git` and `.venv`."""
+    """Walk through a folder, past what is hidden in it, as `.git` and `.venv` are; yields what is no folder."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
         yield from (Path(place, name) for name in names if not name.startswith(HIDDEN))
@@ -117,9 +123,7 @@ def files_like(pattern: str) -> list[Path]:
     paths = [Path(match) for match in matches]
     found = sorted(path for path in paths if path.is_file())
     if not found:
-        root = fixed_part(pattern)
-        below = {file for path in paths if path.is_dir() for file in path.rglob("*")}
-        found = sorted(file for file in below if is_row_file(file, root))
+        found = row_files([path for path in paths if path.is_dir()], fixed_part(pattern))
     if not found:
         raise InputError(f"no file matches {pattern}; check the pattern")
     return found

@@ -214,7 +214,6 @@ class QueryAttempts:
                 if self._every_view or not isinstance(error.__cause__, duckdb.CatalogException):
                     raise
                 self._every_view = True
-                views.duck.close()
                 return False
             except PERHAPS_DAMAGE as error:
                 if isinstance(error, (BLAMELESS, BrokenPipeError)):
@@ -234,7 +233,6 @@ class QueryAttempts:
                     path, reason = next(iter(found.items()))
                     raise StoreError(f"{path} {reason}; {fix_of(reason, REPAIR)}") from error
                 self._damaged |= found
-                views.duck.close()
                 return False
             self._send(DONE, b"")  # the process ends here, without closing the database for milliseconds
         return True

@@ -135,14 +135,13 @@ def opened(
     Files that cannot be opened or are known to be `damaged` are left out. Views that the query does not use are
     not made, which saves half of the time of a short query. With `every_view` they are, without rows, since
     DuckDB's errors name those that a query may mean: to have rows, each of their files would be opened.
-    `empty` is a connection of `empty_database` to make them on, which stays open; without it a new one is opened.
+    `empty` is a connection of `empty_database` to make them on; without it a new one is opened.
     """
 
     def fault(path: FilePath) -> str | None:
         return damaged.get(path) or readable.fault(path)
 
-    fresh = duckdb.connect(":memory:", config=SETTINGS) if empty is None else contextlib.nullcontext(empty)
-    with fresh as duck:
+    with duckdb.connect(":memory:", config=SETTINGS) if empty is None else empty as duck:
         used = uses(duck)
         begin(duck, spill, bounds, inherited=empty is not None)
         if isinstance(taken.data, ObjectPath):

@@ -26,10 +26,8 @@ from vllm.v1.request import Request
 
 from conserve.engine.vllm.requests.engines import together
 from conserve.engine.vllm.simulation.bare import bare_config
-from conserve.engine.vllm.simulation.engine import IDLE_S, Coming, SimulatedAnswer, SimulatedEngine
+from conserve.engine.vllm.simulation.engine import IDLE_S, TOKEN, Coming, SimulatedAnswer, SimulatedEngine
 from conserve.engine.vllm.simulation.handover import HandOver
-
-TOKEN = 7  # that simulated workers answer with
 
 
 @dataclass(slots=True, eq=False)
@@ -70,18 +68,18 @@ class PoolEngine(SimulatedEngine):
         self.connector: HandOver = self.scheduler.connector
         self.connector.taken = self._taken
         self.senders: dict[str, tuple[PoolEngine, str]] = {}  # of KV that is to come: engine, and name there
-        self._passages: dict[str, Passage] = {}
+        self._passages: dict[str, tuple[Passage, Request]] = {}
         self._given: list[GivenRequest] = []
         self._numbers_given = count()
         self._sent: set[str] = set()  # requests whose KV another engine has got
 
     def give(self, passage: Passage, at_s: float, *, computed: Sequence[int] | None = None) -> Request:
-        """Have it run a prompt for its first token, or, of a prompt that is `computed`, the rest of the answer."""
+        """Queue a prompt for its first token, or, of a prompt that is `computed`, the rest of the answer."""
         prompt = passage.prompt if computed is None else [*computed, TOKEN]
         answer_tokens = 1 if computed is None else passage.answer_tokens - 1
         request = self.request(prompt, answer_tokens, offline=passage.offline)
         request.arrival_time = at_s if passage.answer is None else passage.answer.arrived_s
-        self._passages[request.request_id] = passage
+        self._passages[request.request_id] = passage, request
         self.load += passage.tokens
         if computed is not None:
             self.connector.brought[request.request_id] = len(computed)
@@ -95,8 +93,8 @@ class PoolEngine(SimulatedEngine):
         sender, name_there = self.senders.pop(name)
         sender._sent.add(name_there)
 
-    def step(self, next_s: float) -> Iterator[tuple[Passage, Request]]:
-        """Run an iteration, and yield what has finished here; without any work let time pass, until `next_s`."""
+    def step(self, next_s: float) -> list[tuple[Passage, Request]]:
+        """Run an iteration; returns what has finished here. Without any work let time pass, until `next_s`."""
         self.clock.now = self.now
         while self._given and self._given[0].at_s <= self.now:
             self.scheduler.add_request(heapq.heappop(self._given).request)
@@ -111,22 +109,21 @@ class PoolEngine(SimulatedEngine):
             self._sent = set()
         finished = list(self._settle(output, result))
         self.now = self.clock.now
-        yield from finished
+        return finished
 
     def _settle(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> Iterator[tuple[Passage, Request]]:
         """Note the tokens of live requests; yield the requests that have finished."""
-        requests = dict(self.scheduler.requests)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for answer in outputs.outputs:
-                passage = self._passages[answer.request_id]
+                passage, request = self._passages[answer.request_id]
                 if passage.answer is not None:
                     passage.answer.token_at_s += [self.clock.now] * len(answer.new_token_ids)
                 if answer.finish_reason is not None:
                     del self._passages[answer.request_id]
                     self.load -= passage.tokens
-                    yield passage, requests[answer.request_id]
+                    yield passage, request
 
 
 class Disaggregated:

@@ -29,6 +29,7 @@ from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
 
 IDLE_S = 1e-3  # between two looks of an engine that has nothing to compute
+TOKEN = 7  # that the workers answer with
 SHARED_FROM = 990  # first token id of shared beginnings
 
 
@@ -290,7 +291,7 @@ def results_of(output: SchedulerOutput, due: Set[str]) -> ModelRunnerOutput:
     return ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=[[7] if name in due else [] for name in names],
+        sampled_token_ids=[[TOKEN] if name in due else [] for name in names],
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

@@ -25,19 +25,19 @@ class HandOver(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.brought: dict[str, int] = {}
         """Requests whose KV is in another engine, and its tokens."""
         self.taken: Callable[[str], None] = lambda name: None
-        """Told of a request that has got its KV."""
+        """Function that is told of a request that has got its KV."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens beyond those in this engine's cache; none for a request that lost its memory here."""
         return max(0, self.brought.get(request.request_id, 0) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """The request has room."""
+        """Note that a request has room here, so that its sender can free the blocks."""
         if self.brought.pop(request.request_id, None) is not None:
             self.taken(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing for the workers."""
+        """Metadata with nothing in it: no worker loads or saves."""
         return KVConnectorMetadata()
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
