@@ -9,6 +9,7 @@ class MadeUp:
     """A block in the form of `conserve.bench.simulated.PlayedBlock`."""
 
     began_s: float
+    ended_s: float
     answers: list[Any]
     first: dict[str, Any]
     last: dict[str, Any]

@@ -10,9 +10,10 @@ the engine's largest sizes, and as many as the answers need: each request's toke
 between its arrival and the end that the SLO leaves it.
 
 What it relaxes: the work is divisible, KV memory is endless, no prompt waits for an iteration under way, iterations
-may be as short and as close as is convenient, and of the live work only that is done which the SLO wants by the end
-of the block. What it does not relax: each live request keeps the SLO, not 99 % of them. So a policy that keeps the
-SLO stays below it, and one that does not may exceed it.
+may be as short and as close as is convenient, and live work that the SLO does not want by the end of the block
+needs no iterations. As in a policy's rows, such work is paid for all the same (`leftover`). What it does not relax:
+each live request keeps the SLO, not 99 % of them. So a policy that keeps the SLO stays below it, and one that does
+not may exceed it.
 """
 
 from bisect import insort
@@ -77,8 +78,9 @@ def most_rows_per_s(engine: EngineModel, mix: Mix) -> float:
 
 def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
     """Rows' worth of work in one block."""
+    live_ms, *_ = _live(trace, engine)
     trace = wanted_by(trace, block_s, slo)
-    live_ms, tokens, steps = _live(trace, engine)
+    _, tokens, steps = _live(trace, engine)
     left_ms, constant_ms = 1e3 * block_s - live_ms, engine.ms(Batch())
     kinds = (
         (constant_ms * least_iterations(trace, slo), 0.0),

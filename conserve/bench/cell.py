@@ -22,6 +22,7 @@ class PlayedCell:
     rate: float  # requests/s
     blocks: Sequence[Block]
     mix: Mix
+    left_ms: Mapping[str, float]  # live work that each policy's blocks left behind (`leftover`)
     bound_rows_per_s: float | None  # None where the engine's speed is unknown
     tuned: Sequence[str] = ()  # sentences on the baselines' parameters
 
@@ -45,8 +46,8 @@ def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
 
 def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict[str, Any]:
     outcome = comparison.policies[name]
-    rows_per_s = _rows_per_s(outcome, played.mix)
-    most = comparison.policies.get(most_of([*comparison.policies]) or "")
+    rows_per_s = _rows_per_s(name, comparison, played)
+    most = most_of([*comparison.policies])
     return {
         "requests": outcome.requests,
         "failed": outcome.failed,
@@ -55,16 +56,32 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
         "ratios": _ratios(name, comparison),
         "attainment": _attainment(outcome, played.cell.scale),
         "sent_late": outcome.late._asdict(),
+        "computed_twice": _twice(outcome),
         "rows_per_s": rows_per_s,
+        "rows_in_block_per_s": _harvested_per_s(outcome, played.mix),
         "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,
         "decode_tokens_per_s": outcome.offline_decode_tokens_per_s,
-        "of_non_preemptive": _over(rows_per_s, _rows_per_s(most, played.mix) if most else None),
+        "of_non_preemptive": _over(rows_per_s, _rows_per_s(most, comparison, played) if most else None),
         "of_bound": _over(rows_per_s, played.bound_rows_per_s),
     }
 
 
-def _rows_per_s(outcome: PolicyOutcome, mix: Mix) -> float:
+def _rows_per_s(name: str, comparison: PolicyComparison, played: PlayedCell) -> float:
+    """Rows per second beside all live work, that included which the policy left behind."""
+    outcome, mix = comparison.policies[name], played.mix
+    left_rows = played.left_ms.get(name, 0.0) / mix.row_ms
+    return _harvested_per_s(outcome, mix) - left_rows / outcome.duration_s
+
+
+def _harvested_per_s(outcome: PolicyOutcome, mix: Mix) -> float:
     return mix.rows(outcome.offline_prompt_tokens_per_s, outcome.offline_decode_tokens_per_s)
+
+
+def _twice(outcome: PolicyOutcome) -> float | None:
+    """Share of offline tokens' worth of computing that was done twice: thrown away, or lost with evicted KV."""
+    again = outcome.left.tokens_wasted + outcome.evicted.tokens_recomputed
+    tokens = outcome.offline_tokens_per_s * outcome.duration_s
+    return again / tokens if tokens else None
 
 
 def _ratios(name: str, comparison: PolicyComparison) -> dict[str, Any]:
@@ -89,7 +106,7 @@ def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | No
 
 
 def _over(value: float, of: float | None) -> float | None:
-    return value / of if of else None
+    return value / of if of and of > 0 else None
 
 
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:

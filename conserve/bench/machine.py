@@ -23,6 +23,9 @@ SMALL = 2048  # tokens of an iteration and of a context on which lengths are the
 # As vLLM serves an 8B model on an H100, for profiles that tell no sizes.
 USUAL = IterationLimits(tokens=8192, requests=256, context=32768, kv_tokens=457_728, block_tokens=64)
 ROWS = 1 << 16  # different rows
+HOST_BYTES = 4 << 30  # of host memory for copies of KV, as `conserve serve` takes by default
+COPY_BYTES_PER_MS = 6.7e6  # as KV is copied beside computing on two cores (docs/benchmarks/memory.md)
+USUAL_COPY_MS = 0.2  # of a block, for profiles that tell no copies: 8 MB over PCIe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class BenchMachine:
     layers: int
     flags: Mapping[str, int]  # of vLLM, by the names of its arguments
     num_blocks: int  # of KV
+    host_blocks: int  # of KV in host memory, for checkpoints
+    copy_ms: float  # of copying a block to host memory, or back
 
     @classmethod
     def demo(cls) -> Self:
@@ -41,12 +46,15 @@ class BenchMachine:
         given = dict(zip(CPU.engine_flags[::2], CPU.engine_flags[1::2], strict=True))
         flags = {flag.removeprefix("--").replace("-", "_"): int(value) for flag, value in given.items()}
         kv_bytes = flags.pop("kv_cache_memory_bytes")
+        block_bytes = flags["block_size"] * DEMO_KV_BYTES
         return cls(
             name="the demo model on one core",
             model=ConServeModel.of(*(ms / FASTER for ms in DEMO)),
             layers=DEMO_LAYERS,
             flags=flags,
-            num_blocks=kv_bytes // (flags["block_size"] * DEMO_KV_BYTES),
+            num_blocks=kv_bytes // block_bytes,
+            host_blocks=HOST_BYTES // block_bytes,
+            copy_ms=block_bytes / COPY_BYTES_PER_MS,
         )
 
     @classmethod
@@ -55,6 +63,7 @@ class BenchMachine:
         if not profile.models:
             raise ProfileMissing(f"the profile {profile.name} has no model; run: conserve profile MODEL")
         limits = profile.limits or USUAL
+        copies = max(profile.kv_copies, key=lambda one: one.blocks, default=None)
         return cls(
             name=profile.name,
             model=profile.model(),
@@ -66,6 +75,12 @@ class BenchMachine:
                 "block_size": limits.block_tokens,
             },
             num_blocks=limits.kv_tokens // limits.block_tokens,
+            host_blocks=HOST_BYTES * copies.blocks // copies.bytes
+            if copies
+            else limits.kv_tokens // limits.block_tokens,
+            copy_ms=(copies.to_host_ms + copies.to_device_ms) / 2 / copies.blocks
+            if copies
+            else USUAL_COPY_MS,
         )
 
     @property

@@ -30,6 +30,8 @@ class PlayedBlock(Protocol):
     @property
     def began_s(self) -> float: ...
     @property
+    def ended_s(self) -> float: ...
+    @property
     def answers(self) -> Sequence[TimedAnswer]: ...
     @property
     def first(self) -> Mapping[str, Any]: ...
@@ -50,6 +52,7 @@ class Simulate(Protocol):
         rows: Iterator[tuple[int, int]],
         promises: Mapping[str, Any],
         terms: Mapping[str, float] | None,
+        checkpoints: bool,
         shared_tokens: int,
     ) -> Iterator[PlayedBlock]: ...
 
@@ -103,6 +106,7 @@ class Simulator:
             rows=cycle(rows) if name != ONLINE_ONLY else iter(()),
             promises=_promises(name, slo) if promises is None else promises,
             terms=terms,
+            checkpoints=regime_of(name).checkpoint,
             shared_tokens=blocks[0].shared_tokens if blocks else 0,
         )
         return [self._block(name, *pair) for pair in zip(blocks, played, strict=True)]
@@ -150,7 +154,7 @@ class Simulator:
         return Block(
             policy=name,
             started_s=played.began_s,
-            duration_s=self.block_s * engines,
+            duration_s=(played.ended_s - played.began_s) * engines,
             answers=tuple(answers),
             **last.since(first),
         )

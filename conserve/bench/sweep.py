@@ -14,6 +14,7 @@ from conserve.bench import cell as cells
 from conserve.bench import points
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
+from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
 from conserve.bench.points import Cell
@@ -166,7 +167,15 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
                 tokens=tokens if name == SARATHI_P else None,
             )
     bound = rows_per_s(traces, engine, plan.block_s, slo, mix) if slo else None
-    found = PlayedCell(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
+    found = PlayedCell(
+        cell=cell,
+        rate=rate,
+        blocks=blocks,
+        mix=mix,
+        left_ms=left_by_policy(blocks, engine, shared_tokens=traces[0].shared_tokens),
+        bound_rows_per_s=bound,
+        tuned=told,
+    )
     return cells.document(found, seed=plan.seed)
 
 

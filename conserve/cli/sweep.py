@@ -141,7 +141,7 @@ def policies_of(wanted: SweepFlags) -> list[str]:
 def simulable(name: str) -> bool:
     """True unless the policy goes without a mechanism that the simulation does not have."""
     regime = regime_of(name)
-    return regime.ordered and regime.full_batches and "-" not in name.partition("/")[2].replace("harm-", "")
+    return regime.ordered and regime.full_batches
 
 
 def require_size(name: str) -> Size:
@@ -201,10 +201,15 @@ def pool_simulator() -> "SimulatePool":
 
 def sizes_of(machine: "BenchMachine") -> "SimulatedMachine":
     """The machine for the simulation."""
+    from conserve.engine.vllm.simulation.copies import HostCopies
     from conserve.engine.vllm.simulation.play import SimulatedMachine
 
     return SimulatedMachine(
-        model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
+        model=machine.model,
+        layers=machine.layers,
+        flags=machine.flags,
+        num_blocks=machine.num_blocks,
+        copies=HostCopies(blocks=machine.host_blocks, block_ms=machine.copy_ms),
     )
 
 

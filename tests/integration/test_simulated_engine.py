@@ -26,26 +26,40 @@ Make = Callable[..., Any]
 def make(tmp_path: Path, clock: Any) -> Make:
     """Engines without scatter: every figure below is exact."""
 
-    def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS, *, separable: bool = True) -> Any:
+    def make(
+        preemption: str,
+        rows: Sequence[tuple[int, int]] = ROWS,
+        *,
+        separable: bool = True,
+        num_blocks: int = 4096,
+        copy_ms: float | None = None,
+    ) -> Any:
+        """With `copy_ms` KV is checkpointed; a block takes so long."""
         from conserve.engine.vllm.settings import WORKER
+        from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
         from tests.bare_scheduler import MODEL, engine_config
 
         slo = {"ttft_slo_ms": 1000, "tbt_slo_ms": 400}
         section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo}
-        config = engine_config(tmp_path, section=section, max_num_batched_tokens=1024)
+        flags: dict[str, Any] = {"max_num_batched_tokens": 1024}
+        copies = HostCopies(blocks=64, block_ms=copy_ms) if copy_ms is not None else None
+        if copies is not None:
+            flags["kv_transfer_config"] = checkpointing(copies, {"block_size": 128})
+        config = engine_config(tmp_path, section=section, **flags)
         config.parallel_config.worker_cls = WORKER
         return SimulatedEngine(
             config,
             clock=clock,
             model=MODEL,
             layers=LAYERS,
-            num_blocks=4096,
+            num_blocks=num_blocks,
             offline=iter(rows),
             window=8,
             scatter=0.0,
             seed=0,
             separable=separable,
+            copies=SimulatedCopies(copies) if copies is not None else None,
         )
 
     return make
@@ -105,6 +119,31 @@ def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
         assert not engine._suspended
     assert took["prompt"] == pytest.approx(took["never"], rel=0.1)
     assert engine.scheduler.arrival_monitor.tokens_wasted == 0
+
+
+def test_evicted_rows_get_their_kv_back_where_it_is_copied(make: Make) -> None:
+    """Live requests take memory from rows with long answers again and again."""
+    rows = [(900, 100)] * 12
+    computed, restored, took, saved = {}, {}, {}, {}
+    for copy_ms in (None, 0.1, 5.0):
+        engine = make("prompt", rows, num_blocks=40, copy_ms=copy_ms)
+        began = engine.clock.now
+        engine.go_on_until(began + 1.0)
+        for _ in range(6):
+            engine.play([Arrival(0.01 * n, 900, 8) for n in range(4)], 1.0)
+        while engine.scheduler.requests:
+            engine.go_on_until(engine.clock.now + 0.01)
+        told = engine.scheduler.conserve()["checkpoint"]
+        computed[copy_ms], restored[copy_ms] = told["tokens_recomputed"], told.get("tokens_restored", 0)
+        took[copy_ms], saved[copy_ms] = engine.clock.now - began, told.get("tokens_saved", 0)
+        assert engine.offline_tokens == sum(prompt + answer - 1 for prompt, answer in rows)
+        assert not engine.scheduler.checkpoints or not engine.scheduler.checkpoints.copying
+    assert computed[None] > 1000
+    assert restored[0.1] > 1000
+    assert computed[0.1] == 0
+    assert took[0.1] < took[None]
+    assert saved[5.0] < saved[0.1], "copies that take long are fewer"
+    assert took[0.1] < took[5.0]
 
 
 def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make) -> None:

@@ -99,7 +99,7 @@ def test_its_figures_are_those_of_one_engine() -> None:
             none, some = {"tokens": 0, "decode_steps": 0}, {"tokens": 1000, "decode_steps": 100}
             counts = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
             last = {name: value * split.engines for name, value in some.items()}
-            yield MadeUp(100.0, answers, {**counts, "offline": none}, {**counts, "offline": last})
+            yield MadeUp(100.0, 130.0, answers, {**counts, "offline": none}, {**counts, "offline": last})
 
     simulator = Simulator(machine=MACHINE, simulate=made_up, block_s=30.0, seed=0, simulate_pool=pool)
     plan = replace(PLAN, policies=[*PLAN.policies, "distserve-p"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conserve.bench import points, sweep
-from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
+from conserve.bench.bound import Mix, added_ms, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.forecast import play
@@ -24,6 +24,7 @@ from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
+from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
 from tests.made_up_blocks import Answered, MadeUp
 
@@ -180,7 +181,7 @@ def made_up(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given
         ]
         none = {"tokens": 0, "decode_steps": 0}
         some = none if policy == "online-only" else {"tokens": round(1000 * slow), "decode_steps": 100}
-        yield MadeUp(100.0, answers, {**report, "offline": none}, {**report, "offline": some})
+        yield MadeUp(100.0, 130.0, answers, {**report, "offline": none}, {**report, "offline": some})
 
 
 def simulator() -> Simulator:
@@ -198,7 +199,29 @@ def test_a_simulated_cell_has_every_figure() -> None:
     assert ours["decode_tokens_per_s"] == pytest.approx(100 / 30)
     assert 0 < ours["of_non_preemptive"] < 1 == most["of_non_preemptive"]
     assert 0 < ours["of_bound"] < 1
-    assert found["policies"]["online-only"]["rows_per_s"] == 0
+    assert found["policies"]["online-only"]["rows_in_block_per_s"] == 0
+    assert all(
+        one["rows_per_s"] == pytest.approx(one["rows_in_block_per_s"] - left_rows_per_s(slow))
+        for one, slow in ((ours, 1.1), (most, 10.0), (found["policies"]["online-only"], 1.0))
+    )
+    assert left_rows_per_s(10.0) > left_rows_per_s(1.1) >= 0
+
+
+def left_rows_per_s(slow: float) -> float:
+    """Rows' worth of the live work that `made_up` answers after the end of a block."""
+    _, traces = sweep.arrivals(CELL, PLAN, simulator())
+    mix = Mix.of(MACHINE.rows(1000, seed=0), MACHINE.engine)
+    left_ms = 0.0
+    for trace, one in ((of, one) for of in traces for one in of):
+        at_s = [one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)]
+        late = sum(at > 30.0 for at in at_s)
+        if late == one.output_tokens:
+            cached = trace.cached(one)
+            left_ms += added_ms(MACHINE.engine, Slice(one.input_tokens - cached, cached))
+            late -= 1
+        context = one.input_tokens + one.output_tokens // 2
+        left_ms += late * added_ms(MACHINE.engine, Slice(1, context, True))
+    return left_ms / mix.row_ms / 30.0 / len(traces)
 
 
 def test_cells_with_few_requests_have_more_blocks() -> None:
@@ -220,6 +243,7 @@ def told(cell: Cell, p99: float) -> dict[str, Any]:
         "ratios": ratios,
         "attainment": {"ttft": 0.99, "tbt": None},
         "of_non_preemptive": 0.8,
+        "computed_twice": 0.001,
         **figures,
     }
     return {**cell.document(), "policies": dict.fromkeys(PLAN.policies, policy)}
@@ -352,6 +376,8 @@ def test_every_policy_plays_unless_some_are_named() -> None:
         policies_of(SweepFlags.of({**FLAGS, "policies": "conserve"}))
     with pytest.raises(SettingsError, match="conserve/-order cannot be simulated"):
         policies_of(SweepFlags.of({**FLAGS, "policies": "online-only,conserve/-order"}))
+    arms = ["online-only", "conserve/-preemption", "conserve/-checkpoints", "conserve/recompute"]
+    assert policies_of(SweepFlags.of({**FLAGS, "policies": ",".join(arms)})) == arms
 
 
 def test_sizes_say_how_many_cells_and_blocks() -> None:

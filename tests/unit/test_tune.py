@@ -99,7 +99,7 @@ class Engine:
         for trace in blocks:
             answers = [Answered([one.at_s + slower * (0.1 + 0.02 * n) for n in range(8)]) for one in trace]
             begin, end = ({"tokens": n, "decode_steps": n // 10} for n in (0, rows))
-            yield MadeUp(0.0, answers, {**report, "offline": begin}, {**report, "offline": end})
+            yield MadeUp(0.0, 30.0, answers, {**report, "offline": begin}, {**report, "offline": end})
 
 
 def tuning(engine: Engine, *promised: Promise) -> Tuning:

@@ -11,6 +11,7 @@ from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
 from conserve.bench.compare import Design
 from conserve.bench.forecast import EngineModel
+from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import SARATHI_P, is_stock
 from conserve.bench.offline import lengths_of
@@ -109,6 +110,7 @@ class OnServers:
             rate=sized.rate,
             blocks=measurement.blocks,
             mix=mix,
+            left_ms=left_by_policy(measurement.blocks, engine, shared_tokens=traces[0].shared_tokens),
             bound_rows_per_s=bound,
             tuned=measurement.tuned,
         )

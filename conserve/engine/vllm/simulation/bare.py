@@ -57,6 +57,16 @@ def bare_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: Any
     return config
 
 
+def spec_of(block_size: int) -> FullAttentionSpec:
+    """KV of the model's one layer."""
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+def block_bytes(block_size: int) -> int:
+    """Bytes of a KV block of the model."""
+    return int(spec_of(block_size).page_size_bytes)
+
+
 class Clock:
     """Stands in for the module `time` where the adapter reads it: only iterations take time."""
 
@@ -110,7 +120,7 @@ class SchedulerAlone:
         """`more_groups`: specifications of further groups of KV blocks."""
         block_size = config.cache_config.block_size
         config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        spec = spec_of(block_size)
         kv_cache = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[SimpleNamespace(size=num_blocks * spec.page_size_bytes)],  # its class varies

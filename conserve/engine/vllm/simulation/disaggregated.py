@@ -150,6 +150,7 @@ class Disaggregated:
         self._rows = 0  # in the pool
         self._first_steps = 0  # decode steps of rows that count as tokens of a prompt
         self.said: dict[str, Any] = {}
+        self.said_s = 0.0  # time of that report
 
     @property
     def now(self) -> float:
@@ -178,7 +179,7 @@ class Disaggregated:
             self._answers.append(answer)
         wanted = sum(passage.answer_tokens for _, passage in self._due)
         self.go_on_until(began + block_s)
-        self.said = self.report()
+        self.said, self.said_s = self.report(), self.now
         while sum(len(answer.token_at_s) for answer in self._answers) < wanted:
             self._step(inf)
         answers, self._answers = self._answers, []

@@ -4,6 +4,9 @@ Everything that decides is real: scheduler, plans, the arrival monitor and its f
 by layer: requests arrive in the middle of an iteration, rows leave it at a safepoint, and join a later one where
 they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
 
+With checkpoints, evicted rows get their KV back: the real connector decides what is copied when, and the copies take
+time (`copies`).
+
 Three simplifications flatter a policy under which rows leave iterations. Planning takes no time. What an iteration
 takes whatever is in it is spread over its layers, so that a row that leaves early is spared the rest of it. The
 policy knows the true model.
@@ -25,6 +28,7 @@ from conserve.engine.runtime.leavers import behind, with_first
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import IterationOutcome, Stamp, put, stamp_of
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone
+from conserve.engine.vllm.simulation.copies import SimulatedCopies, blocks_of
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
 
@@ -92,15 +96,16 @@ class SimulatedEngine(SchedulerAlone):
         scatter: float,
         seed: int,
         separable: bool = True,
+        copies: SimulatedCopies | None = None,
     ) -> None:
         """`offline`: tokens of prompts and answers, of which `window` rows are in the engine at a time.
 
         An iteration takes what `model` says times a factor around 1, `scatter` its standard deviation. Where rows
-        are not `separable`, all leave or none.
+        are not `separable`, all leave or none. `copies` are for an engine with checkpoints.
         """
         super().__init__(config, num_blocks=num_blocks, clock=clock)
         self._model, self._layers, self._scatter = model, layers, scatter
-        self._separable = separable
+        self._separable, self._copies = separable, copies
         self._offline, self._window = offline, window
         self._dice = np.random.default_rng(seed)
         self._due: deque[Request] = deque()  # yet to come
@@ -111,6 +116,7 @@ class SimulatedEngine(SchedulerAlone):
         self._prompts = 0  # with a shared beginning
         self.counted = 0  # offline tokens of the last block
         self.said: dict[str, Any] = {}
+        self.said_s = 0.0  # time of that report
 
     @property
     def offline_tokens(self) -> int:
@@ -123,7 +129,7 @@ class SimulatedEngine(SchedulerAlone):
         """Play these requests from now on; returns when all are answered and `block_s` are over.
 
         The first `shared_tokens` of their prompts are the same. `counted` are the offline tokens of the block
-        itself, and `said` is the scheduler's report at its end.
+        itself, `said` is the scheduler's report at the end of the iteration in which its time ran out, at `said_s`.
         """
         began, before = self.clock.now, self.offline_tokens
         for arrival in arrivals:
@@ -133,6 +139,7 @@ class SimulatedEngine(SchedulerAlone):
             self._answers[due.request_id] = SimulatedAnswer(due.arrival_time)
         self.go_on_until(began + block_s)
         self.counted, self.said = self.offline_tokens - before, self.scheduler.conserve()
+        self.said_s = self.clock.now
         while self._due or self._came or any(name in self._answers for name in self.scheduler.requests):
             self._iterate()
         answers, self._answers = list(self._answers.values()), {}
@@ -155,7 +162,7 @@ class SimulatedEngine(SchedulerAlone):
     def _iterate(self, until: float | None = None) -> None:
         self._bring_requests()
         output: SchedulerOutput = self.scheduler.schedule()
-        if not output.num_scheduled_tokens:
+        if not output.num_scheduled_tokens and not blocks_of(output.kv_connector_metadata):
             self._rest(until)
         self._take_in(output, self.result(output))
 
@@ -200,11 +207,16 @@ class SimulatedEngine(SchedulerAlone):
         """Compute, as far as time is concerned; each request that is due a token gets a 7."""
         due = self._due_tokens(output)
         self._forget(output)
-        stamp = stamp_of(output)
+        stamp, began_s = stamp_of(output), self.clock.now
         outcome = self._compute(output, stamp)
         result = results_of(output, due - outcome.left)
         if stamp is not None or outcome.joined:
             put(result, outcome)
+        if self._copies is not None:
+            transfers = output.kv_connector_metadata
+            self.clock.now = self._copies.ends_s(transfers, began_s, self.clock.now)
+            self._arrive()
+            result.kv_connector_output = self._copies.report(transfers)
         return result
 
     def _due_tokens(self, output: SchedulerOutput) -> set[str]:

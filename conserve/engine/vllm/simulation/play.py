@@ -15,6 +15,7 @@ from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.settings import PREEMPTION, WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
+from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
 from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEngine, handing_over
 from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
 from conserve.profiles.model import LinearModel
@@ -32,13 +33,18 @@ class SimulatedMachine:
     layers: int
     flags: Mapping[str, int]  # of vLLM, by the names of its arguments
     num_blocks: int  # of KV
+    copies: HostCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedBlock:
-    """Answers of one block, and the engine's reports at its begin and at the end of its time."""
+    """Answers of one block, and the engine's reports at its begin and at the end of its time.
+
+    Its time ends with an iteration, so that `ended_s` is later than asked for.
+    """
 
     began_s: float
+    ended_s: float
     answers: Sequence[SimulatedAnswer]
     first: Mapping[str, Any]
     last: Mapping[str, Any]
@@ -55,15 +61,23 @@ def simulate(
     promises: Mapping[str, Any] | None = None,
     terms: Mapping[str, float] | None = None,
     separable: bool = True,
+    checkpoints: bool = False,
     shared_tokens: int = 0,
 ) -> Iterator[SimulatedBlock]:
     """Play the blocks one after the other on one engine, which has run offline rows alone for a block before.
 
     `policy` may name its preemption (`conserve/never`). `promises` are entries of the engine's section, `terms` are
-    HyGen's parameters. Where rows are not `separable`, all leave an iteration or none.
+    HyGen's parameters. Where rows are not `separable`, all leave an iteration or none. With `checkpoints` evicted
+    rows get their KV back from host memory.
     """
     with _engine(
-        machine, policy, rows, window=window, promises=promises or {}, separable=separable
+        machine,
+        policy,
+        rows,
+        window=window,
+        promises=promises or {},
+        separable=separable,
+        checkpoints=checkpoints,
     ) as engine:
         if terms is not None:
             engine.scheduler.conserve({"policy": policy.partition("/")[0], "hygen": dict(terms)})
@@ -71,7 +85,9 @@ def simulate(
         for arrivals in blocks:
             began_s, first = engine.clock.now, engine.scheduler.conserve()
             answers = engine.play(arrivals, block_s, shared_tokens=shared_tokens)
-            yield SimulatedBlock(began_s=began_s, answers=answers, first=first, last=engine.said)
+            yield SimulatedBlock(
+                began_s=began_s, ended_s=engine.said_s, answers=answers, first=first, last=engine.said
+            )
 
 
 def simulate_pool(
@@ -97,7 +113,9 @@ def simulate_pool(
         for arrivals in blocks:
             began_s, first = pool.now, pool.report()
             answers = pool.play(arrivals, block_s, shared_tokens=shared_tokens)
-            yield SimulatedBlock(began_s=began_s, answers=answers, first=first, last=pool.said)
+            yield SimulatedBlock(
+                began_s=began_s, ended_s=pool.said_s, answers=answers, first=first, last=pool.said
+            )
 
 
 @contextmanager
@@ -140,6 +158,7 @@ def _engine(
     window: int,
     promises: Mapping[str, Any],
     separable: bool,
+    checkpoints: bool,
 ) -> Iterator[SimulatedEngine]:
     """The engine, with its clock installed."""
     name, _, preemption = policy.partition("/")
@@ -151,7 +170,11 @@ def _engine(
             **known(machine.model, Path(folder)),
             **promises,
         }
-        config = bare_config(Path(folder), section=section, **machine.flags)
+        flags: dict[str, Any] = {**machine.flags}
+        if checkpoints:
+            section["block_ms"] = 2 * [machine.copies.block_ms]
+            flags["kv_transfer_config"] = checkpointing(machine.copies, flags)
+        config = bare_config(Path(folder), section=section, **flags)
         config.parallel_config.worker_cls = WORKER
         engine = SimulatedEngine(
             config,
@@ -164,6 +187,7 @@ def _engine(
             scatter=SCATTER,
             seed=SEED,
             separable=separable,
+            copies=SimulatedCopies(machine.copies) if checkpoints else None,
         )
         try:
             yield engine

@@ -1,0 +1,45 @@
+"""Live work that a block leaves behind when its time is over. Pure.
+
+A block begins without live requests, and its rows are counted until its time is over. A policy that lets live
+requests wait has more rows by then, and the work of these requests still before it: rows that no longer stretch of
+such blocks would give. So this work is taken off the rows, and all policies have the same live work.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.bound import added_ms
+from conserve.bench.forecast import EngineModel
+from conserve.bench.measure import Block, by_policy
+from conserve.profiles.batch import Slice
+
+
+def left_by_policy(
+    blocks: Sequence[Block], engine: EngineModel, *, shared_tokens: int = 0
+) -> dict[str, float]:
+    """`left_ms` of each policy's blocks."""
+    named = by_policy(blocks)
+    return {name: left_ms(of, engine, shared_tokens=shared_tokens) for name, of in named.items()}
+
+
+def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int = 0) -> float:
+    """Time that live tokens which came after the end of their block's time add to iterations.
+
+    The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole.
+    """
+    return sum(
+        _left_ms(answer, block.duration_s, engine, shared_tokens)
+        for block in blocks
+        for answer in block.answers
+        if answer.status is RequestEnd.OK
+    )
+
+
+def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_tokens: int) -> float:
+    """The same of one answer."""
+    done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
+    cached = min(shared_tokens, prompt - 1)
+    prompt_ms = 0.0 if done else added_ms(engine, Slice(prompt - cached, cached))
+    steps = answer.tokens - max(1, done)
+    context = prompt + answer.tokens // 2
+    return prompt_ms + (steps * added_ms(engine, Slice(1, context, True)) if steps else 0.0)
