@@ -1,14 +1,15 @@
 """Sources of settings, and the source that wins."""
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from conserve.api.running import ProfileFlags, check_endpoint
-from conserve.config import Settings, load
+from conserve.config import Settings, load, sqlite_file, sqlite_url
 from conserve.endpoints.exchange import AnswerLimits
 from conserve.errors import SettingsError
-from conserve.store.database.connection import parse
+from conserve.store.database.connection import address, engine_of, masked, parse
 
 
 @pytest.fixture
@@ -132,6 +133,16 @@ def test_the_file_of_an_sqlite_store_is_the_one_that_its_url_names(
     assert settings.sqlite_file == (Path(path) if path else None)
     opened = parse(settings.store_url)
     assert path is None or opened.database == path
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a?b=c", "a#b", "ünï @:;&", "100%", "a%3Fb"])
+def test_the_address_of_an_sqlite_store_is_its_url_and_names_its_file(name: str) -> None:
+    """Messages tell users to set CONSERVE_STORE to it, and SQLAlchemy 2.0 writes paths as they are."""
+    path = Path("/x") / name / "a.db"
+    url = sqlite_url(path) + "?timeout=3"
+    assert address(engine_of(url)) == masked(url) == url
+    assert masked(f"sqlite:///{quote(str(path))}?timeout=3") == url, "as SQLAlchemy 2.1 writes it"
+    assert sqlite_file(url) == path
 
 
 def test_a_line_break_behind_a_secret_is_none_of_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
-from conserve.config import sqlite_file
+from conserve.config import SQLITE, sqlite_file, sqlite_url
 from conserve.errors import (
     ConserveError,
     DatabaseDamaged,
@@ -263,12 +263,18 @@ def address(engine: Engine) -> str:
 def masked(said: str) -> str:
     """Address that an earlier version wrote, perhaps with a password, as `address` has it."""
     has_one = "://" in said and any(f"{name}=" in said for name in PASSWORDS)
+    if said.startswith(SQLITE):
+        return shown(parse(said))
     return shown(make_url(said)) if has_one else said
 
 
 def shown(url: URL) -> str:
-    """A URL without its passwords."""
-    return url.difference_update_query(PASSWORDS).render_as_string(hide_password=True)
+    """A URL without its passwords; that of an SQLite file names the file for every version of SQLAlchemy."""
+    url = url.difference_update_query(PASSWORDS)
+    if url.drivername != "sqlite" or not url.database:
+        return url.render_as_string(hide_password=True)
+    query = url.set(database="").render_as_string().removeprefix(SQLITE)
+    return sqlite_url(Path(url.database)) + query
 
 
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
