@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conserve.batch_api.moved import MoveWatch
-from conserve.errors import ConserveError, StoreError, one_line
+from conserve.errors import ConserveError, StoreError, StoreMoved, one_line
 from conserve.jobs.batches.admission import admit, refuse
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import InputFault
+from conserve.store.database import guard
 from conserve.store.database.store import Store
 
 log = logging.getLogger(__name__)
@@ -72,13 +73,15 @@ class Admissions:
         self.wake = self.worker.wake
 
     def step(self, now: float) -> None:
-        """Admit every batch that waits; a fault of this program fails that batch alone."""
+        """Admit every batch that waits, unless the store is elsewhere; a fault of this program fails its batch."""
         with self._store.read() as tx:
-            waiting = batches.validating(tx)
+            waiting = batches.validating(tx) if guard.mark_text(tx) is None else []
         trouble: StoreError | None = None
         for batch_id in waiting:
             try:
                 admit(self._store, batch_id, self._limits, now=now)
+            except StoreMoved:
+                return  # the batches are admitted where the store is, and `MoveWatch` tells of it
             except StoreError as error:
                 trouble = error  # of this input perhaps; the batches behind it are not held up
             except Exception as error:

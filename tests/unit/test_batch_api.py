@@ -350,6 +350,34 @@ def test_an_input_that_cannot_be_read_holds_up_no_other(
     assert states == [BatchState.VALIDATING, BatchState.FAILED], "its input was deleted"
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
+def test_inputs_become_no_jobs_while_the_store_is_elsewhere(
+    store: Store, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    asked: list[str] = []
+
+    def moving(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
+        asked.append(batch_id)
+        add_mark(store, MoveState.LEAVING)
+        admit(store, batch_id, limits, now=now)
+
+    admit = workers.admit
+    with store.write() as tx:
+        new = NewBatch(file_id="file-gone", endpoint=CHAT, completion_window="24h", window_s=1.0)
+        made = [batches.add(tx, "default", new, now=0.0) for _ in range(2)]
+    monkeypatch.setattr(workers, "admit", moving)
+    if before:
+        add_mark(store, MoveState.LEAVING)
+    admissions = Admissions(store, Limits())
+    admissions.step(0.0)
+    assert asked == made[: 0 if before else 1]
+    monkeypatch.setattr(workers, "admit", admit)
+    add_mark(store, None)
+    admissions.step(0.0)
+    with store.read() as tx:
+        assert batches.validating(tx) == []
+
+
 @pytest.mark.parametrize(
     ("content", "purpose", "param"),
     [(b"", "batch", "file"), (b"a", "fine-tune", "purpose")],
