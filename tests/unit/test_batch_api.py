@@ -1,5 +1,6 @@
 """OpenAI's own client against a live Batch API, with the fake endpoint computing."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -318,6 +319,17 @@ def test_a_wrong_parameter_is_named(url: str, asked: dict[str, object], param: s
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_a_body_with_half_an_emoji_fails_alone(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one", "cut \ud83d"])
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert answered(api, done.output_file_id).keys() == {"r-0"}
+    (failed,) = answered(api, done.error_file_id).values()
+    assert failed["custom_id"] == "r-1"
+    assert "half of a surrogate pair" in json.dumps(failed)
 
 
 def test_an_upload_beyond_the_limit_is_refused_and_leaves_nothing(store: Store, api: openai.OpenAI) -> None:

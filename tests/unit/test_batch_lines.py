@@ -50,6 +50,14 @@ def test_a_fault_names_its_line(tmp_path: Path, bad: bytes, code: str, param: st
     assert found(tmp_path, line() + b"\n" + bad.rstrip(b"\n") + b"\n") == [(3, code, param)]
 
 
+def test_half_an_emoji_in_a_body_is_left_to_its_row(tmp_path: Path) -> None:
+    half = {"messages": [{"role": "user", "content": "cut \ud83d"}]}
+    assert found(tmp_path, line(body=half) + line(custom_id="b")) == []
+    assert found(tmp_path, line(body=half) + line(body=half)) == [(2, "duplicate_custom_id", "custom_id")]
+    assert found(tmp_path, line(body=half, url="/v1/embeddings")) == [(1, "mismatched_url", "url")]
+    assert found(tmp_path, line(custom_id="\ud83d")) == [(1, "invalid_type", "custom_id")]
+
+
 def test_a_line_may_nest_a_hundred_levels_deep(tmp_path: Path) -> None:
     def nested(levels: int) -> bytes:
         return line(body={"a": json.loads("[" * levels + "]" * levels)})

@@ -43,6 +43,8 @@ from conserve.store.files import home
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
 
+HALF = "half \ud83d"
+CUT = Unreadable("text with half of a surrogate pair")
 TOOL_CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -421,6 +423,7 @@ def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings
         ([{"q": np.str_("a"), "n": np.int64(7)}], [("a", 7)]),
         ([MappingProxyType({"q": np.arange(3), "n": {"k": [1.5]}})], [([0, 1, 2], {"k": [1.5]})]),
         (iter([{"q": "a", "n": None}]), [("a", None)]),
+        ([{"q": HALF, "n": np.int64(7)}, {"q": {"k": [HALF]}, "n": 8}], [(CUT, 7), (CUT, 8)]),
     ],
 )
 def test_rows_that_a_program_holds_are_kept_as_json(
@@ -438,6 +441,8 @@ def test_rows_that_a_program_holds_are_kept_as_json(
         ({"q": object()}, r"row 1 of the rows has no JSON \(a value of type object\); give text"),
         ({"q": {1, 2}.__contains__}, "row 1 of the rows has no JSON"),
         ({("a", "b"): 1}, "row 1 of the rows has no JSON"),
+        ({HALF: 1}, r"row 1 of the rows has no JSON \(.* surrogates not allowed\)"),
+        ({"q": HALF, "n": {1: object()}}, "row 1 of the rows has no JSON"),
     ],
 )
 def test_a_row_that_json_has_no_form_for_is_named(tmp_path: Path, row: Any, said: str) -> None:

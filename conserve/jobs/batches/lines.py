@@ -1,7 +1,7 @@
 """Validation of a batch's input file: one pass, nothing kept but the ids, faults named by line."""
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,21 @@ from typing import Any
 import msgspec
 
 from conserve.errors import one_line
+from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.jobs.inputs.text_rows import row_with_halves
 from conserve.store.books.batches import InputFault
 
 MOST_FAULTS = 100
-FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
-KINDS = {str: "a string", dict: "an object"}
+STRING = (str,)
+OBJECT = (dict, Unreadable)  # a body with half of a surrogate pair fails as a row of the job
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "custom_id": STRING,
+    "method": STRING,
+    "url": STRING,
+    "body": OBJECT,
+}
+KINDS: Mapping[tuple[type, ...], str] = {STRING: "a string", OBJECT: "an object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +74,8 @@ class Validation:
         try:
             row = self._decode(line)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            return invalid_json(number, one_line(error))
+            if (row := row_with_halves(line)) is None:
+                return invalid_json(number, one_line(error))
         if not isinstance(row, dict):
             return invalid_json(number, "a line is a JSON object")
         if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):

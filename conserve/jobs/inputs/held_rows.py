@@ -1,8 +1,10 @@
 """Rows that a program holds: tables in batches, and mappings one by one, kept as files."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -33,17 +35,25 @@ def storable(title: str) -> Iterator[None]:
 
 def spool_rows(rows: Iterable[object], path: Path, title: str) -> None:
     """Write mappings as lines of JSON; raises `InputError` for a row that is none, or has a value without JSON."""
-    encode = msgspec.json.Encoder(enc_hook=plain).encode
     with path.open("wb") as file:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 kind = type(row).__name__
                 raise InputError(f"row {number:,} of {title} is of type {kind}; give a dict of its columns")
             try:
-                file.write(encode(dict(row)) + b"\n")
+                file.write(line_of(dict(row)) + b"\n")
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 said = f"row {number:,} of {title} has no JSON ({one_line(error)})"
                 raise InputError(f"{said}; give text, numbers, lists and dicts") from error
+
+
+def line_of(row: Mapping[Any, Any]) -> bytes:
+    """JSON of a row, in which half of a surrogate pair is an escape: the row fails alone once the line is read."""
+    try:
+        return ENCODE(row)
+    except UnicodeEncodeError:
+        ENCODE(list(row))  # a name with such a half is refused
+        return json.dumps(msgspec.to_builtins(row, str_keys=True, enc_hook=plain), allow_nan=False).encode()
 
 
 def plain(value: object) -> object:
@@ -52,3 +62,6 @@ def plain(value: object) -> object:
     if convert is None:
         raise TypeError(f"a value of type {type(value).__name__}")
     return convert()
+
+
+ENCODE = msgspec.json.Encoder(enc_hook=plain).encode
