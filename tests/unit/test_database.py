@@ -244,6 +244,12 @@ def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
         ("SQLITE_FULL", "database or disk is full", StoreFull, "nothing that was committed is lost"),
         ("53100", "could not extend file", StoreFull, "no space left for the store"),
         ("SQLITE_IOERR_WRITE", "disk I/O error", StoreFull, "(disk I/O error)"),
+        (
+            "40P01",
+            "deadlock detected",
+            StoreError,
+            "met those of others (deadlock detected); run the command again",
+        ),
         ("SQLITE_CANTOPEN", "unable to open", StoreError, "cannot be opened (unable to open)"),
         (
             "SQLITE_ERROR",

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
 
 from conserve import owners
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
@@ -1456,6 +1457,32 @@ def test_answers_that_wait_to_be_written_when_the_store_goes_away_are_not_comput
 
 def broken_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("sqlstate", "goes_on"), [("40P01", True), ("40001", True), ("42501", False)])
+def test_a_run_goes_on_behind_a_change_that_the_database_undid(
+    store: Store,
+    queue_up: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    sqlstate: str,
+    goes_on: bool,
+) -> None:
+    """PostgreSQL ends one of two transactions that wait for each other."""
+    job_id = queue_up("a", "b")
+    commit, undone = journal.commit, list[bool]()
+
+    def meets_others(*arguments: Any, **named: Any) -> Any:
+        if not undone:
+            undone.append(True)
+            cause = Exception("deadlock detected")
+            cause.sqlstate = sqlstate  # type: ignore[attr-defined]
+            raise OperationalError("update", {}, cause)
+        return commit(*arguments, **named)
+
+    monkeypatch.setattr(journal, "commit", meets_others)
+    with contextlib.nullcontext() if goes_on else pytest.raises(StoreError, match="deadlock detected"):
+        assert harvest(store, FakeEndpoint()).completed == [job_id]
+    assert undone
 
 
 def test_a_stop_during_an_outage_is_a_stop(store: Store, queue_up: Callable[..., str]) -> None:

@@ -540,6 +540,31 @@ def test_leases_are_renewed_in_the_order_in_which_all_others_lock_them(store: St
     assert renewed == [epochs]
 
 
+def test_jobs_are_bound_anew_in_the_order_in_which_commits_lock_them(store: Store) -> None:
+    """The job that is locked first lies behind the other."""
+    for job_id in ("job-2", "job-1"):
+        add_job(store, job_id, model="old")
+
+    def rebind() -> None:
+        with store.write() as tx:
+            catalog.rebind(tx, ["job-2", "job-1"], "new")
+
+    with store.write() as tx:
+        catalog.lock_job(tx, "job-1")
+        thread = threading.Thread(target=rebind)
+        thread.start()
+        until(lambda: waits_for_a_lock(tx))
+        free = select_free(tx)
+    thread.join()
+    assert free == {"job-1", "job-2"}
+    assert {job(store, job_id).model for job_id in free} == {"new"}
+
+
+def select_free(tx: Connection) -> set[str]:
+    """Jobs that no other transaction has locked."""
+    return set(tx.scalars(text("select id from job for update skip locked")))
+
+
 UPKEEP: dict[str, Callable[[Store], Any]] = {
     "remove": lambda store: remove(store, "job-1", now=0.0, force=True),
     "mend": lambda store: mend_rows(store, "job-1", now=0.0),

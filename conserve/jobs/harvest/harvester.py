@@ -36,6 +36,7 @@ from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.store.database.connection import UNDONE, code
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import Listener
 from conserve.store.files import home
@@ -196,7 +197,7 @@ class Harvester:
 
     def _waits_out(self, error: BaseException) -> bool:
         """True if the harvester goes on once the cause of an error is over."""
-        return self.follow or isinstance(error, StoreUnreachable)
+        return self.follow or isinstance(error, StoreUnreachable) or code(error) in UNDONE
 
     async def _session(self, stop: asyncio.Event) -> None:
         """Start the endpoint, recover the store and work; however the session ends, no row stays in flight."""

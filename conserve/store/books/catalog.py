@@ -325,7 +325,9 @@ def of_other_models(tx: Connection, model: str, only: Collection[str] | None) ->
 
 def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
     """Bind jobs to this model, whatever they were bound to, as the user asks for."""
-    tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model, bound_by_run=None))
+    for chunk in chunks(sorted(job_ids)):
+        lock_jobs(tx, chunk)
+        tx.execute(update(job).where(job.c.id.in_(chunk)).values(model=model, bound_by_run=None))
 
 
 def unbind(tx: Connection) -> None:

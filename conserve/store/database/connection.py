@@ -50,6 +50,7 @@ AFRESH = "conserve_afresh"  # it is planned for its own values, and never prepar
 READ_ONLY = ("SQLITE_READONLY", "25006")
 NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "53100")
 UNUSABLE = ("SQLITE_CANTOPEN",)
+UNDONE = ("40P01", "40001")  # of a deadlock, or a moment that is not to be had: the same may succeed at once
 PASSWORDS = ("password", "sslpassword")  # parameters of libpq, which the query part of a URL may hold
 LOCK_NOT_AVAILABLE = "55P03"
 
@@ -298,6 +299,10 @@ def explain_driver(error: BaseException, where: str) -> StoreError:
         )
     if is_damage(error):
         return DatabaseDamaged(f"the store {where} is damaged ({cause}); run: conserve check")
+    if found in UNDONE:
+        return StoreError(
+            f"the store {where} undid a change that met those of others ({cause}); run the command again"
+        )
     if found.startswith(UNUSABLE):
         return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
     return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
