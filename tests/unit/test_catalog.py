@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, text
+from sqlalchemy import Connection, insert, text
 
 from conserve.config import Settings, load
 from conserve.errors import (
@@ -660,3 +660,18 @@ def test_a_database_that_stays_empty_is_damage(settings: Settings, monkeypatch: 
     monkeypatch.setattr(readings.time, "sleep", lambda seconds: None)
     with pytest.raises(StoreError, match="no such table: meta"):
         read_jobs(settings, now=0.0)
+
+
+def test_a_job_that_is_removed_while_it_is_read_is_a_job_that_is_not_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL each statement of a transaction that writes sees what others commit."""
+    get_id = catalog.get_id
+
+    def before(tx: Connection, job_id: str) -> str:
+        monkeypatch.setattr(catalog, "get_id", get_id)
+        return job_id
+
+    monkeypatch.setattr(catalog, "get_id", before)
+    with pytest.raises(JobNotFound, match="there is no job 'job-1'"), store.write() as tx:
+        catalog.get(tx, "job-1")

@@ -62,6 +62,7 @@ def test_chosen_rows_are_leased_and_those_in_front_wait(store: Store) -> None:
     assert job(store).next_position == 6
     assert passed_over(store) == [0, 1, 3, 4]
     assert never_leased(store) == [0, 1, 3, 4, 6, 7]
+    assert never_leased(store, "removed") == []
 
 
 def test_rows_that_were_passed_over_can_be_chosen_later(store: Store) -> None:

@@ -167,7 +167,8 @@ def named(tx: Connection, name: str) -> list[str]:
 
 def get(tx: Connection, job_id: str) -> JobRecord:
     """The job with this id or batch id, or the only one whose id begins so; else raises `JobNotFound`."""
-    return to_job(tx.execute(select(job).where(job.c.id == get_id(tx, job_id))).one()._mapping)
+    row = tx.execute(select(job).where(job.c.id == get_id(tx, job_id))).one_or_none()
+    return get(tx, job_id) if row is None else to_job(row._mapping)  # removed between the two statements
 
 
 def get_id(tx: Connection, job_id: str) -> str:

@@ -52,9 +52,9 @@ def skipped_rows() -> Select[Any]:
 
 
 def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:
-    """Positions of a job that were never leased, ascending from `start`, at most `limit`."""
+    """Positions of a job that were never leased, ascending from `start`; none of a job that was removed."""
     columns = select(job.c.next_position, job.c.num_rows).where(job.c.id == job_id)
-    cursor, num_rows = tx.execute(columns).one()
+    cursor, num_rows = tx.execute(columns).one_or_none() or (0, 0)
     found = passed_over(tx, job_id, start=start, limit=limit)
     beyond = max(start, cursor)
     return [*found, *range(beyond, min(beyond + limit - len(found), num_rows))]
