@@ -216,6 +216,26 @@ def test_a_clock_that_is_ahead_expires_no_job_before_its_deadline(store: Store) 
     assert job(store, "early").state is JobState.QUEUED
 
 
+def test_a_clock_that_is_ahead_delivers_no_cancelled_job_before_its_rows_in_flight_have_ended(
+    store: Store,
+) -> None:
+    with store.read() as tx:
+        server_s = trial.server_time_s(tx)
+    assert server_s is not None
+    lease_ends = {"early": server_s + 3600.0, "late": server_s - 1.0}
+    for job_id, ends in lease_ends.items():
+        add_job(store, job_id)
+        leased(store, now=ends, lease_s=0.0, only=[job_id])
+        with store.write() as tx:
+            batches.of_submitted(tx, job_id, now=server_s)
+            catalog.move(tx, job_id, "cancel", now=server_s)
+    asked = [batch_id for (batch_id,) in select(store, "select id from batch order by seq")]
+    assert len(asked) == 2
+    with store.read() as tx:
+        assert batches.deliverable(tx, asked=asked, now=server_s - 2.0) == []
+        assert batches.deliverable(tx, asked=asked, now=server_s + 7200.0) == asked[1:]
+
+
 def test_a_read_may_not_write(store: Store) -> None:
     with pytest.raises(Exception, match="read-only"), store.read() as tx:
         tx.execute(text("delete from job"))
