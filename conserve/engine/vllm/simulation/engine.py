@@ -4,8 +4,8 @@ Everything that decides is real: scheduler, plans, the arrival monitor and its f
 by layer: requests arrive in the middle of an iteration, rows leave it at a safepoint, and join a later one where
 they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
 
-With checkpoints, evicted rows get their KV back: the real connector decides what is copied when, and the copies take
-time (`copies`).
+With checkpoints, evicted rows get their KV back: the real connector decides what is copied when, and the copies
+take time (`copies`).
 
 Three simplifications flatter a policy under which rows leave iterations. Planning takes no time. What an iteration
 takes whatever is in it is spread over its layers, so that a row that leaves early is spared the rest of it. The
