@@ -11,6 +11,7 @@ from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, Polic
 from conserve.bench.names import alone_of, most_of
 from conserve.bench.points import Cell
 
+LEAST_ROOM = 0.1  # part of the rows in a block that are rows beside all live work; below it, no ratio is told
 RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
 
 
@@ -48,6 +49,7 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
     outcome = comparison.policies[name]
     rows_per_s = _rows_per_s(name, comparison, played)
     most = most_of([*comparison.policies])
+    least = LEAST_ROOM * _harvested_per_s(comparison.policies[most], played.mix) if most else 0.0
     return {
         "requests": outcome.requests,
         "failed": outcome.failed,
@@ -61,8 +63,10 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
         "rows_in_block_per_s": _harvested_per_s(outcome, played.mix),
         "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,
         "decode_tokens_per_s": outcome.offline_decode_tokens_per_s,
-        "of_non_preemptive": _over(rows_per_s, _rows_per_s(most, comparison, played) if most else None),
-        "of_bound": _over(rows_per_s, played.bound_rows_per_s),
+        "of_non_preemptive": _over(
+            rows_per_s, _rows_per_s(most, comparison, played) if most else None, least
+        ),
+        "of_bound": _over(rows_per_s, played.bound_rows_per_s, least),
     }
 
 
@@ -105,8 +109,9 @@ def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | No
     return {"ttft": found.ttft, "tbt": found.tbt} if found else None
 
 
-def _over(value: float, of: float | None) -> float | None:
-    return value / of if of and of > 0 else None
+def _over(value: float, of: float | None, least: float) -> float | None:
+    """The ratio; None where live requests leave the yardstick next to nothing."""
+    return value / of if of is not None and of > least else None
 
 
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:

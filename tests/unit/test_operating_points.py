@@ -207,6 +207,23 @@ def test_a_simulated_cell_has_every_figure() -> None:
     assert left_rows_per_s(10.0) > left_rows_per_s(1.1) >= 0
 
 
+def test_where_live_work_fills_the_time_no_ratio_is_told() -> None:
+    """Non-preemptive scheduling has few rows, and all its answers come after their block."""
+
+    def late(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
+        for played in made_up(machine, policy, blocks, **given):
+            if policy == "non-preemptive":
+                answers = [Answered([at + 1000 for at in one.token_at_s]) for one in played.answers]
+                few = {"tokens": 300, "decode_steps": 10}
+                played = replace(played, answers=answers, last={**played.last, "offline": few})
+            yield played
+
+    found = sweep.simulated(CELL, PLAN, replace(simulator(), simulate=late))
+    assert found["policies"]["non-preemptive"]["rows_per_s"] < 0
+    assert {one["of_non_preemptive"] for one in found["policies"].values()} == {None}
+    assert found["policies"]["conserve"]["of_bound"] > 0
+
+
 def left_rows_per_s(slow: float) -> float:
     """Rows' worth of the live work that `made_up` answers after the end of a block."""
     _, traces = sweep.arrivals(CELL, PLAN, simulator())
