@@ -18,6 +18,7 @@ SQLITE = "sqlite:///"
 UTILITY = 0.9
 LOG_FORMATS = ("text", "json")
 SECRETS = ("api_key", "harvest_key")
+ADDRESSES = ("store", "endpoint", "endpoints", "otlp_endpoint")  # may have a password in them
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
@@ -98,15 +99,23 @@ class Settings:
             raise SettingsError(f"log_format is {' or '.join(LOG_FORMATS)}, not {self.log_format!r}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65_535:
             raise SettingsError(f"metrics_port goes from 0 to 65535, not {self.metrics_port}")
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise SettingsError(
-                f"otlp_endpoint takes an http:// or https:// address, not {self.otlp_endpoint!r}; "
-                "try: --otlp-endpoint http://localhost:4318"
-            )
+        if self.otlp_endpoint is not None:
+            self._refuse_collector(self.otlp_endpoint)
         if not 0 <= self.utility <= 1:  # nor if it is no number
             raise SettingsError(
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "
                 f"not {self.utility:g}; try: --utility {UTILITY}"
+            )
+
+    def _refuse_collector(self, address: str) -> None:
+        """Refuse an address of a collector that its client would not take."""
+        from conserve.hosts import about_login, without_login  # most commands need no names of hosts
+
+        why = about_login(address)
+        if why or not address.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"otlp_endpoint takes an http:// or https:// address, not {without_login(address)!r}{why}; "
+                "try: --otlp-endpoint http://localhost:4318"
             )
 
     def _refuse_what_is_not_utf8(self) -> None:
@@ -116,7 +125,8 @@ class Settings:
             try:
                 str(value).encode()
             except UnicodeEncodeError as error:
-                shown = "what was given" if field.name in SECRETS else repr(str(value))
+                hidden = field.name in (*SECRETS, *ADDRESSES)
+                shown = "what was given" if hidden else repr(str(value))
                 raise SettingsError(
                     f"{field.name} is not UTF-8: {shown}; correct {variables()[field.name]}, or its flag"
                 ) from error
@@ -277,4 +287,5 @@ def convert(name: str, value: Any) -> Any:
             return value
     except (TypeError, ValueError):
         pass
-    raise SettingsError(f"{name} must be {wanted.__name__}, not {value!r}")
+    shown = type(value).__name__ if name in (*SECRETS, *ADDRESSES) else repr(value)
+    raise SettingsError(f"{name} must be {wanted.__name__}, not {shown}")

@@ -1,5 +1,6 @@
 """Names and addresses of hosts."""
 
+import base64
 import re
 import socket
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from urllib.parse import unquote, urlsplit
 HERE = "127.0.0.1"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[^:@\[\]]*)(:\d*)?")  # host and port, without a login
 PROXIED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 
 
@@ -80,6 +83,28 @@ def split_login(url: str) -> tuple[str, tuple[str, str] | None]:
         return url, None
     name, _, password = login.partition(":")
     return f"{scheme}{separator}{host}{rest[len(authority) :]}", (unquote(name), unquote(password))
+
+
+def without_login(text: str) -> str:
+    """Address that may be shown, also one that is malformed because of its password."""
+    shown, login = split_login(text)
+    begin = SCHEME.match(text)
+    if begin is not None:
+        authority = re.split("[/?#]", text[begin.end() :], maxsplit=1)[0]
+        if login is not None or AUTHORITY.fullmatch(authority):
+            return shown  # an @ that is left is part of its path
+    return f"{begin[0] if begin else ''}{text.rpartition('@')[2]}" if "@" in text else text
+
+
+def about_login(text: str) -> str:
+    """End of a sentence on a malformed address, if its password may be the cause."""
+    odd = SCHEME.match(text) and without_login(text) != split_login(text)[0]
+    return "; in a password / is written as %2F, ? as %3F, # as %23 and @ as %40" if odd else ""
+
+
+def basic(login: tuple[str, str]) -> str:
+    """Header `Authorization` of a name and a password."""
+    return f"Basic {base64.b64encode(':'.join(login).encode()).decode()}"
 
 
 def free_port() -> int:

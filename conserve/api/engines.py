@@ -15,7 +15,7 @@ from conserve.api.running import ProfileFlags, check_endpoint, make_endpoint
 from conserve.api.twins import awaited
 from conserve.config import Settings, load
 from conserve.errors import UsageError
-from conserve.hosts import split_login
+from conserve.hosts import without_login
 from conserve.words import duration
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Engine:
 
     @property
     def _named(self) -> str:
-        return split_login(self._settings.endpoint or self._settings.engine_model)[0]
+        endpoint = self._settings.endpoint
+        return self._settings.engine_model if endpoint is None else without_login(endpoint)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

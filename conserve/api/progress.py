@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.errors import StoreError
-from conserve.hosts import split_login
+from conserve.hosts import without_login
 from conserve.words import count
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def first_step(settings: Settings) -> str:
         return f"starting {settings.engine_model}: importing vLLM"
     if address.startswith("fake:"):
         return "starting the fake endpoint"
-    address, _ = split_login(address)
-    return f"asking {address.rstrip('/').removesuffix('/v1')} what it serves"
+    return f"asking {without_login(address).rstrip('/').removesuffix('/v1')} what it serves"
 
 
 class ProgressNow(NamedTuple):

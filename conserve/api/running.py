@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.config import UNSET, Settings, source_of
 from conserve.errors import SettingsError
-from conserve.hosts import split_login
+from conserve.hosts import about_login, without_login
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 from conserve.words import count, duration
@@ -144,7 +144,7 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags)
     if not address.startswith(ADDRESSES):
         raise SettingsError(
             f"--endpoint takes an http:// or https:// address, or {UNSET} for the embedded engine, "
-            f"not {split_login(address)[0]!r}"
+            f"not {without_login(address)!r}{about_login(address)}"
         )
 
 

@@ -15,6 +15,7 @@ from conserve.bench.load import LoadTarget
 from conserve.bench.measure import LatencyLimits
 from conserve.bench.names import HYGENS, OFF, regime_of, wanted
 from conserve.errors import EndpointUnusable
+from conserve.hosts import split_login
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
@@ -74,9 +75,10 @@ class Deployment:
     def __init__(
         self, url: str, *, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
+        shown, login = split_login(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=60.0, trust_env=False, transport=transport
+            base_url=shown, headers=headers, auth=login, timeout=60.0, trust_env=False, transport=transport
         )
         self._can: frozenset[str] | None = None  # of `FEATURES`; None if not asked yet
         self.terms: dict[str, Mapping[str, float]] = {}  # of HyGen's policies, by name

@@ -26,6 +26,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.stream import StreamedReply, port_of, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
+from conserve.hosts import basic, split_login, without_login
 
 SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
 HEAD_START_S = 0.05
@@ -184,7 +185,7 @@ async def _ask(url: SplitResult, host: str, target: LoadTarget, body: bytes) -> 
     """Send one request and time its tokens; faults of the server or network are noted, not raised."""
     exchange = Exchange(sent_at=time.monotonic())
     try:
-        async with asyncio.timeout(target.timeout_s), post(url, host, _headers(target), body) as reply:
+        async with asyncio.timeout(target.timeout_s), post(url, host, headers_of(target), body) as reply:
             await (_take(reply, exchange) if reply.status == 200 else _take_refusal(reply, exchange))
     except TimeoutError:
         exchange.fail(RequestEnd.TIMEOUT, f"the answer was not complete within {target.timeout_s:g} s")
@@ -241,8 +242,10 @@ def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -
     )
 
 
-def _headers(target: LoadTarget) -> Mapping[str, str]:
+def headers_of(target: LoadTarget) -> Mapping[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    if (login := split_login(target.base_url)[1]) is not None:
+        return {**headers, "Authorization": basic(login)}
     return {**headers, "Authorization": f"Bearer {target.api_key}"} if target.api_key else headers
 
 
@@ -254,7 +257,7 @@ def _completions(base_url: str) -> SplitResult:
     except ValueError:
         usable = False
     if not usable:
-        raise InputError(f"{base_url} is no server's URL; give one like http://127.0.0.1:8000")
+        raise InputError(f"{without_login(base_url)} is no server's URL; give one like http://127.0.0.1:8000")
     return url
 
 

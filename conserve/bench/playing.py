@@ -18,7 +18,9 @@ from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
 from conserve.bench.tuning import TuningWorkload, token_budget, tuned_hygen
 from conserve.config import Settings
+from conserve.endpoints.roster import server_url
 from conserve.errors import EndpointUnusable
+from conserve.hosts import without_login
 
 VOCABULARY = (100, 20_000)  # token ids of prompts
 RESTORE_S = 5.0  # time-out for giving a server its policy back
@@ -59,7 +61,7 @@ async def on_server(
     wishes: PlayWishes,
 ) -> None:
     """Compare on a server that runs already, and restore its policy, preemption and SLO."""
-    endpoint = endpoint.rstrip("/").removesuffix("/v1")
+    endpoint = server_url(endpoint)
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
 
     async def prepare(sized: Sized, engine: EngineModel | None, tokens: int | None) -> Field:
@@ -74,7 +76,7 @@ async def on_server(
             await measure(deployment, prepare, preset, design, measurement, wishes)
         finally:
             if measurement.sized is not None:  # otherwise nothing was changed
-                await give_back(deployment, before, endpoint, wishes.say)
+                await give_back(deployment, before, without_login(endpoint), wishes.say)
     finally:
         await deployment.close()
 

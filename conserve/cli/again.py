@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
-from conserve.hosts import split_login
+from conserve.hosts import without_login
 
 GIVEN = "CONSERVE_GIVEN"  # variable of processes that a command starts: that command
 SECRETS = ("-key", "-token", "-secret", "-password")  # ends of flags whose values are not shown
@@ -25,4 +25,4 @@ def shown(words: Sequence[str]) -> Iterator[str]:
             if not given:
                 next(rest, None)
             continue
-        yield split_login(word)[0] if "://" in word else word
+        yield without_login(word) if "://" in word else word

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conserve.api.running import engine_flags
 from conserve.cli import exits, output
 from conserve.config import Settings, model_name
-from conserve.hosts import split_login
+from conserve.hosts import without_login
 from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
     from conserve.endpoints.tokens import ServerTokens
 
     tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=settings.model)
-    return Counter(tokens, f"{split_login(settings.endpoint)[0]} has no /tokenize for them", tokens.model)
+    return Counter(tokens, f"{without_login(settings.endpoint)} has no /tokenize for them", tokens.model)
 
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:

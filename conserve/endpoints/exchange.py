@@ -10,6 +10,7 @@ import httpx
 
 from conserve.config import Settings
 from conserve.errors import EndpointBusy, EndpointFault, SettingsError
+from conserve.hosts import about_login, without_login
 
 MIB = 1 << 20
 CONNECT_S = 10.0
@@ -83,7 +84,8 @@ def check_address(base_url: str) -> None:
         if (port := httpx.URL(base_url).port) is not None and port > LAST_PORT:
             raise httpx.InvalidURL(f"the last port is {LAST_PORT}")
     except (httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise SettingsError(f"--endpoint {base_url!r} is no address: {error}") from error
+        why = about_login(base_url) or f": {error}"  # the error may repeat a part of the password
+        raise SettingsError(f"--endpoint {without_login(base_url)!r} is no address{why}") from error
 
 
 def open_client(

@@ -14,6 +14,7 @@ import msgspec
 from conserve.endpoints.exchange import look
 from conserve.endpoints.roster import url_of
 from conserve.errors import EndpointUnusable, SettingsError, one_line
+from conserve.hosts import without_login
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LOOK_S = 5.0  # for an answer of the API server
@@ -117,11 +118,11 @@ class Pods:
             selector = selector.removeprefix("selector=")
         port = asked.pop("port", None)
         if not parts.netloc or not selector or asked or not (port is None or port.isdigit()):
-            raise SettingsError(f"--endpoints {source} is not of the form {FORM}")
+            raise SettingsError(f"--endpoints {without_login(source)} is not of the form {FORM}")
         host = environ.get("KUBERNETES_SERVICE_HOST")
         if not host:
             raise SettingsError(
-                f"--endpoints {source} asks the API server of Kubernetes, and this is no pod: "
+                f"--endpoints {without_login(source)} asks the API server of Kubernetes, and this is no pod: "
                 "KUBERNETES_SERVICE_HOST is not set; use dns:// or file:// elsewhere"
             )
         host = f"[{host}]" if ":" in host else host

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import split_login
+from conserve.hosts import about_login, without_login
 
 FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
@@ -116,8 +116,8 @@ def roster_of(source: str) -> Roster:
 
         return Pods.of(source)
     raise SettingsError(
-        f"--endpoints takes file://LIST, dns://HOST:PORT or k8s://NAMESPACE/LABEL=VALUE, not {source!r}; "
-        "a single server is --endpoint URL"
+        "--endpoints takes file://LIST, dns://HOST:PORT or k8s://NAMESPACE/LABEL=VALUE, "
+        f"not {without_login(source)!r}; a single server is --endpoint URL"
     )
 
 
@@ -136,7 +136,9 @@ def server_url(text: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {split_login(text)[0]!r}")
+        raise SettingsError(
+            f"--endpoint takes an http:// or https:// address, not {without_login(text)!r}{about_login(text)}"
+        )
     return url
 
 
@@ -148,7 +150,9 @@ def host_and_port(source: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not host or not port:
-        raise SettingsError(f"--endpoints {source} needs a host and a port, as dns://vllm:8000")
+        raise SettingsError(
+            f"--endpoints {without_login(source)} needs a host and a port, as dns://vllm:8000"
+        )
     return host, port
 
 

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from conserve.hosts import split_login
+
 HIDDEN = "***"
 SECRET_FLAGS = ("--api-key", "--hf-token")
 
 
 def address_of(given: str) -> str:
-    """Address without user and password."""
-    begin, at, end = given.rpartition("@")
-    scheme, slashes, _ = begin.partition("//")
-    return f"{scheme}//{HIDDEN}@{end}" if at and slashes and "/" not in begin[len(scheme) + 2 :] else given
+    """Address with a sign in place of user and password."""
+    shown, login = split_login(given)
+    return given if login is None else shown.replace("://", f"://{HIDDEN}@", 1)
 
 
 def host_of(given: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from conserve.api.running import ADDRESSES
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
+from conserve.hosts import without_login
 
 
 def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
@@ -30,7 +31,7 @@ def check_target(target: ModelTarget, table: str) -> None:
         return
     if not target.endpoint.startswith(ADDRESSES):
         raise SettingsError(
-            f"{table}.endpoint: {target.endpoint!r} is no address; one begins with http:// or https://"
+            f"{table}.endpoint: {without_login(target.endpoint)!r} is no address; one begins with http:// or https://"
         )
     if target.engine_args:
         raise SettingsError(

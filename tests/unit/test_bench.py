@@ -1,6 +1,7 @@
 """The comparison's client side: traces, the load generator, statistics, reports."""
 
 import asyncio
+import base64
 import json
 import re
 import socket
@@ -23,7 +24,7 @@ from conserve.bench import raw, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.compare import Design, sentence
 from conserve.bench.deployment import Deployment, SchedulerCounters
-from conserve.bench.load import LoadPlan, LoadTarget, play, play_apart, prompt_ids, request_body
+from conserve.bench.load import LoadPlan, LoadTarget, headers_of, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
@@ -148,6 +149,7 @@ def test_senseless_numbers_are_refused(wrong: Callable[[], Trace]) -> None:
 Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
+BASIC = f"Basic {base64.b64encode(b'ann:secret').decode()}"
 
 
 def even(number: int, *, gap_s: float = 0.02, tokens: int = 3) -> Trace:
@@ -371,6 +373,28 @@ def test_a_name_with_several_addresses_is_asked_where_it_answers(
             return await play(even(3), target, seed=0)
 
     assert [answer.status for answer in asyncio.run(go())] == [RequestEnd.OK] * 3
+
+
+def test_a_login_in_the_url_is_sent_and_not_shown() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == BASIC
+        return httpx.Response(403)
+
+    async def go() -> None:
+        url = "http://ann:secret@host"
+        deployment = Deployment(url, api_key="key", transport=httpx.MockTransport(refuse))
+        for ask in (deployment.counters, deployment.model):
+            with pytest.raises(EndpointUnusable, match="http://host/") as refused:
+                await ask()
+            assert "secret" not in str(refused.value)
+        await deployment.close()
+
+    asyncio.run(go())
+    target = LoadTarget(base_url="http://ann:secret@host", model="m", api_key="key")
+    assert headers_of(target)["Authorization"] == BASIC
+    with pytest.raises(InputError, match=r"^host:1 is no") as refused:
+        asyncio.run(play(even(1), LoadTarget(base_url="ann:secret@host:1", model="m"), seed=0))
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("base_url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port"])

@@ -110,6 +110,24 @@ def test_a_secret_that_is_not_utf8_is_not_shown(tmp_path: Path) -> None:
     assert "hidden" not in str(refused.value)
 
 
+@pytest.mark.parametrize("address", ["otlp://ann:secret@host", "http://ann:secret/x@host", "ann:secret@host"])
+def test_a_collector_that_has_no_address_is_named_without_its_password(tmp_path: Path, address: str) -> None:
+    with pytest.raises(SettingsError, match=r"an http:// or https:// address, not '[a-z:/]*host'") as refused:
+        load({"otlp_endpoint": address}, {}, tmp_path)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("api_key", 12345), ("endpoint", 12345), ("store", "12345\udcff")]
+)
+def test_no_message_on_a_setting_of_the_wrong_kind_shows_a_secret(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(SettingsError, match=name) as refused:
+        load({name: value}, {}, tmp_path)
+    assert "12345" not in str(refused.value)
+
+
 def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
     given = load({}, {"CONSERVE_MAX_ANSWER_S": "2.5", "CONSERVE_MAX_ANSWER_MIB": "0.5"}, tmp_path)
     assert AnswerLimits.of(given) == AnswerLimits(seconds=2.5, num_bytes=512 << 10)

@@ -28,7 +28,7 @@ from conserve.errors import (
     RequestRejected,
     SettingsError,
 )
-from conserve.hosts import split_login
+from conserve.hosts import about_login, split_login, without_login
 from tests import virtual_time
 
 CHAT = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "hi"}], "model": "ignored"})
@@ -132,6 +132,33 @@ def test_an_address_is_split_into_what_may_be_shown_and_the_login(
     url: str, shown: str, login: tuple[str, str] | None
 ) -> None:
     assert split_login(url) == (shown, login)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "explained"),
+    [
+        ("http://ann:secret@a:1/v1", "http://a:1/v1", False),
+        ("ftp://ann:secret@a", "ftp://a", False),
+        ("http://a:8000/x@y", "http://a:8000/x@y", False),
+        ("http://[::1]:8000/x@y", "http://[::1]:8000/x@y", False),
+        ("http://a:8000", "http://a:8000", False),
+        ("http://ann:se/cr#et@a:1/v1", "http://a:1/v1", True),
+        ("http://ann:se?cr@et@a", "http://a", True),
+        ("ann:secret@a:1", "a:1", False),
+        ("ann:se://cret@a:1", "a:1", False),
+    ],
+)
+def test_no_password_is_shown_however_the_address_is_written(text: str, shown: str, explained: bool) -> None:
+    assert without_login(text) == shown
+    assert bool(about_login(text)) == explained
+
+
+def test_a_password_that_makes_an_address_malformed_is_not_repeated() -> None:
+    with pytest.raises(
+        SettingsError, match=r"'http://a:1' is no address; in a password / is written"
+    ) as refused:
+        HttpEndpoint("http://ann:port/cret@a:1")
+    assert "port" not in str(refused.value)
 
 
 def test_a_bare_prompt_goes_to_its_own_route() -> None:

@@ -429,6 +429,7 @@ def test_records_and_messages_hold_no_secret() -> None:
     assert flags_of(words) == "--api-key=*** --dtype float32 --api_key=*** --seed 3"
     assert flags_of(("--dtype  float32",)) == "--dtype float32"
     assert address_of("http://me:pass@host:8/v1") == "http://***@host:8/v1"
+    assert address_of("http://me:pass@host/v1@2") == "http://***@host/v1@2"
     assert address_of("http://host/v1@2") == "http://host/v1@2"
     assert address_of("fake:?tokens=8") == "fake:?tokens=8"
     assert host_of("https://me:pass@hooks.example/T0/B0?key=k") == "https://hooks.example"

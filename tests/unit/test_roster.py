@@ -37,6 +37,8 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 def test_a_password_goes_along_with_an_address_and_is_in_no_sentence() -> None:
     assert look(Given(["http://ann:pass@a:8000/v1"])) == ["http://ann:pass@a:8000"]
+    with pytest.raises(SettingsError, match="VALUE, not 'http://a:1'"):
+        roster_of("http://ann:secret@a:1")
     with pytest.raises(SettingsError, match="address, not 'ftp://a'"):
         Given(["ftp://ann:pass@a"])
 

@@ -10,6 +10,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import urlsplit
 
 from conserve.errors import UsageError, one_line
+from conserve.hosts import about_login, without_login
 
 Address = IPv4Address | IPv6Address
 Resolve = Callable[[str, int], list[Address]]
@@ -53,15 +54,17 @@ def allowed(found: Iterable[Address], *, private: bool) -> list[Address]:
 
 def checked_url(url: str, *, private: bool) -> str:
     """The URL of a hook; raises `UsageError` for one that no message would be sent to."""
+    shown = one_line(without_login(url), most=80)
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError as error:
-        raise UsageError(f"{one_line(url, most=80)!r} is no URL: {error}") from error
+        why = about_login(url) or f": {error}"  # the error may repeat a part of the password
+        raise UsageError(f"{shown!r} is no URL{why}") from error
     if parts.scheme not in ("http", "https") or not host or len(url) > MOST_URL or not url.isascii():
-        raise UsageError(f"{one_line(url, most=80)!r} is no URL; write https://HOST/PATH")
+        raise UsageError(f"{shown!r} is no URL; write https://HOST/PATH")
     if not url.isprintable() or " " in url:
-        raise UsageError(f"{one_line(url, most=80)!r} has a space or a control character; write it as %20")
+        raise UsageError(f"{shown!r} has a space or a control character; write it as %20")
     if parts.username is not None:
         raise UsageError(
             "a hook's URL has no user and no password; the receiver checks the signature instead"

@@ -27,6 +27,7 @@ from openai.types.chat import ChatCompletion
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import RequestRejected
+from conserve.hosts import without_login
 from conserve.nightly.harness.asking import HarnessAnswer, Line, Queue
 from conserve.nightly.harness.gathering import MOST_JOBS, Gatherer
 from conserve.nightly.harness.place import alone, engine_flags
@@ -77,7 +78,8 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         address = endpoint or base_url
         super().__init__(
             model_name,
-            base_url=address or "http://queue.invalid/v1",  # its client of HTTP is never used
+            base_url=without_login(address or "")
+            or "http://queue.invalid/v1",  # its client of HTTP is never used
             api_key=api_key or "unused",
             config=config,
             service="conserve",

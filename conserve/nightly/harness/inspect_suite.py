@@ -10,6 +10,7 @@ from typing import Any
 from conserve.errors import ConserveError, EvaluationUnready, SettingsError, one_line
 from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
+from conserve.hosts import without_login
 from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.options import typed
@@ -76,7 +77,7 @@ def evaluated(night: Night, recorded: NotingQueue, options: Mapping[str, Any], s
     suite, target = night.suite, night.target
     tools = {"emulate_tools": options["emulate_tools"]} if "emulate_tools" in options else {}
     if target.endpoint is not None:
-        tools["endpoint"] = target.endpoint
+        tools["endpoint"] = without_login(target.endpoint)  # its log has it; the night's queue asks
     with handed(recorded) as token:
         model = get_model(
             f"conserve/{target.model or night.settings.engine_model}",
