@@ -221,8 +221,9 @@ class StoreWatch:
         """Look once; `wait_s` is the time that servers have to answer, beside which older answers are shown."""
         with self._lock:
             now = self._clock()
-            urls = addresses(self._settings, self._endpoints)
-            self._ask(urls)
+            named = addresses(self._settings, self._endpoints)
+            self._ask(named)
+            urls = list(named)
             error = self._read(now)
             self._take_answers(urls, now, wait_s)
             return Overview(
@@ -237,10 +238,10 @@ class StoreWatch:
                 error=error,
             )
 
-    def _ask(self, urls: Sequence[str]) -> None:
-        for url in urls:
+    def _ask(self, named: Mapping[str, str]) -> None:
+        for url, address in named.items():
             if url not in self._questions:
-                self._questions[url] = self._pool.submit(self._asking, url, self._settings)
+                self._questions[url] = self._pool.submit(self._asking, address, self._settings)
 
     def _take_answers(self, urls: Sequence[str], now: float, wait_s: float) -> None:
         """Take the answers that have come; the next look asks these servers again."""

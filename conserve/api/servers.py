@@ -4,11 +4,14 @@ Imports nothing heavy: `conserve status` asks through it.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from conserve.config import Settings
-from conserve.hosts import split_login
+from conserve.errors import SettingsError
+from conserve.hosts import basic, split_login
 from conserve.jobs.harvest.services import running
 from conserve.words import duration
 
@@ -19,15 +22,37 @@ NOT_FOUND = 404
 STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
 
 
-def addresses(settings: Settings, endpoints: Sequence[str] = ()) -> list[str]:
-    """Addresses of the servers to look at: running over this store, then named ones, each once.
+def addresses(settings: Settings, endpoints: Sequence[str] = ()) -> dict[str, str]:
+    """Addresses of the servers to look at, perhaps with a login, by those that may be shown.
 
-    Without `endpoints` the one of the settings counts as named. All that show servers take them from here.
+    They run over this store, or are named; without `endpoints` the one of the settings counts as named. All that
+    show servers take them from here.
     """
     named = endpoints or ([settings.endpoint] if settings.endpoint else [])
-    shown = [split_login(url)[0] for url in named]
-    urls = [url.rstrip("/").removesuffix("/v1") for url in shown if url.startswith(("http://", "https://"))]
-    return list(dict.fromkeys([*(server.url for server in running(settings)), *urls]))
+    return {server.url: server.url for server in running(settings)} | by_shown(named)
+
+
+def logins(settings: Settings) -> Mapping[str, str]:
+    """Addresses that the settings and the files that these name have for servers, by those that notes have."""
+    from conserve.endpoints.roster import urls_in
+    from conserve.jobs.harvest.notes import of_this_machine
+
+    named = [settings.endpoint] if settings.endpoint else []
+    for source in (settings.endpoints or "").split():
+        if source.startswith("file://"):
+            with suppress(
+                OSError, UnicodeDecodeError, SettingsError
+            ):  # the harvester's sentence, not this one's
+                path = Path(source.removeprefix("file://")).expanduser()
+                named += urls_in(path.read_text(encoding="utf-8"))
+    known = by_shown(named)
+    return {of_this_machine(shown): address for shown, address in known.items()} | known
+
+
+def by_shown(named: Sequence[str]) -> dict[str, str]:
+    """Addresses of servers by those that may be shown."""
+    urls = [url.rstrip("/").removesuffix("/v1") for url in named if url.startswith(("http://", "https://"))]
+    return {split_login(url)[0]: url for url in urls}
 
 
 def bearer(settings: Settings) -> dict[str, str]:
@@ -36,11 +61,12 @@ def bearer(settings: Settings) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def ask(url: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str, Any]:
+def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str, Any]:
     """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx.
 
-    A server that does not answer has an `error`, one without ConServe's scheduler has `stock`. Figures are `age_s`
-    old, by seconds where an iteration is under way.
+    A login in the address is sent in place of a key, as harvesters do. A server that does not answer has an
+    `error`, one without ConServe's scheduler has `stock`. Figures are `age_s` old, by seconds where an iteration is
+    under way.
     """
     import http.client
     import json
@@ -53,22 +79,24 @@ def ask(url: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str,
         def redirect_request(self, *_: Any) -> None:
             return None
 
+    url, login = split_login(address)
+    headers = {"Authorization": basic(login)} if login else bearer(settings)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Unfollowed)
     try:
-        request = urllib.request.Request(f"{url}{PATH}?within_s={WITHIN_S:g}", headers=bearer(settings))
+        request = urllib.request.Request(f"{url}{PATH}?within_s={WITHIN_S:g}", headers=headers)
         with opener.open(request, timeout=seconds) as answer:
             said = json.load(answer)
             return said if isinstance(said, dict) else {STOCK: True}
     except (OSError, ValueError, http.client.HTTPException) as error:
         if getattr(error, "code", None) == NOT_FOUND:  # an HTTPError's
             return {STOCK: True}
-        return {"error": unanswered(error)}
+        return {"error": unanswered(error, login)}
 
 
-def unanswered(error: Exception) -> str:
-    """Reason that a server did not answer."""
+def unanswered(error: Exception, login: tuple[str, str] | None = None) -> str:
+    """Reason that a server did not answer a request with this login, or with a key."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
-        return "wants another key; set CONSERVE_API_KEY"
+        return "refuses the login in its address" if login else "wants another key; set CONSERVE_API_KEY"
     cause = getattr(error, "reason", error)  # a URLError's
     if isinstance(cause, socket.gaierror):
         return "runs there, and has no address that is known here"

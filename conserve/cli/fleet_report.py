@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ask
+from conserve.api.servers import ask, logins
 from conserve.cli import output
 from conserve.config import Settings
 
@@ -63,8 +63,10 @@ class Sight:
 def sights(found: Sequence[Sight], settings: Settings, *, now: float) -> list[Sight]:
     """The servers with their own reports; each is asked at the same time as the others."""
 
+    known = logins(settings)
+
     def asked(sight: Sight) -> Sight:
-        reports = (ask(url, settings) for url in ways(sight.server.url))
+        reports = (ask(url, settings) for url in ways(known.get(sight.server.url, sight.server.url)))
         report = next((report for report in reports if "error" not in report), None)
         return replace(sight, report=report, now=now)
 
@@ -78,7 +80,8 @@ def ways(url: str) -> list[str]:
     if parts.hostname != socket.gethostname().lower():
         return [url]
     port = f":{parts.port}" if parts.port else ""
-    return [url, parts._replace(netloc=f"127.0.0.1{port}").geturl()]
+    login = "".join(parts.netloc.rpartition("@")[:2])
+    return [url, parts._replace(netloc=f"{login}127.0.0.1{port}").geturl()]
 
 
 def well(sight: Sight) -> bool:

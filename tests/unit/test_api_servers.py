@@ -2,12 +2,16 @@
 
 import socket
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from conserve.api.servers import ask
+from conserve.api.servers import addresses, ask, logins
+from conserve.cli.fleet_report import ways
 from conserve.config import Settings, load
 
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
@@ -53,6 +57,35 @@ def test_a_redirect_gets_no_key(settings: Settings) -> None:
         with answering(moved, []) as url:
             assert "error" in ask(url, settings)
     assert elsewhere == []
+
+
+def test_a_login_in_the_address_is_sent_in_place_of_a_key(settings: Settings) -> None:
+    seen: list[bytes] = []
+    refused = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"
+    with answering(refused, seen) as url:
+        address = url.replace("http://", "http://ann:secret@")
+        said = ask(address, replace(settings, api_key="key"))
+        assert addresses(settings, [f"{address}/v1"]) == {url: address}
+    assert said == {"error": "refuses the login in its address"}
+    assert f"Authorization: Basic {b64encode(b'ann:secret').decode()}\r\n".encode() in seen[0]
+    assert f"Host: {url.removeprefix('http://')}\r\n".encode() in seen[0]
+
+
+def test_a_server_of_the_fleet_has_the_login_of_the_settings_or_their_lists(
+    settings: Settings, tmp_path: Path
+) -> None:
+    listed = tmp_path / "gpus"
+    listed.write_text("http://ben:word@gpu-b:8000/v1  # the second\n")
+    lists = f"file://{listed} file://{tmp_path}/gone dns://gpus:8000"
+    known = logins(replace(settings, endpoint="http://ann:secret@127.0.0.1:8000", endpoints=lists))
+    first = "http://ann:secret@127.0.0.1:8000"
+    assert known == {
+        "http://127.0.0.1:8000": first,
+        f"http://{socket.gethostname()}:8000": first,
+        "http://gpu-b:8000": "http://ben:word@gpu-b:8000",
+    }
+    here = socket.gethostname().lower()
+    assert ways(f"http://ann:secret@{here}:8000")[1] == first
 
 
 @pytest.mark.parametrize("rest", ["u:secret@db/x", "/x?host=db&password=secret", "u@db/x?password=secret"])
