@@ -262,7 +262,7 @@ def serve(
             harvester_command(settings, url) if harvest else None,
             url=url,
             say=output.say,
-            drain_s=drain_s(words[1:]),
+            drain_s=drain_s(flags),
             before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
             batch_api=beside,
         )

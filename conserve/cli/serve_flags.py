@@ -1,7 +1,6 @@
 """Flags of `conserve serve` and what they mean: times, promises, policies, checkpoints, and vLLM's own flags."""
 
 import re
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.front import Front
+from conserve.engine.runtime.vllm_flags import given_flags, names_of, value_of
 from conserve.errors import SettingsError
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -32,13 +32,8 @@ def require_policy(name: str) -> None:
 
 def drain_s(flags: list[str]) -> float:
     """Seconds that the server may take to end: vLLM's own time-out, and some more."""
-    limit = 30.0
-    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-        name, _, joined = flag.partition("=")
-        text = joined or value
-        if name == "--shutdown-timeout" and text.isdigit():
-            limit = float(text)
-    return limit + 15.0
+    text = value_of(flags, "--shutdown-timeout") or ""
+    return (float(text) if text.isdecimal() else 30.0) + 15.0
 
 
 def recording_at(file: Path) -> Path:
@@ -60,12 +55,11 @@ def require_weights(settings: Settings) -> None:
 def refuse_ours(flags: list[str]) -> None:
     """Raise for flags of vLLM that `conserve serve` sets itself or cannot supervise."""
     ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
-    if any(flag.split("=")[0].replace("_", "-") == "--api-key" for flag in flags):
+    if "--api-key" in names_of(flags):
         raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
     refuse_machines(flags)
     others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
-    for flag in flags:
-        name = flag.split("=")[0].replace("_", "-")
+    for name in names_of(flags):
         if name in ours:
             raise SettingsError(
                 f"{name} is set by conserve serve; leave it out, or start vllm serve yourself"
@@ -78,9 +72,8 @@ def refuse_ours(flags: list[str]) -> None:
 
 def refuse_machines(flags: list[str]) -> None:
     """Raise for flags of a model that spans machines, which share no memory with the scheduler."""
-    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-        name, _, joined = flag.partition("=")
-        name, value = name.replace("_", "-"), joined or value
+    for flag in given_flags(flags):
+        name, value = flag.name, flag.value
         ray = name in ("--distributed-executor-backend", "--data-parallel-backend") and value == "ray"
         if ray or (name == "--nnodes" and value not in ("", "1")):
             raise SettingsError(

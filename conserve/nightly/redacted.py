@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.hosts import split_login
 
 HIDDEN = "***"
@@ -28,13 +29,7 @@ def host_of(given: str) -> str:
 def flags_of(words: Sequence[str]) -> str:
     """Flags as a line, with the values of secret ones hidden."""
     shown: list[str] = []
-    hiding = False
-    for word in " ".join(words).split():
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") in SECRET_FLAGS:
-            shown.append(f"{name}={HIDDEN}")
-            hiding = not equals
-        elif not hiding or word.startswith("-"):
-            shown.append(word)
-            hiding = False
+    for flag in given_flags(" ".join(words).split()):
+        secret = flag.name in SECRET_FLAGS
+        shown += [f"{flag.words[0].partition('=')[0]}={HIDDEN}"] if secret else flag.words
     return " ".join(shown)

@@ -161,6 +161,7 @@ def test_the_models_own_half_format_competes() -> None:
     [
         (["--dtype", "float16"], True),
         (["--dtype=auto"], True),
+        (["-q", "awq"], True),
         (["--quantization", "awq"], True),
         (["--max-num-seqs", "4"], False),
         ([], False),

@@ -342,6 +342,7 @@ def test_a_local_tokenizer_counts(tmp_path: Path, write_input: WriteInput) -> No
     [
         (["--max-model-len", "8192"], 8192),
         (["--max_model_len=8k"], 8000),
+        (["--max-model-len", "8192", "--max_model_len=8k"], 8000),
         (["--max-model-len", "1K"], 1024),
         (["--max-model-len", "auto"], None),
         (["--max-model-len", "-1"], None),

@@ -23,7 +23,10 @@ from conserve.errors import SettingsError
 WHY = "the pipeline is parallel"
 
 
-@pytest.mark.parametrize("flag", ["--worker-cls", "--worker_cls=mine.Worker", "--scheduler-cls=x"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--worker-cls", "--worker_cls=mine.Worker", "--scheduler-cls=x", "--additional_config.conserve.policy"],
+)
 def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
     with pytest.raises(SettingsError, match="leave it out, or start vllm serve yourself"):
         serve_flags.refuse_ours(["--tensor-parallel-size", "2", flag])
@@ -36,6 +39,8 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
         (["--distributed-executor-backend", "ray"], "--distributed-executor-backend ray"),
         (["--distributed_executor_backend=ray"], "--distributed-executor-backend ray"),
         (["--data-parallel-backend", "ray"], "--data-parallel-backend ray"),
+        (["-dpb", "ray"], "--data-parallel-backend ray"),
+        (["-n2"], "--nnodes 2"),
         (["--dtype", "float32", "--nnodes", "2"], "--nnodes 2"),
     ],
 )
@@ -64,6 +69,7 @@ def test_the_sentence_stands_on_the_page_of_modes() -> None:
         (["--max-model-len", "2048"], 45),
         (["--shutdown-timeout", "7"], 22),
         (["--shutdown-timeout=7"], 22),
+        (["--shutdown_timeout=6", "--seed", "1", "--shutdown_timeout", "7"], 22),
         (["--dtype", "float32", "--shutdown-timeout"], 45),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from conserve.engine.runtime.vllm_flags import given_flags, value_of
 from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE
 from conserve.errors import SettingsError
 
@@ -68,16 +69,13 @@ def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
 
 def _parted(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
     others: list[str] = []
-    said: str | None = None
-    words = iter(flags)
-    for word in words:
-        name, joined, value = word.partition("=")
-        if name.replace("_", "-") != FLAG:
-            others.append(word)
-            continue
-        said = value if joined else next(words, "")
+    for flag in given_flags(flags):
+        others += flag.words if flag.name != FLAG else flag.values[1:]  # vLLM names a word that is too many
+    said = value_of(flags, FLAG)
     if said is None:
         return others, None
+    if any(flag.name == FLAG and flag.key for flag in given_flags(flags)):
+        raise SettingsError(f"{FLAG} takes one JSON object here; write it whole, without names behind a dot")
     try:
         config = json.loads(said)
         if not isinstance(config, dict) or "kv_connector" not in config:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from conserve.engine.runtime.machine import memory_headroom
+from conserve.engine.runtime.vllm_flags import names_of, value_of
 from conserve.engine.vllm.launching.number_format import (
     FLOAT32,
     MAMBA2,
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
-PIPELINE = ("--pipeline-parallel-size", "-pp")
-ENGINES = ("--data-parallel-size", "-dp")
+PIPELINE = "--pipeline-parallel-size"
+ENGINES = "--data-parallel-size"
+AHEAD = ("--async-scheduling", "--no-async-scheduling")
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
@@ -36,7 +37,7 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if any(flag.split("=")[0] == "--model" for flag in flags):
+    if "--model" in names_of(flags):
         raise SettingsError("--model is no engine flag: name the model itself")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="", add_help=False))
     setattr(parser, "error", _refuse)  # noqa: B010  argparse prints its usage and exits; a library must not
@@ -66,8 +67,7 @@ def configured(arguments: Any, *, served: bool) -> VllmConfig:
 
 def names_scheduling(flags: Sequence[str]) -> bool:
     """True if the user says whether iterations are scheduled ahead."""
-    named = {flag.split("=")[0].replace("_", "-") for flag in flags}
-    return not named.isdisjoint(("--async-scheduling", "--no-async-scheduling"))
+    return not set(names_of(flags)).isdisjoint(AHEAD)
 
 
 def ahead_under_v1(config: VllmConfig) -> bool:
@@ -77,13 +77,8 @@ def ahead_under_v1(config: VllmConfig) -> bool:
 
 def engines_of(flags: Sequence[str]) -> int:
     """Number of data parallel engines by the flags; 1 for a word that is no number, which vLLM refuses."""
-    engines = 1
-    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-        name, _, joined = flag.partition("=")
-        if name.replace("_", "-") in ENGINES:
-            text = joined or value
-            engines = int(text) if text.isdecimal() else 1
-    return max(1, engines)
+    text = value_of(flags, ENGINES) or ""
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def require_exchange(config: VllmConfig) -> None:
@@ -142,8 +137,7 @@ def cpu_defaults(model: str, flags: Sequence[str], *, copies_bytes: int = 0) -> 
     """
     # Compiling takes a minute, gains 10-20 %, and changes greedy text on near-ties.
     # But an eager stage of a pipeline has no room there for what it gets from the one before it.
-    pipelined = any(flag.split("=")[0].replace("_", "-") in PIPELINE for flag in flags)
-    defaults = [] if pipelined else ["--enforce-eager"]
+    defaults = [] if PIPELINE in names_of(flags) else ["--enforce-eager"]
     available = _available_bytes() // engines_of(flags) - copies_bytes
     weights = _weight_bytes(Path(model))
     chosen = None if names_format(flags) else format_of(model)

@@ -11,6 +11,7 @@ import msgspec
 
 from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
+from conserve.engine.runtime.vllm_flags import names_of
 from conserve.engine.vllm.compat.installed import installed_engine, installed_version
 from conserve.engine.vllm.launching.fork_server import wait_until_idle
 from conserve.engine.vllm.launching.kept import keep, kept_in
@@ -34,7 +35,7 @@ class Chosen(NamedTuple):
 
 def names_format(flags: Sequence[str]) -> bool:
     """True if these engine flags name a number format, or decide it otherwise."""
-    return any(flag.split("=")[0] in ("--dtype", "--quantization", "-q") for flag in flags)
+    return not {"--dtype", "--quantization"}.isdisjoint(names_of(flags))
 
 
 def format_of(model: str) -> Chosen | None:

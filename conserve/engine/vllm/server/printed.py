@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conserve.config import default_home
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.launching.flags import names_scheduling
@@ -66,7 +66,7 @@ def command_of(
     ours += ["--additional-config", json.dumps({SECTION: portable(section, config)})]
     path, *rest = [*words, *ours]
     start = f"VLLM_PLUGINS=conserve {VLLM_CPU if current_platform.is_cpu() else VLLM} {shlex.quote(path)}"
-    lines = [start, *(shlex.join(group) for group in grouped(rest)), *([KEYS] if keys else [])]
+    lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest)), *([KEYS] if keys else [])]
     return " \\\n    ".join(lines)
 
 
@@ -85,14 +85,6 @@ def portable(section: dict[str, Any], config: Any) -> dict[str, Any]:
             raise
         kept["profile"] = AUTO
     return kept
-
-
-def grouped(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the values behind it."""
-    starts = [place for place, word in enumerate(words) if word.startswith("--")]
-    for place in starts:
-        values = takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
-        yield [words[place], *values]
 
 
 if __name__ == "__main__":

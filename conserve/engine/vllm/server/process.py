@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from conserve import logs, open_files
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.runtime.vllm_flags import given_flags, names_of
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import require_engine
@@ -85,14 +86,8 @@ def parsed(words: Sequence[str]) -> Namespace:
 
 def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Our defaults without the flags that the user sets."""
-    decided = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
-    kept, keep = [], True
-    for word in defaults:
-        if word.startswith("--"):
-            keep = word not in decided
-        if keep:
-            kept.append(word)
-    return kept
+    decided = names_of(flags)
+    return [word for flag in given_flags(defaults) if flag.name not in decided for word in flag.words]
 
 
 def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:

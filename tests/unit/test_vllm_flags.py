@@ -1,0 +1,100 @@
+"""Flags of vLLM on a command line: every spelling is read alike, wherever one is looked for."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from conserve.cli.serve_flags import refuse_ours
+from conserve.engine.runtime.vllm_flags import GivenFlag, given_flags, names_of, value_of
+from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, with_checkpoints, without
+from conserve.engine.vllm.launching.flags import cpu_defaults, engines_of, names_scheduling
+from conserve.engine.vllm.server.process import without as without_given
+from conserve.errors import SettingsError
+from conserve.nightly.redacted import flags_of
+
+SPELLINGS: Sequence[Sequence[str]] = [
+    ("--data-parallel-size", "2"),
+    ("--data_parallel_size", "2"),
+    ("--data-parallel-size=2",),
+    ("--data_parallel_size=2",),
+    ("-dp", "2"),
+    ("-dp=2",),
+]
+
+
+@pytest.mark.parametrize("given", SPELLINGS)
+@pytest.mark.parametrize("before", [(), ("-dp", "4"), ("--seed", "-1", "--enforce-eager")])
+def test_every_spelling_of_a_flag_is_read_and_the_last_one_counts(
+    given: Sequence[str], before: Sequence[str]
+) -> None:
+    words = [*before, *given, "--data-parallel-size-local", "8"]
+    assert value_of(words, "--data-parallel-size") == "2"
+    assert engines_of(words) == 2
+    assert without_given(["--data-parallel-size", "9", "--seed", "3"], words) == (
+        [] if "--seed" in before else ["--seed", "3"]
+    )
+    assert [word for flag in given_flags(words) for word in flag.words] == words
+
+
+def test_words_are_parted_as_vllm_parts_them() -> None:
+    words = [
+        "model",
+        "--lora-modules",
+        "a=b",
+        "c=d",
+        "--seed=-1",
+        "-n2",
+        "-qfp8",
+        "-O3",
+        "--hf-x.a_b.c",
+        "4",
+    ]
+    assert list(given_flags(words)) == [
+        GivenFlag("", ["model"], ["model"]),
+        GivenFlag("--lora-modules", ["a=b", "c=d"], words[1:4]),
+        GivenFlag("--seed", ["-1"], ["--seed=-1"]),
+        GivenFlag("--nnodes", ["2"], ["-n2"]),
+        GivenFlag("--quantization", ["fp8"], ["-qfp8"]),
+        GivenFlag("-O3", [], ["-O3"]),
+        GivenFlag("--hf-x", ["4"], words[-2:], "a_b.c"),
+    ]
+    assert (list(given_flags([])), names_of(["model"]), value_of([], "--seed")) == ([], [], None)
+    assert value_of(["--enforce_eager", "--seed", "1"], "--enforce-eager") == ""
+
+
+def test_what_looks_like_a_flag_within_a_value_is_none() -> None:
+    words = ["--served-model-name=--no-async-scheduling", "--seed", "-0.5"]
+    assert not names_scheduling(words)
+    assert value_of(words, "--seed") == "-0.5"
+
+
+@pytest.mark.parametrize("spelling", ["--kv-transfer-config", "--kv_transfer_config"])
+def test_a_connector_of_the_users_is_kept_however_it_is_spelled(spelling: str) -> None:
+    theirs = {"kv_connector": "Theirs", "kv_role": "kv_both"}
+    for words in ([spelling, json.dumps(theirs)], [f"{spelling}={json.dumps(theirs)}"]):
+        assert without(["--seed", "1", *words]) == (["--seed", "1"], theirs)
+        assert copies_bytes(with_checkpoints(words, {"host_bytes": 5})) == 5
+    with pytest.raises(SettingsError, match="takes one JSON object here"):
+        with_checkpoints([f"{spelling}.kv_connector", "Theirs"], {})
+
+
+def test_what_conserve_serve_sets_is_refused_under_a_short_name_and_by_a_json_key() -> None:
+    with pytest.raises(SettingsError, match="cannot run with --api-server-count"):
+        refuse_ours(["-asc", "2"])
+    with pytest.raises(SettingsError, match="--additional-config is set by conserve serve"):
+        refuse_ours(["--additional_config.conserve.policy", "priority"])
+
+
+def test_a_secret_is_hidden_in_every_spelling() -> None:
+    assert (
+        flags_of(("--hf_token=t", "--api-key", "a", "b", "--seed", "-1"))
+        == "--hf_token=*** --api-key=*** --seed -1"
+    )
+
+
+@pytest.mark.parametrize("given", [("-pp", "2"), ("-pp=2",), ("--pipeline_parallel_size=2",)])
+def test_stages_of_a_pipeline_are_not_eager(given: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conserve.engine.vllm.launching.flags._available_bytes", lambda: 8 << 30)
+    assert "--enforce-eager" not in cpu_defaults("nowhere", ["--dtype", "float32", *given])
+    assert "--enforce-eager" in cpu_defaults("nowhere", ["--dtype", "float32"])
