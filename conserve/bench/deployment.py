@@ -34,7 +34,7 @@ class SchedulerCounters:
     iterations: int
     planned: int
     overruns: int
-    busy_s: float
+    busy_s: float  # the mean of several engines
     iterations_left: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
@@ -54,7 +54,7 @@ class SchedulerCounters:
             iterations=said["iterations"],
             planned=said["planned"],
             overruns=said["overruns"],
-            busy_s=said["busy_s"],
+            busy_s=said["busy_s"] / number_of_engines(said),
             iterations_left=preemption.get("iterations_left", preemption.get("preemptions", 0)),
             tokens_redone=preemption.get("tokens_redone", 0),
             tokens_wasted=preemption.get("tokens_wasted", 0.0),
@@ -164,14 +164,15 @@ class Deployment:
                 model=MODELS[told["name"]](told["coefficients"]),
                 scale=float(told["scale"]),
                 max_tokens=int(said["max_num_batched_tokens"]),
-                max_requests=int(said["max_num_seqs"]) // int(said.get("engines", 1)),
+                max_requests=int(said["max_num_seqs"]) // number_of_engines(said),
+                engines=number_of_engines(said),
             )
         except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
             return None
 
     async def engines(self) -> int:
         """Number of data parallel engines behind the server."""
-        return int((await self._ask("GET")).get("engines", 1))
+        return number_of_engines(await self._ask("GET"))
 
     async def hygen_model(self) -> HyGenModel | None:
         """HyGen's latency predictor on this engine; None if the server does not tell it."""
@@ -224,6 +225,11 @@ class Deployment:
         )
         why = f"{answer.url} answered {answer.status_code}: {answer.text[:200]}"
         raise EndpointUnusable(why + (hint if answer.status_code in (403, 404) else ""))
+
+
+def number_of_engines(said: Mapping[str, Any]) -> int:
+    """Number of data parallel engines in an answer of `GET /v1/conserve`; an older server does not tell."""
+    return int(said.get("engines", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

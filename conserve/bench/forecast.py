@@ -7,7 +7,7 @@ nothing of KV memory, of the front end and of the machine's noise.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -23,12 +23,13 @@ FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
-    """Latency model of an engine, and the tokens and sequences one iteration holds."""
+    """Latency model of an engine, the tokens and sequences one iteration holds, and the engines at one address."""
 
     model: LinearModel
     max_tokens: int  # vLLM's max_num_batched_tokens: of one iteration
     max_requests: int  # vLLM's max_num_seqs
     scale: float = 1.0  # factor on predictions: how much slower the machine was of late
+    engines: int = 1  # alike, each with a part of the requests: vLLM's data parallel engines
 
     def ms(self, batch: Batch) -> float:
         """Predicted time of an iteration, in s."""
@@ -39,6 +40,11 @@ class EngineModel:
         """True if a decode step takes hardly longer beside many others: busy with a few, the engine has room."""
         one, many = (self.model.predict(Batch.of([STEP] * count)) for count in (1, MANY))
         return many < 2 * one
+
+    @property
+    def most_rows(self) -> int:
+        """Rows in flight that keep the batches of all engines full."""
+        return 2 * self.max_requests * self.engines
 
     def description(self) -> str:
         """Words for the model in a report."""
@@ -79,7 +85,7 @@ class BlockForecast:
 
     block_s: float
     requests: Sequence[Request]
-    busy_s: float  # within the block
+    busy_s: float  # within the block; the mean of several engines
     ended_s: float  # end of the last answer, or of a simulation that was cut short
     roomy: bool = False  # as of the engine
 
@@ -99,8 +105,27 @@ def requests_of(trace: Trace | None) -> list[Request]:
     return [] if trace is None else [Request(*arrival, trace.cached(arrival)) for arrival in trace]
 
 
+def share_of(trace: Trace | None, engines: int, number: int = 0) -> Trace | None:
+    """Arrivals at one of several engines, to which they go in turn."""
+    arrivals = () if trace is None else trace.arrivals[number::engines]
+    return replace(trace, arrivals=arrivals) if trace is not None and arrivals else None
+
+
 def play(trace: Trace | None, engine: EngineModel, block_s: float, *, until_s: float = inf) -> BlockForecast:
     """Simulate the answers to these arrivals; without a trace the engine is idle."""
+    shares = [share_of(trace, engine.engines, number) for number in range(engine.engines)]
+    played = [_on_one(share, engine, block_s, until_s) for share in shares]
+    return BlockForecast(
+        block_s=block_s,
+        requests=[one for part in played for one in part.requests],
+        busy_s=sum(part.busy_s for part in played) / len(played),
+        ended_s=max(part.ended_s for part in played),
+        roomy=engine.roomy,
+    )
+
+
+def _on_one(trace: Trace | None, engine: EngineModel, block_s: float, until_s: float) -> BlockForecast:
+    """Simulate one of the engines."""
     requests = requests_of(trace)
     due, running = deque(requests), list[Request]()
     waiting = deque[Request]()
@@ -118,7 +143,7 @@ def play(trace: Trace | None, engine: EngineModel, block_s: float, *, until_s: f
         for one, tokens in scheduled:
             if one.advance(tokens, now_s):
                 running.remove(one)
-    return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s, roomy=engine.roomy)
+    return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
 
 
 def _schedule(

@@ -6,7 +6,7 @@ runs are simulated by default; `measured_run` is one on the engine, as in HyGen'
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -15,7 +15,7 @@ from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import one_block
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
-from conserve.bench.forecast import EngineModel, Request, play
+from conserve.bench.forecast import EngineModel, Request, play, share_of
 from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
@@ -35,7 +35,7 @@ TERMS = {HYGEN: "budget_ms", HYGEN_STAR: "offline_per_s"}  # parameter of each p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningWorkload:
-    """Live requests and rows of a comparison, for test runs on an engine's model."""
+    """Live requests and rows of a comparison, for test runs on an engine's model: those of one of several."""
 
     engine: EngineModel
     traces: Sequence[Trace | None]  # of the rounds
@@ -47,11 +47,11 @@ class TuningWorkload:
     def of(cls, sized: Sized, preset: Preset, engine: EngineModel, seed: int) -> "TuningWorkload":
         """The workload that a comparison of this size plays."""
         return cls(
-            engine=engine,
-            traces=[_trace(sized, number) for number in range(sized.design.rounds)],
+            engine=replace(engine, engines=1),
+            traces=[share_of(_trace(sized, one), engine.engines) for one in range(sized.design.rounds)],
             block_s=sized.design.block_s,
             lengths=list(islice(lengths_of(preset, seed), ROWS)),
-            window=preset.offline_window or 2 * engine.max_requests,
+            window=max(1, (preset.offline_window or engine.most_rows) // engine.engines),
         )
 
     def alone(self) -> RunLatencies:

@@ -818,6 +818,11 @@ def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> N
     assert server.sent[-1]["slo"] == REPORT["slo"]
 
 
+def test_several_engines_are_busy_for_their_mean_share() -> None:
+    one = SchedulerCounters.of(REPORT)
+    assert SchedulerCounters.of({**REPORT, "engines": 2, "busy_s": 2 * REPORT["busy_s"]}) == one
+
+
 def test_a_server_that_knows_no_preemption_is_not_asked_for_it() -> None:
     server = CoServer(None)
 

@@ -28,6 +28,7 @@ from conserve.bench.measure import Block, LatencyLimits
 from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import CPU, FULL, Preset
+from conserve.bench.servers.rows import rows_of_block
 from conserve.bench.sizing import LEAST_REQUESTS, BlockLoad, Offered, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
@@ -412,6 +413,28 @@ def test_an_engine_has_room_if_64_decode_steps_take_less_than_twice_as_long_as_o
     assert play(None, engine, 25.0).roomy is roomy
 
 
+def test_several_engines_answer_so_many_times_the_arrivals_of_one() -> None:
+    alone = [Arrival(at_s / 2, 300 + 50 * at_s, 20) for at_s in range(12)]
+    of_one = Trace(name="t", duration_s=25.0, arrivals=tuple(alone))
+    of_three = replace(of_one, arrivals=tuple(arrival for arrival in alone for _ in range(3)))
+    one = play(of_one, slower(2), 25.0)
+    three = play(of_three, slower(2, engines=3), 25.0)
+    assert (three.busy, three.ended_s) == (pytest.approx(one.busy), one.ended_s)
+    assert p99s_ms([three]) == pytest.approx(p99s_ms([one]))
+    assert len(three.requests) == 3 * len(one.requests)
+    assert play(replace(of_one, arrivals=tuple(alone[:1])), slower(2, engines=3), 25.0).busy < one.busy
+    assert slower(2, engines=3).most_rows == 3 * slower(2).most_rows
+
+
+def test_the_rate_grows_with_the_engines_and_so_do_the_rows_of_a_block() -> None:
+    offered = asked(rounds=1, lengths=0.5)
+    one, two = (size(offered, CPU, design(rounds=1), slower(1, engines=engines)) for engines in (1, 2))
+    assert two.rate == pytest.approx(2 * one.rate, rel=0.1)
+    assert two.load.busy == pytest.approx(one.load.busy, abs=0.05)
+    rows = [rows_of_block(one, FULL, slower(1, engines=engines), 15.0) for engines in (1, 2)]
+    assert rows[1] == pytest.approx(2 * rows[0], abs=2)
+
+
 def test_load_reads_as_a_phrase() -> None:
     assert str(BlockLoad(0.5, 20.0, 25.0)) == "50% busy"
     assert str(BlockLoad(0.97, 49.9, 25.0)) == "97% busy, with first tokens 25 s after the block's end"
@@ -442,7 +465,10 @@ def engine_of(said: dict[str, Any]) -> EngineModel | None:
 def test_the_engines_speed_is_what_its_server_tells() -> None:
     engine = engine_of(TOLD)
     assert engine is not None
-    assert (engine.max_tokens, engine.max_requests) == (512, 32)
+    assert (engine.max_tokens, engine.max_requests, engine.engines) == (512, 32, 1)
+    two = engine_of({**TOLD, "max_num_seqs": 64, "engines": 2})
+    assert two is not None
+    assert (two.max_tokens, two.max_requests, two.engines) == (512, 32, 2)
     batch = Batch.of([Slice(100, 7)])
     assert engine.ms(batch) == pytest.approx(1.25 * slower(2).ms(batch))
 

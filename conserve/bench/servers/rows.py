@@ -64,8 +64,8 @@ def rows_of_block(sized: Sized, preset: Preset, engine: EngineModel, begins_s: f
     """Rows that last for a block on an engine `FASTER` than its model; `begins_s` is the time before the block."""
     mix = Mix.of(list(islice(lengths_of(preset, 0), 1000)), engine)
     block_s = begins_s + sized.takes_s / sized.design.blocks
-    in_flight = preset.offline_window or 2 * engine.max_requests
-    return in_flight + math.ceil(FASTER * most_rows_per_s(engine, mix) * block_s)
+    in_flight = preset.offline_window or engine.most_rows
+    return in_flight + math.ceil(FASTER * engine.engines * most_rows_per_s(engine, mix) * block_s)
 
 
 def rows_of(preset: Preset, engine: EngineModel | None) -> RowsInFlight:

@@ -29,6 +29,7 @@ MakeServer = Callable[
     [Settings, dict[str, Any], list[str], int], ProcessCommand
 ]  # section, vLLM's flags, port
 MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
+MOST_ROWS = 256  # in flight at a stock server beside one of unknown speed
 MOST_BLOCKS = 10_000  # on the same servers
 FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
 
@@ -186,7 +187,7 @@ class Servers:
             if policy not in self._queues:
                 self._queues[policy] = OfflineQueue(settings=settings, files=plan.rows.files)
                 self._queues[policy].add()
-            window = plan.preset.offline_window or 2 * (engine.max_requests if engine else 128)
+            window = plan.preset.offline_window or (engine.most_rows if engine else MOST_ROWS)
             harvester = self._harvester(settings, port, "--window", str(window), "--steady")
         server = StockServer(
             url_of(HERE, port),
