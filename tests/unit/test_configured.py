@@ -30,3 +30,25 @@ def test_an_engine_is_sized_for_what_it_is_used_for(
     monkeypatch.setattr(vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: cpu))
     configured(arguments, served=served)
     assert [one and one.name for one in asked] == [context]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("flags", "cpu", "warns"),
+    [
+        (["--no-async-scheduling"], False, True),
+        (["--async-scheduling", "--no_async_scheduling"], False, True),
+        (["--no-async-scheduling", "--async-scheduling"], False, False),
+        (["--no-async-scheduling"], True, False),
+        ([], False, False),
+    ],
+)
+def test_a_start_without_iterations_ahead_on_an_accelerator_warns_of_the_promises(
+    flags: list[str], cpu: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    from conserve.engine.vllm.launching.flags import said_of_scheduling
+
+    monkeypatch.setattr(vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    assert bool(said_of_scheduling(flags)) == warns

@@ -121,6 +121,23 @@ def said_of_adapters(args: Any) -> str | None:
     )
 
 
+def said_of_scheduling(flags: Sequence[str]) -> str | None:
+    """Warning about promises on an accelerator that schedules no iteration ahead; None where it is not needed.
+
+    Seen on the simulated one alone (docs/gpu/h200.md): the host's clock times each iteration there, and those with
+    safepoints take longer than the latency model says.
+    """
+    from vllm.platforms import current_platform
+
+    named = [name for name in names_of(flags) if name in AHEAD]
+    if named[-1:] != [AHEAD[1]] or current_platform.is_cpu():
+        return None
+    return (
+        f"with {AHEAD[1]} rows made latencies up to 2.2 times as long as promised on a simulated accelerator; "
+        "leave it out, or measure: conserve bench"
+    )
+
+
 def _refuse(message: str) -> NoReturn:
     sentence = message.strip().splitlines()[0] if message.strip() else "it cannot be read"
     raise SettingsError(f"vLLM does not take these engine flags: {sentence}")

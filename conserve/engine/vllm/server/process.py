@@ -35,6 +35,7 @@ from conserve.engine.vllm.launching.flags import (
     names_scheduling,
     require_exchange,
     said_of_adapters,
+    said_of_scheduling,
 )
 from conserve.engine.vllm.launching.number_format import read_config
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
@@ -182,7 +183,8 @@ def main(words: Sequence[str]) -> int:
         if Part.CHECKPOINTS in trial.lost_parts():
             flags = without_checkpoints(flags)
         args = arguments(model, flags, section, models_folder=Path(models_folder))
-        if (warning := said_of_adapters(args)) is not None:
+        ahead = said_of_scheduling(flags) if section.get("preemption") != OFF else None
+        for warning in filter(None, (said_of_adapters(args), ahead)):
             warn(warning)
         command = f"conserve profile --served {shlex.join([model, *flags])}"
         fork_server.prepare(settle_profile(args, flags, section, command))
