@@ -28,6 +28,7 @@ conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --r
 conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
 conserve bench --gamma 1,1,512,64 --arms scheduler,preemption,checkpoints
 conserve bench --sweep quick --simulated
+conserve bench Qwen/Qwen2.5-72B-Instruct --gamma 2,1,2048,256 --tensor-parallel-size 8
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
 
@@ -88,7 +89,11 @@ def bench(
         str, typer.Option(metavar="POLICY", help="As for conserve serve; off leaves the connector out.")
     ] = ADAPTIVE,
     preset: Annotated[
-        str, typer.Option(help="cpu (two cores, about 20 minutes, sized to the machine's speed) or full.")
+        str,
+        typer.Option(
+            help="cpu (two cores, about 20 minutes, sized to the machine's speed) or full (five blocks of 120 s of "
+            "each policy)."
+        ),
     ] = "full",
     rate: Annotated[
         float | None,

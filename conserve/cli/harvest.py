@@ -64,10 +64,12 @@ def harvest(
     ] = False,
     window: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Most rows in flight; as many as it bears by default."),
+        typer.Option(
+            metavar="N", min=1, help="Most rows in flight at each server; as many as it bears by default."
+        ),
     ] = None,
     steady: Annotated[
-        bool, typer.Option("--steady", help="Keep --window rows in flight whatever the server's load.")
+        bool, typer.Option("--steady", help="Keep --window rows in flight at each server, whatever its load.")
     ] = False,
     lease_s: Annotated[
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")

@@ -140,7 +140,10 @@ def serve(
         ),
     ] = None,
     kv_host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory for that, e.g. 4GiB (the default).")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Host memory for that, of all engines and workers together; 4GiB by default."
+        ),
     ] = None,
     profile: Annotated[
         str | None,
