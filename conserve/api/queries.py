@@ -32,8 +32,10 @@ def results_query(
     with closing(Store.open_to_read(settings)) as store:
         with store.read() as tx:
             found = catalog.get(tx, job)
-        taken = snapshot(store, now=time.time(), only=[found.id])
-    uses = {"results"} | ({"inputs"} if with_inputs else set()) | ({"requests"} if with_prompts else set())
+        uses = (
+            {"results"} | ({"inputs"} if with_inputs else set()) | ({"requests"} if with_prompts else set())
+        )
+        taken = snapshot(store, now=time.time(), only=[found.id], used=uses)
     if with_urls:
         ask = lambda duck: export.with_urls(duck, taken.data, found.id)  # noqa: E731
     else:
@@ -65,14 +67,14 @@ def sql_query(
     from conserve.store.database.store import Store
     from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.named_files import named_file
-    from conserve.store.sql.query import ask, views_of
+    from conserve.store.sql.query import ask, views_named, views_of
     from conserve.store.sql.snapshot import snapshot
 
     bounds, files = query_bounds(settings), tuple(named_file(one) for one in named)
     with closing(Store.open_to_read(settings)) as store:
         with store.read() as tx:
             only = [catalog.get(tx, name).id for name in jobs] if jobs else None
-        taken = snapshot(store, now=time.time(), only=only)
+        taken = snapshot(store, now=time.time(), only=only, used=views_named(text))
     return SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, text, limit=limit),

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
-from conserve.config import load
+from conserve.api.queries import results_query, sql_query
+from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.errors import QueryError
@@ -28,7 +29,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
-from conserve.store.files import digests
+from conserve.store.files import digests, home
 from conserve.store.sql import export, query, scratch
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.export import Format
@@ -43,6 +44,7 @@ from conserve.store.sql.snapshot import snapshot
 from conserve.store.sql.unheld import read_fault
 from tests import virtual_time
 from tests.conftest import WriteInput, own_environment
+from tests.store_rows import finish, leased
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 
@@ -200,6 +202,47 @@ def test_inputs_of_a_store_full_of_jobs_are_opened_for_queries_that_read_them(
     ):
         assert len(ask(found.duck, sql).fetchall()) == (looks or 1)
     assert asked.call_count == looks
+
+
+INPUTS, REQUESTS = "inputs.parquet", "requests.parquet"
+
+
+@pytest.mark.parametrize(
+    ("sql", "read"),
+    [
+        ("select count(*) from jobs", set()),
+        ("from eval_runs", set()),
+        ("selec inputs", {INPUTS}),
+        ("from results", {"results"}),
+        ("from inputs", {INPUTS}),
+        ("from requests", {REQUESTS, "results"}),
+        ("from results join inputs using (job_id, row_index)", {INPUTS, "results"}),
+        ("show all tables", {INPUTS, REQUESTS, "results"}),
+    ],
+)
+def test_files_are_compared_with_their_digests_for_queries_that_read_them(
+    sql: str, read: set[str], settings: Settings, store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    finish(store, leased(store))
+    shards.compact(store, job_id, now=0.0)
+    asked = mock.Mock(wraps=digests.digest_of)
+    with mock.patch("conserve.store.files.digests.digest_of", asked):
+        sql_query(settings, sql)
+    names = [Path(call.args[0]) for call in asked.call_args_list]
+    assert {path.name if path.parent.name == job_id else path.parent.name for path in names} == read
+
+
+def test_answers_are_exported_without_a_look_at_the_files_of_questions(
+    settings: Settings, store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    for name in (INPUTS, REQUESTS):
+        (home.job_folder(store.home, job_id) / name).write_bytes(b"spoilt")
+    _, plain = results_query(settings, job_id, with_inputs=False, with_prompts=False)
+    _, joined = results_query(settings, job_id, with_inputs=True, with_prompts=False)
+    assert [Path(one.file).name for one in plain.taken.damages] == []
+    assert [Path(one.file).name for one in joined.taken.damages] == [INPUTS]
 
 
 def test_a_connection_loads_and_remembers_nothing(opened: Views) -> None:

@@ -257,11 +257,18 @@ def kind_of(statement: duckdb.Statement) -> str:
 
 def views_of(empty: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
     """Views that a query may read: those that it names anywhere. None if that is unknown: it may read all."""
-    if not is_utf8(sql) or LOOKS_AROUND.search(sql):
+    if (named := views_named(sql)) is None:
         return None
     try:
         empty.extract_statements(sql)
     except duckdb.Error:
+        return None
+    return named
+
+
+def views_named(sql: str) -> set[str] | None:
+    """Views that a query may read if it can be parsed, which no database is needed for. None for all."""
+    if not is_utf8(sql) or LOOKS_AROUND.search(sql):
         return None
     named = set(views_in(sql))
     return named | ({"results"} if "requests" in named else set())

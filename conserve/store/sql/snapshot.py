@@ -1,6 +1,6 @@
 """Snapshots of the store for queries: jobs, shard names, journal rows and live rows of one moment."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from conserve.store.books.shards import ShardFile
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files.objects import FilePath
-from conserve.store.upkeep.damage import Damage, damaged_rows, unreadable
+from conserve.store.upkeep.damage import FILES, Damage, StorePart, damaged_rows, unreadable
 
 journal, request = schema.journal, schema.request
 
@@ -28,7 +28,7 @@ LIVE = pa.schema(
 class Snapshot:
     """The store at one moment. Shards are immutable, so their names are enough.
 
-    `damages` are the files of requests, results and copied inputs that cannot be read.
+    `damages` are the files of requests, results and copied inputs that cannot be read, of those that were compared.
     """
 
     now: float  # seconds since the epoch
@@ -42,8 +42,19 @@ class Snapshot:
     damages: list[Damage]
 
 
-def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> Snapshot:
-    """Read the store in one transaction, so that no row is missed or seen twice."""
+PARTS = {"results": StorePart.SHARD, "inputs": StorePart.INPUTS, "requests": StorePart.REQUESTS}
+"""Files that each view reads."""
+
+
+def snapshot(
+    store: Store, *, now: float, only: Sequence[str] | None = None, used: Set[str] | None = None
+) -> Snapshot:
+    """Read the store in one transaction, so that no row is missed or seen twice.
+
+    Files of the views in `used` are compared with their digests, for which each is read once a day; those of all
+    views if it is None.
+    """
+    parts = FILES if used is None else [part for view, part in PARTS.items() if view in used]
     with store.read() as tx:
         jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
         entries = catalog.everything(tx)
@@ -53,7 +64,7 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
         live = live_table(tx, wanted)
     those = set(wanted)
     ours = [entry for entry in entries if entry.id in those]
-    damages = unreadable(store.data, ours, found, now=now)
+    damages = unreadable(store.data, ours, found, now=now, parts=parts)
     lost = {damage.file for damage in damages}
     return Snapshot(
         now,
