@@ -26,8 +26,10 @@ from conserve.jobs.fleet.fleet import now_s
 from conserve.jobs.fleet.member import MemberState
 from conserve.jobs.harvest import notes as server_notes
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes, merged, of_this_machine
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.prompt_key import prompt_key
@@ -130,14 +132,23 @@ def harvest(
     servers: Sequence[ModelledServer],
     happens: Callable[[Play], None] = lambda play: None,
     changing: ChangingList | None = None,
+    until_s: float | None = None,
 ) -> Tally:
-    """Run a harvester over a fleet of these servers to the end of its queue."""
+    """Run a harvester over a fleet of these servers to the end of its queue, or follow the queue for so long."""
 
     async def run() -> Tally:
-        play = Play(servers, changing)
-        harvester = Harvester(store, play.fleet, clock=asyncio.get_running_loop().time, say=play.said.append)
+        play, stop = Play(servers, changing), asyncio.Event()
+        harvester = Harvester(
+            store,
+            play.fleet,
+            follow=until_s is not None,
+            clock=asyncio.get_running_loop().time,
+            say=play.said.append,
+        )
         happens(play)
-        return await harvester.run(asyncio.Event())
+        if until_s is not None:
+            play.at(until_s, stop.set)
+        return await harvester.run(stop)
 
     return virtual_time.run(run())
 
@@ -317,6 +328,52 @@ def test_rows_of_a_job_that_is_bound_to_one_model_go_back_where_the_servers_have
         assert catalog.get(tx, job_id).failed == 0
         saved = tx.scalars(text("select tokens from request where tokens is not null")).all()
     assert saved, "rows go back with their tokens"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_job_without_an_answer_is_free_again_once_the_servers_have_another_model(
+    store: Store, write_input: WriteInput, busy: bool
+) -> None:
+    """Also in a session that goes on, busy with rows of another job."""
+    job_id = queue_up(store, write_input, SHORT[:4])
+    old = ModelledServer(A, streams=False, tokens_per_s=0.01)
+    new = ModelledServer(B, model="new", identity="new", tokens_per_s=12.0 if busy else 200.0)
+    changing = ChangingList(A, B)
+
+    def leave() -> None:
+        changing.urls = [B]
+        if busy:
+            submit(store, str(write_input("more.parquet", q=SHORT)), TASK, model="new")
+
+    def happens(play: Play) -> None:
+        play.at(0.5, leave)
+        play.at(1.0, old.die)
+
+    tally = harvest(store, [old, new], happens, changing, until_s=12.0 if busy else None)
+    check(store, job_id, SHORT[:4])
+    assert not tally.refused
+    with store.read() as tx:
+        assert catalog.get(tx, job_id).model == "new"
+
+
+def test_a_job_that_is_bound_while_the_servers_change_their_model_is_free_again(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = queue_up(store, write_input, SHORT[:4])
+    old, new = ModelledServer(A), ModelledServer(B, model="new", identity="new")
+    changing, plays, claim = ChangingList(A, B), list[Play](), Ledger.claim
+
+    def claimed(ledger: Ledger, *arguments: Any) -> list[ReadyRow]:
+        works = claim(ledger, *arguments)
+        if works and changing.urls == [A, B]:
+            changing.urls = [B]
+            plays[0].fleet.servers._list([B])
+        return works
+
+    monkeypatch.setattr(Ledger, "claim", claimed)
+    tally = harvest(store, [old, new], plays.append, changing, until_s=5.0)
+    assert (old.begun, tally.refused) == (0, {})
+    check(store, job_id, SHORT[:4])
 
 
 def test_servers_of_another_model_are_used_once_the_last_one_of_the_first_model_has_left_the_list(

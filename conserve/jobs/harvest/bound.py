@@ -4,7 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 from conserve.jobs.harvest.tally import Tally
-from conserve.store.books import catalog
+from conserve.store.books import catalog, leases
+from conserve.store.database.store import Store
 
 STEP = "; give --model "
 """Between what such a sentence says and its next command, which is another one for a night."""
@@ -19,11 +20,22 @@ def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
 
 
 class BoundElsewhere:
-    """Counts such jobs as refused, for as long as they are queued."""
+    """Counts such jobs as refused, for as long as they are queued, and frees those that have no answer."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, store: Store, tally: Tally, owner: str) -> None:
+        self._store, self._tally, self._owner = store, tally, owner
         self._jobs: set[str] = set()
+        self._last: str | None = None  # model of the last claim
+        self._switched = False  # rows for a model before that one may be in flight, or just back
+
+    def free(self, model: str | None) -> None:
+        """Free the jobs without an answer that this owner bound to another model, once their rows are back."""
+        self._switched |= self._last not in (None, model)
+        self._last = model
+        if self._switched and model is not None:
+            with self._store.write() as tx:
+                catalog.unbind(tx)
+                self._switched = leases.holds_others(tx, self._owner, model)
 
     def look(self, tx: Any, model: str | None, only: Collection[str] | None) -> None:
         """Note which of these queued jobs, or of all, are bound elsewhere now."""

@@ -52,7 +52,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
         self._rebind = rebind  # bind jobs of other models to this one, at the first claim
-        self._elsewhere = BoundElsewhere(tally)
+        self._elsewhere = BoundElsewhere(store, tally, self.owner)
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
@@ -114,6 +114,7 @@ class Ledger:
     def _claim_any(self, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
         if self._rebind:
             self._bind_all()
+        self._elsewhere.free(self.model)
         if self._fruitless and not self.claimable():
             self._note_busy(False)
             return []
@@ -274,8 +275,7 @@ class Ledger:
 
     def _refused(self, job_id: str, epoch: int | None = None) -> bool:
         """True if this job must not run; it then fails with the reason, and the lease on its rows ends."""
-        reason = self._workload.refusal(job_id)
-        if reason is not None:
+        if (reason := self._workload.refusal(job_id)) is not None:
             self._refuse(job_id, reason, epoch)
         return reason is not None
 

@@ -146,6 +146,12 @@ def of_job(tx: Connection, job_id: str) -> Sequence[int]:
     return tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id)).all()
 
 
+def holds_others(tx: Connection, owner: str, model: str) -> bool:
+    """True if an owner holds rows of jobs that are bound to another model than this."""
+    held = select(lease.c.epoch).join(job, job.c.id == lease.c.job_id).where(lease.c.owner == owner)
+    return tx.scalar(held.where(job.c.model != model).limit(1)) is not None
+
+
 def lock_with_job(tx: Connection, job_id: str) -> None:
     """Lock all leases of a job, then the job, in the order in which commits lock them.
 
