@@ -98,7 +98,12 @@ def blind(metric: str) -> str:
 
 def scoreless(suite: str, metric: str, items: int) -> str:
     """Sentence about items without the score that they had before, so many that the others tell nothing."""
-    select = f"select run_id, item, answer, error from eval_items where suite = '{suite}' and score is null"
+    # An item has a row for each metric that scored it, so that one without this metric may have others.
+    its = "metric = '" + metric.replace("'", "''") + "'"
+    select = (
+        f"select run_id, item, epoch, answer, error from eval_items where suite = '{suite}' and item in "
+        f"(select item from eval_items where {its}) group by all having count(*) filter ({its}) = 0"
+    )
     return f'{count(items, "item")} without the {metric} of before; look with: conserve sql "{select}"'
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.evals.verdict import scoreless
 from conserve.store.database.store import Store
 from conserve.store.files import nights
 from conserve.store.sql import query
@@ -90,6 +91,17 @@ def with_items(store: Store, run_id: str, scores: dict[str, dict[str, float]], *
 
 
 FLIPS = "select run_id, item, metric, score, before_run, before_answer, before_score, flip from eval_items"
+
+
+def test_items_that_lost_one_of_several_scores_are_found_by_the_query_that_a_doubt_names(
+    store: Store,
+) -> None:
+    """Others of the suite never had that score, as those of another task of lm-eval."""
+    whole = {"exact's": 1.0, "f1": 1.0}
+    with_items(store, "small-0", {"a": whole, "b": whole, "c": whole, "d": {"other": 1.0}}, day=0)
+    with_items(store, "small-1", {"a": whole, "b": {"f1": 0.5}, "c": {}, "d": {"other": 1.0}}, day=1)
+    _, query, _ = scoreless("qa", "exact's", 2).split('"')
+    assert [row[:3] for row in sorted(rows(store, query))] == [("small-1", "b", 0), ("small-1", "c", 0)]
 
 
 def test_an_item_stands_beside_itself_in_the_run_before(store: Store) -> None:
