@@ -24,7 +24,8 @@ def begun(
     """The run that was begun and has not ended, if it is young enough; else a new one, and it is given up.
 
     Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
-    A run that failed, and has answers to score or jobs that were put back, goes on with the file as it is now.
+    A run that failed, and has answers to score or jobs that were put back, goes on with the file as it is now. Its
+    open jobs are cancelled where another one begins in its place.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:
@@ -38,13 +39,16 @@ def begun(
                 )
             return left
         give_up(settings, left, now=now, say=say)
-    elif not asking.anew and (failed := can_go_on(settings, asking, plan, now=now)) is not None:
-        say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
-        run = replace(
-            failed, state=RunState.RUNNING, ended_at=None, plan=text, folder=folder_of(asking), suites=()
-        )
-        keeping.write(settings.home, run)
-        return run
+    elif (failed := failed_last(settings, plan)) is not None:
+        if not asking.anew and can_go_on(settings, asking, plan, failed, now=now):
+            say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
+            run = replace(
+                failed, state=RunState.RUNNING, ended_at=None, plan=text, folder=folder_of(asking), suites=()
+            )
+            keeping.write(settings.home, run)
+            return run
+        if cancel_open(settings, failed, now=now):
+            say(f"the open jobs of {failed.id}, which failed, are cancelled")
     run = RunRecord(
         id=keeping.new_id(settings.home, plan.name, now=now),
         token=secrets.token_hex(4),
@@ -64,24 +68,28 @@ def folder_of(asking: Asking) -> str:
     return str(asking.file.parent.absolute())
 
 
-def can_go_on(settings: Settings, asking: Asking, plan: NightlyPlan, *, now: float) -> RunRecord | None:
-    """The newest run, if it is young, asked the same models, and failed though its rows can all have answers.
+def failed_last(settings: Settings, plan: NightlyPlan) -> RunRecord | None:
+    """The newest run of an evaluation, if it failed."""
+    known = keeping.runs(settings.home, plan.name)
+    return known[-1] if known and known[-1].state is RunState.FAILED else None
+
+
+def can_go_on(settings: Settings, asking: Asking, plan: NightlyPlan, run: RunRecord, *, now: float) -> bool:
+    """True of a failed run that is young, asked the same models, and whose rows can all have answers.
 
     A job that was paused, or whose rows failed, is queued again by `conserve resume` or `retry`. What was not asked
     yet, as a prompt that has changed, is asked.
     """
-    known = keeping.runs(settings.home, plan.name)
-    if not known or known[-1].state is not RunState.FAILED or now - known[-1].began_at > plan.resume_s:
-        return None
-    run = known[-1]
+    if now - run.began_at > plan.resume_s:
+        return False
     asked = overridden(plan_of(run.plan), run.overrides).targets
     if dict(run.overrides) != dict(asking.overrides) or asked != overridden(plan, asking.overrides).targets:
-        return None
+        return False
     of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
     for job in jobs_of(settings, run, now=now):
         if (suite := job.tags.get(SUITE, "")) in of_suite:
             of_suite[suite] += answers_of(job)
-    return run if all(answers > 0 for answers in of_suite.values()) else None
+    return all(answers > 0 for answers in of_suite.values())
 
 
 def answers_of(job: JobReading) -> int:
@@ -105,12 +113,18 @@ def has_answers(settings: Settings, run: RunRecord, *, now: float) -> bool:
 
 def give_up(settings: Settings, run: RunRecord, *, now: float, say: Say) -> None:
     """End a run in whose place another begins, and cancel its jobs that have rows without a result."""
-    ended = (JobState.COMPLETED, JobState.CANCELLED)
-    left = [job for job in jobs_of(settings, run, now=now) if job.state not in ended]
-    cancelled = 0
-    for job in left:
-        with suppress(JobRefused, JobNotFound):  # ended, or removed, just now
-            Job(settings, job.id).cancel()
-            cancelled += 1
+    cancelled = cancel_open(settings, run, now=now)
     keeping.write(settings.home, replace(run, state=RunState.GIVEN_UP, ended_at=now))
     say(f"{run.id} is given up" + ("; its open jobs are cancelled" if cancelled else ""))
+
+
+def cancel_open(settings: Settings, run: RunRecord, *, now: float) -> int:
+    """Cancel the jobs of a run that have rows without a result; returns how many."""
+    ended = (JobState.COMPLETED, JobState.CANCELLED)
+    cancelled = 0
+    for job in jobs_of(settings, run, now=now):
+        if job.state not in ended:
+            with suppress(JobRefused, JobNotFound):  # ended, or removed, just now
+                Job(settings, job.id).cancel()
+                cancelled += 1
+    return cancelled

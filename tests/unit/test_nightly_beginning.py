@@ -352,6 +352,25 @@ def test_a_failed_night_goes_on_with_jobs_that_were_put_back(
     assert (begun(settings, asking, plan, text, now=1e9 + 60, say=print).id == run.id) is goes_on
 
 
+@pytest.mark.parametrize("other", ["new", "flag", "later"])
+def test_another_night_leaves_no_job_of_a_failed_one_in_the_queue(other: str, file: Path) -> None:
+    settings, asking = conserve.open()._settings, Asking(file=file, overrides={})
+    plan, text = plan_of_file(file)
+    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    tags = {**tags_of(run.id, run.token), SUITE: "sql"}
+    jobs = [conserve.open().submit([{"q": q}], prompt="{{ q }}", tags=tags) for q in ("a", "b", "c")]
+    jobs[0].run(endpoint=GOOD, progress=False)
+    jobs[1].pause()
+    failed = SuiteRecord(name="sql", kind="sql", error="it was stopped")
+    keeping.write(home(), replace(run, state=RunState.FAILED, suites=(failed,)))
+    asked = {"new": replace(asking, anew=True), "flag": replace(asking, overrides={"endpoint": NOWHERE})}
+    now, said = 1e9 + (plan.resume_s + 1 if other == "later" else 1), list[str]()
+    assert begun(settings, asked.get(other, asking), plan, text, now=now, say=said.append).id != run.id
+    assert [job.status.value for job in jobs] == ["completed", "cancelled", "cancelled"]
+    assert said == [f"the open jobs of {run.id}, which failed, are cancelled"]
+    assert keeping.read(home(), run.id).state is RunState.FAILED
+
+
 def test_a_night_without_any_answer_is_asked_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?reject=question")
     assert night(file).returncode == 1
