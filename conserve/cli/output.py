@@ -14,6 +14,7 @@ from conserve.words import duration as duration
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 LAST_S = 253_402_214_400.0  # of what a calendar holds, in any time zone
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+NO_PLACE = ("Mn", "Me", "Cf")  # accents over the letter before, and signs that say how to join letters
 STATE_COLOURS = {
     "running": "cyan",
     "queued": "blue",
@@ -102,7 +103,7 @@ def state(name: str) -> str:
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Lines of aligned columns; the columns numbered in `right` hold figures. Cells may carry colour codes."""
     plain = [[STYLE.sub("", cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(header, *plain, strict=True)]
+    widths = [max(map(places, column)) for column in zip(header, *plain, strict=True)]
 
     def line(cells: Sequence[str], lengths: Sequence[int]) -> str:
         padded = []
@@ -111,8 +112,17 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
             padded.append(gap + cell if number in right else cell + gap)
         return "  ".join(padded).rstrip()
 
-    head = line([coloured(name, "bright_black") for name in header], [len(name) for name in header])
-    return [head, *(line(row, [len(c) for c in bare]) for row, bare in zip(rows, plain, strict=True))]
+    head = line([coloured(name, "bright_black") for name in header], [*map(places, header)])
+    return [head, *(line(row, [*map(places, bare)]) for row, bare in zip(rows, plain, strict=True))]
+
+
+def places(text: str) -> int:
+    """Places that a text takes on a terminal: two for a letter of Chinese, say, and none for an accent over one."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import category, east_asian_width  # which most tables do not need
+
+    return sum(0 if category(c) in NO_PLACE else 2 if east_asian_width(c) in "FW" else 1 for c in text)
 
 
 def moment(seconds: float | None) -> str:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.cli import app, queries, stdout
+from conserve.cli import app, output, queries, stdout
 from conserve.store.sql.named_files import kind_of, named_file
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked
@@ -65,6 +65,19 @@ def test_the_query_of_the_first_tutorial_answers_over_its_file(
         "The parcel came late and open.",
         "Good soup, friendly people.",
     }
+
+
+def test_wide_letters_take_two_places_of_a_column_and_accents_none() -> None:
+    """Names of models and answers are in any language."""
+    rows = [["日本語", "1"], ["cafe\u0301", "22"], ["\x1b[31mok\x1b[0m", "3"], ["a\u200db", "4"]]
+    found = output.columns(["語", "n"], rows, right=[1])
+    assert [output.STYLE.sub("", line) for line in found] == [
+        "語       n",
+        "日本語   1",
+        "cafe\u0301    22",
+        "ok       3",
+        "a\u200db       4",
+    ]
 
 
 def test_csv_ends_its_lines_in_a_newline_alone() -> None:
