@@ -77,7 +77,7 @@ def most_rows_per_s(engine: EngineModel, mix: Mix) -> float:
 
 
 def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
-    """Rows' worth of work in one block."""
+    """Rows' worth of work in one block; negative where live work alone takes longer."""
     live_ms, *_ = _live(trace, engine)
     trace = wanted_by(trace, block_s, slo)
     _, tokens, steps = _live(trace, engine)
@@ -90,7 +90,10 @@ def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits,
         ),
         (constant_ms * steps / engine.max_requests, constant_ms * mix.steps / engine.max_requests),
     )
-    return max(0.0, min((left_ms - fixed) / (mix.row_ms + each) for fixed, each in kinds))
+    (fixed, _), *_ = kinds
+    if left_ms < fixed:  # live work goes beyond the block, as a policy's may
+        return (left_ms - fixed) / mix.row_ms
+    return min((left_ms - fixed) / (mix.row_ms + each) for fixed, each in kinds)
 
 
 def wanted_by(trace: Trace, end_s: float, slo: LatencyLimits) -> Trace:
