@@ -8,7 +8,7 @@ from typing import Any
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
 from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
-from conserve.bench.names import alone_of, most_of
+from conserve.bench.names import alone_of, most_of, runs_offline
 from conserve.bench.points import Cell
 
 LEAST_ROOM = 0.1  # part of the rows in a block that are rows beside all live work; below it, no ratio is told
@@ -47,7 +47,7 @@ def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
 
 def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict[str, Any]:
     outcome = comparison.policies[name]
-    rows_per_s = _rows_per_s(name, comparison, played)
+    rows_per_s = _rows_per_s(name, comparison, played) if runs_offline(name) else None
     most = most_of([*comparison.policies])
     least = LEAST_ROOM * _harvested_per_s(comparison.policies[most], played.mix) if most else 0.0
     return {
@@ -109,9 +109,9 @@ def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | No
     return {"ttft": found.ttft, "tbt": found.tbt} if found else None
 
 
-def _over(value: float, of: float | None, least: float) -> float | None:
+def _over(value: float | None, of: float | None, least: float) -> float | None:
     """The ratio; None where live requests leave the yardstick next to nothing."""
-    return value / of if of is not None and of > least else None
+    return value / of if value is not None and of is not None and of > least else None
 
 
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:

@@ -201,11 +201,12 @@ def test_a_simulated_cell_has_every_figure() -> None:
     assert ours["decode_tokens_per_s"] == pytest.approx(100 / 30)
     assert 0 < ours["of_non_preemptive"] < 1 == most["of_non_preemptive"]
     assert 0 < ours["of_bound"] < 1
-    assert found["policies"]["online-only"]["rows_in_block_per_s"] == 0
     assert all(
         one["rows_per_s"] == pytest.approx(one["rows_in_block_per_s"] - left_rows_per_s(slow))
-        for one, slow in ((ours, 1.1), (most, 10.0), (found["policies"]["online-only"], 1.0))
+        for one, slow in ((ours, 1.1), (most, 10.0))
     )
+    alone = found["policies"]["online-only"]
+    assert (alone["rows_per_s"], alone["of_bound"], alone["rows_in_block_per_s"]) == (None, None, 0)
     assert left_rows_per_s(10.0) > left_rows_per_s(1.1) >= 0
 
 
