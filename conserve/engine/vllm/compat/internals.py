@@ -384,6 +384,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "EngineCoreOutput.finish_reason": "a request has ended",
         "ModelRunnerOutput.{logprobs,pooler_output,prompt_logprobs_dict}": "what no worker computed",
         "Request.{pooling_params,prompt_token_ids}": "a request without a front end",
+        "SchedulerOutput.kv_connector_metadata": "copies of KV that take time",
     },
 }
 

@@ -31,7 +31,6 @@ def checkpointing(copies: HostCopies, flags: dict[str, Any]) -> KVTransferConfig
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "policy": ADAPTIVE,
             "host_bytes": copies.blocks * block_bytes(flags["block_size"]),
