@@ -294,6 +294,18 @@ def test_an_estimate_is_of_the_cells_so_far() -> None:
     assert estimate.left_s(10) == 250
 
 
+@pytest.mark.parametrize(
+    ("policies", "ranked"),
+    [
+        (["online-only", "non-preemptive", "conserve/harm", "conserve"], "conserve/harm"),
+        (["online-only", "non-preemptive", "hygen"], "non-preemptive"),
+        (["online-only"], "online-only"),
+    ],
+)
+def test_cells_are_ranked_by_our_policy_wherever_it_is_named(policies: list[str], ranked: str) -> None:
+    assert sweep_report.lead_of(policies) == ranked
+
+
 def test_the_worst_cell_is_the_first_row_everywhere() -> None:
     cells = PLAN.wanted()
     measured = [told(cell, p99) for cell, p99 in zip(cells, (1.1, 1.7, 1.2, 1.0), strict=True)]

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from conserve.bench.cell import RATIOS, ratio, worst
-from conserve.bench.names import alone_of
+from conserve.bench.names import CONSERVE, runs_offline
 from conserve.bench.pages.report import NOTHING, CellTable, percent, times
 from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
@@ -57,9 +57,9 @@ class HeatMap(NamedTuple):
 
 
 def lead_of(policies: Sequence[str]) -> str:
-    """The policy whose cells are ranked: the first that is not a baseline."""
-    alone = alone_of(policies)
-    return next((name for name in policies if name != alone), policies[0])
+    """The policy whose cells are ranked: the first of ConServe's, or of the baselines the first with rows."""
+    ours = (name for name in policies if name.partition("/")[0] == CONSERVE)
+    return next(ours, next(filter(runs_offline, policies), policies[0]))
 
 
 def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> CellTable:
