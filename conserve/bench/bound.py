@@ -40,7 +40,7 @@ class Mix:
         """The mean of these rows' prompt and answer tokens."""
         prompts, steps = sum(prompt for prompt, _ in lengths), sum(answer - 1 for _, answer in lengths)
         prompts_ms = sum(added_ms(engine, Slice(prompt, 0)) for prompt, _ in lengths)
-        steps_ms = sum(answers_ms(engine, prompt, answer) for prompt, answer in lengths)
+        steps_ms = sum(decodes_ms(engine, prompt, answer, answer - 1) for prompt, answer in lengths)
         return cls(
             prompt=prompts / len(lengths),
             steps=steps / len(lengths),
@@ -78,10 +78,10 @@ def most_rows_per_s(engine: EngineModel, mix: Mix) -> float:
 
 def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
     """Rows' worth of work in one block; negative where live work alone takes longer."""
-    live_ms, *_ = _live(trace, engine)
+    left_ms, constant_ms = 1e3 * block_s - _live_ms(trace, engine), engine.ms(Batch())
     trace = wanted_by(trace, block_s, slo)
-    _, tokens, steps = _live(trace, engine)
-    left_ms, constant_ms = 1e3 * block_s - live_ms, engine.ms(Batch())
+    steps = sum(one.output_tokens - 1 for one in trace)
+    tokens = steps + sum(one.input_tokens - trace.cached(one) for one in trace)
     kinds = (
         (constant_ms * least_iterations(trace, slo), 0.0),
         (
@@ -107,16 +107,14 @@ def _tokens_by(one: Arrival, end_s: float, slo: LatencyLimits) -> int:
     return 0 if left_ms < 0 else min(one.output_tokens, 1 + int(left_ms / slo.tbt_ms))
 
 
-def _live(trace: Trace, engine: EngineModel) -> tuple[float, int, int]:
-    """Time that the live requests add to iterations in ms, their tokens, and the decode steps among them."""
-    live_ms, tokens, steps = 0.0, 0, 0
+def _live_ms(trace: Trace, engine: EngineModel) -> float:
+    """Time that the live requests add to iterations."""
+    live_ms = 0.0
     for one in trace:
         cached = trace.cached(one)
         live_ms += added_ms(engine, Slice(one.input_tokens - cached, cached))
-        live_ms += answers_ms(engine, one.input_tokens, one.output_tokens)
-        tokens += one.input_tokens - cached + one.output_tokens - 1
-        steps += one.output_tokens - 1
-    return live_ms, tokens, steps
+        live_ms += decodes_ms(engine, one.input_tokens, one.output_tokens, one.output_tokens - 1)
+    return live_ms
 
 
 def least_iterations(trace: Trace, slo: LatencyLimits) -> int:
@@ -142,7 +140,6 @@ def added_ms(engine: EngineModel, part: Slice) -> float:
     return engine.ms(Batch.of([part])) - engine.ms(Batch())
 
 
-def answers_ms(engine: EngineModel, prompt: int, answer: int) -> float:
-    """Time that an answer's decode steps add to iterations; its first token comes with the prompt."""
-    steps = answer - 1
+def decodes_ms(engine: EngineModel, prompt: int, answer: int, steps: int) -> float:
+    """Time that so many of an answer's decode steps add to iterations, each in the middle of the answer."""
     return steps * added_ms(engine, Slice(1, prompt + answer // 2, True)) if steps else 0.0

@@ -8,7 +8,7 @@ such blocks would give. So this work is taken off the rows, and all policies hav
 from collections.abc import Iterable, Sequence
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.bound import added_ms
+from conserve.bench.bound import added_ms, decodes_ms
 from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, by_policy
 from conserve.profiles.batch import Slice
@@ -36,10 +36,8 @@ def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int 
 
 
 def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_tokens: int) -> float:
-    """The same of one answer."""
+    """Time that the late tokens of one answer add to iterations."""
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
     cached = min(shared_tokens, prompt - 1)
     prompt_ms = 0.0 if done else added_ms(engine, Slice(prompt - cached, cached))
-    steps = answer.tokens - max(1, done)
-    context = prompt + answer.tokens // 2
-    return prompt_ms + (steps * added_ms(engine, Slice(1, context, True)) if steps else 0.0)
+    return prompt_ms + decodes_ms(engine, prompt, answer.tokens, answer.tokens - max(1, done))

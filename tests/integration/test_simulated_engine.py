@@ -45,7 +45,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
         flags: dict[str, Any] = {"max_num_batched_tokens": 1024}
         copies = HostCopies(blocks=64, block_ms=copy_ms) if copy_ms is not None else None
         if copies is not None:
-            flags["kv_transfer_config"] = checkpointing(copies, {"block_size": 128})
+            flags["kv_transfer_config"] = checkpointing(copies, 128)
         config = engine_config(tmp_path, section=section, **flags)
         config.parallel_config.worker_cls = WORKER
         return SimulatedEngine(

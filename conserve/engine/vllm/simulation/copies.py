@@ -25,7 +25,7 @@ class HostCopies:
     block_ms: float
 
 
-def checkpointing(copies: HostCopies, flags: dict[str, Any]) -> KVTransferConfig:
+def checkpointing(copies: HostCopies, block_size: int) -> KVTransferConfig:
     """vLLM's configuration of the connector that `conserve serve` gives an engine."""
     return KVTransferConfig(
         kv_connector=CONNECTOR,
@@ -33,7 +33,7 @@ def checkpointing(copies: HostCopies, flags: dict[str, Any]) -> KVTransferConfig
         kv_role="kv_both",
         kv_connector_extra_config={
             "policy": ADAPTIVE,
-            "host_bytes": copies.blocks * block_bytes(flags["block_size"]),
+            "host_bytes": copies.blocks * block_bytes(block_size),
         },
     )
 
@@ -54,9 +54,7 @@ class SimulatedCopies:
     def ends_s(self, transfers: Transfers, began_s: float, computed_s: float) -> float:
         """Time at which an iteration and its copies have ended; `computed_s` is when it would have without them."""
         copy_s = self._block_ms * blocks_of(transfers) / 1e3
-        return (
-            max(computed_s + SLOWS * copy_s, began_s + copy_s) if computed_s > began_s else began_s + copy_s
-        )
+        return max(computed_s + SLOWS * copy_s, began_s + copy_s)
 
     def report(self, transfers: Transfers) -> KVConnectorOutput | None:
         """The worker's report of these copies, which have ended; None if there were none."""

@@ -173,7 +173,7 @@ def _engine(
         flags: dict[str, Any] = {**machine.flags}
         if checkpoints:
             section["block_ms"] = 2 * [machine.copies.block_ms]
-            flags["kv_transfer_config"] = checkpointing(machine.copies, flags)
+            flags["kv_transfer_config"] = checkpointing(machine.copies, flags["block_size"])
         config = bare_config(Path(folder), section=section, **flags)
         config.parallel_config.worker_cls = WORKER
         engine = SimulatedEngine(
