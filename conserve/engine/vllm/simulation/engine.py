@@ -13,10 +13,10 @@ policy knows the true model.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -35,6 +35,15 @@ from conserve.profiles.model import LatencyModel
 IDLE_S = 1e-3  # between two looks of an engine that has nothing to compute
 TOKEN = 7  # that the workers answer with
 SHARED_FROM = 990  # first token id of shared beginnings
+
+
+@runtime_checkable
+class Told(Protocol):
+    """An online request to come whose prompt matters."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Token ids of its prompt."""
 
 
 class Coming(Protocol):
@@ -133,7 +142,7 @@ class SimulatedEngine(SchedulerAlone):
         """
         began, before = self.clock.now, self.offline_tokens
         for arrival in arrivals:
-            due = self.request(self._prompt(arrival.input_tokens, shared_tokens), arrival.output_tokens)
+            due = self.request(self._prompt(arrival, shared_tokens), arrival.output_tokens)
             due.arrival_time = began + arrival.at_s
             self._due.append(due)
             self._answers[due.request_id] = SimulatedAnswer(due.arrival_time)
@@ -145,8 +154,11 @@ class SimulatedEngine(SchedulerAlone):
         answers, self._answers = list(self._answers.values()), {}
         return answers
 
-    def _prompt(self, tokens: int, shared: int) -> int | list[int]:
-        """A prompt that begins as all others do; `request` makes up one that shares nothing."""
+    def _prompt(self, arrival: Coming, shared: int) -> int | Sequence[int]:
+        """The arrival's own prompt, or one that begins as all others do; `request` makes up one that shares nothing."""
+        if isinstance(arrival, Told):
+            return arrival.prompt_ids
+        tokens = arrival.input_tokens
         if not shared:
             return tokens
         self._prompts += 1

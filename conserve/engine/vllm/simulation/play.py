@@ -33,7 +33,7 @@ class SimulatedMachine:
     layers: int
     flags: Mapping[str, int]  # of vLLM, by the names of its arguments
     num_blocks: int  # of KV
-    copies: HostCopies
+    copies: HostCopies | None = None  # for engines with checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +171,10 @@ def _engine(
             **promises,
         }
         flags: dict[str, Any] = {**machine.flags}
-        if checkpoints:
-            section["block_ms"] = 2 * [machine.copies.block_ms]
-            flags["kv_transfer_config"] = checkpointing(machine.copies, flags["block_size"])
+        copies = machine.copies if checkpoints else None
+        if copies is not None:
+            section["block_ms"] = 2 * [copies.block_ms]
+            flags["kv_transfer_config"] = checkpointing(copies, flags["block_size"])
         config = bare_config(Path(folder), section=section, **flags)
         config.parallel_config.worker_cls = WORKER
         engine = SimulatedEngine(
@@ -187,7 +188,7 @@ def _engine(
             scatter=SCATTER,
             seed=SEED,
             separable=separable,
-            copies=SimulatedCopies(machine.copies) if checkpoints else None,
+            copies=SimulatedCopies(copies) if copies is not None else None,
         )
         try:
             yield engine
