@@ -1,17 +1,17 @@
 """Figures of one cell of a sweep: the policies' blocks at one operating point, as a JSON document."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
+from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
 from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
-from conserve.bench.names import alone_of, most_of, runs_offline
+from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
 
-LEAST_ROOM = 0.1  # part of the rows in a block that are rows beside all live work; below it, no ratio is told
 RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
 
 
@@ -31,6 +31,8 @@ class PlayedCell:
 def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
     """The cell's figures; latencies are ratios to online-only's with their 95 % intervals."""
     comparison = compare(played.blocks, seed=seed)
+    rates = row_rates(comparison.policies, played.mix, played.left_ms)
+    comparison = replace(comparison, rows=rates)
     alone = alone_of([*comparison.policies])
     reference = comparison.reference
     return {
@@ -47,9 +49,7 @@ def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
 
 def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict[str, Any]:
     outcome = comparison.policies[name]
-    rows_per_s = _rows_per_s(name, comparison, played) if runs_offline(name) else None
-    most = most_of([*comparison.policies])
-    least = LEAST_ROOM * _harvested_per_s(comparison.policies[most], played.mix) if most else 0.0
+    rates = comparison.rows[name]
     return {
         "requests": outcome.requests,
         "failed": outcome.failed,
@@ -59,26 +59,11 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
         "attainment": _attainment(outcome, played.cell.scale),
         "sent_late": outcome.late._asdict(),
         "computed_twice": _twice(outcome),
-        "rows_per_s": rows_per_s,
-        "rows_in_block_per_s": _harvested_per_s(outcome, played.mix),
+        **asdict(rates),
         "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,
         "decode_tokens_per_s": outcome.offline_decode_tokens_per_s,
-        "of_non_preemptive": _over(
-            rows_per_s, _rows_per_s(most, comparison, played) if most else None, least
-        ),
-        "of_bound": _over(rows_per_s, played.bound_rows_per_s, least),
+        "of_bound": over(rates.rows_per_s, played.bound_rows_per_s, least_room(comparison.rows)),
     }
-
-
-def _rows_per_s(name: str, comparison: PolicyComparison, played: PlayedCell) -> float:
-    """Rows per second beside all live work, that included which the policy left behind."""
-    outcome, mix = comparison.policies[name], played.mix
-    left_rows = played.left_ms.get(name, 0.0) / mix.row_ms
-    return _harvested_per_s(outcome, mix) - left_rows / outcome.duration_s
-
-
-def _harvested_per_s(outcome: PolicyOutcome, mix: Mix) -> float:
-    return mix.rows(outcome.offline_prompt_tokens_per_s, outcome.offline_decode_tokens_per_s)
 
 
 def _twice(outcome: PolicyOutcome) -> float | None:
@@ -107,11 +92,6 @@ def _changed(change: Change | None) -> list[float | None] | None:
 def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | None] | None:
     found = outcome.attainment.get(str(scale))
     return {"ttft": found.ttft, "tbt": found.tbt} if found else None
-
-
-def _over(value: float | None, of: float | None, least: float) -> float | None:
-    """The ratio; None where live requests leave the yardstick next to nothing."""
-    return value / of if value is not None and of is not None and of > least else None
 
 
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:

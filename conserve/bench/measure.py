@@ -4,7 +4,7 @@ A percentile is the smallest measured value that at least so many values do not 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +162,15 @@ class PolicyOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowRates:
+    """Rows' worth of one policy's offline work per second (`beside`); None where it cannot be known."""
+
+    rows_per_s: float | None = None  # beside all live work
+    rows_in_block_per_s: float | None = None  # as counted while the blocks' time ran
+    of_non_preemptive: float | None = None  # beside all live work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyComparison:
     """Figures of all policies; attainment is relative to `reference`."""
 
@@ -170,12 +179,18 @@ class PolicyComparison:
     policies: Mapping[str, PolicyOutcome]
     ratios: Mapping[str, Ratios]
     harm: Mapping[str, Harm]
+    rows: Mapping[str, RowRates] = field(
+        default_factory=dict
+    )  # empty where live work left behind has no price
 
     def document(self) -> dict[str, Any]:
         """Comparison as JSON."""
         return {
             "reference": _plain(self.reference),
-            "policies": {name: _plain(outcome.document()) for name, outcome in self.policies.items()},
+            "policies": {
+                name: {**_plain(outcome.document()), **asdict(self.rows.get(name, RowRates()))}
+                for name, outcome in self.policies.items()
+            },
             "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},
             "harm": {name: _plain(asdict(harm)) for name, harm in self.harm.items()},
         }

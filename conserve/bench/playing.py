@@ -40,6 +40,7 @@ class Measurement:
     engine: EngineModel | None = None  # None if the server does not tell its latency model
     model: str = ""  # the server's name for it
     tuned: list[str] = field(default_factory=list)  # sentences on the baselines' parameters
+    lengths: Sequence[tuple[int, int]] | None = None  # of offline rows' prompts and answers; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

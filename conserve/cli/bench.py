@@ -12,7 +12,7 @@ import typer
 
 from conserve.bench.names import MECHANISMS
 from conserve.cli import output
-from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized
+from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized, row_lengths
 from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.context import Context
@@ -183,7 +183,9 @@ def bench(
     settings = context.settings(model=words[0] if words else None)
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
-    measurement = Measurement(offered=offered)
+    measurement = Measurement(
+        offered=offered, lengths=row_lengths(chosen, seed) if endpoint is None else None
+    )
     names = which(policies, arms, preemption=preemption, endpoint=endpoint is not None)
     failed: ConserveError | None = None
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)

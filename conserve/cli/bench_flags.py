@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from conserve.bench.presets import Preset
     from conserve.bench.profiler import Promise
 
+MEAN_OF = 1000  # offline rows, for the mean one
+
 
 def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
     """Preset with the values that the command line gives."""
@@ -30,6 +32,13 @@ def lengths(text: str) -> tuple[int, int]:
     if len(found) != 2 or text.count(",") != 1:
         raise SettingsError(f"--offline takes two whole numbers of tokens, IN,OUT, not {text!r}")
     return found[0], found[1]
+
+
+def row_lengths(preset: "Preset", seed: int) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of as many offline rows as the mean row is taken from."""
+    from conserve.bench.offline import lengths_of
+
+    return list(lengths_of(replace(preset, offline_rows=MEAN_OF), seed))
 
 
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":

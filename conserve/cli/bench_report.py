@@ -42,7 +42,7 @@ def conclude(
     if stopped and failed is not None:
         stopped += f" The cause: {failed}"
     said = {**facts(design, slo), **played(measurement, measurement.sized), **said}
-    report(measurement.blocks, design, folder, said, slo=slo, stopped=stopped, as_json=as_json)
+    report(measurement, design, folder, said, slo=slo, stopped=stopped, as_json=as_json)
     if failed is not None:
         return output.failed(failed)
     return exits.INTERRUPTED if stopped else exits.DONE
@@ -58,7 +58,7 @@ def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
 
 
 def report(
-    blocks: Sequence["Block"],
+    measurement: "Measurement",
     design: "Design",
     folder: Path,
     said: Mapping[str, str],
@@ -77,8 +77,8 @@ def report(
     from conserve.bench.measure import compare
     from conserve.bench.pages import report as reports
 
-    placed = relative(blocks)
-    comparison = compare(placed, reference=design.slo, seed=design.seed)
+    placed = relative(measurement.blocks)
+    comparison = with_rows(compare(placed, reference=design.slo, seed=design.seed), placed, measurement)
     document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
     raw.write(placed, folder)
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
@@ -87,14 +87,27 @@ def report(
     if as_json:
         output.data_json(document)
     else:
-        show(comparison)
+        show(comparison, "" if measurement.engine and measurement.lengths else f"rows: {said['rows']}")
     if stopped:
         output.say(stopped)
     output.say(f"the page: {folder / 'page.html'}")
 
 
-def show(comparison: "PolicyComparison") -> None:
-    """Print the answer, then the tables and sentences behind it."""
+def with_rows(
+    comparison: "PolicyComparison", blocks: Sequence["Block"], measurement: "Measurement"
+) -> "PolicyComparison":
+    """The comparison with rows beside all live work, where the engine's latency model can price that work."""
+    from conserve.bench import beside
+
+    engine, sized = measurement.engine, measurement.sized
+    if engine is None or sized is None:
+        return comparison
+    shared = sized.source(0).shared_tokens
+    return beside.with_rows(comparison, blocks, engine, measurement.lengths, shared_tokens=shared)
+
+
+def show(comparison: "PolicyComparison", unknown: str = "") -> None:
+    """Print the answer, then the tables and sentences behind it; `unknown` says which rows are not told."""
     from conserve.bench.pages import report as reports
     from conserve.bench.pages import verdict
 
@@ -106,7 +119,11 @@ def show(comparison: "PolicyComparison") -> None:
         output.data(
             "\n".join(output.columns(tuple(shares.header), shares.rows, right=range(1, len(shares.header))))
         )
-    for line in (*reports.receipts(comparison), *reports.warnings(comparison)):
+    for line in (
+        *reports.receipts(comparison),
+        *reports.warnings(comparison),
+        *([unknown] if unknown else ()),
+    ):
         output.data(f"\n{line}")
 
 
@@ -140,4 +157,20 @@ def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:
         **({"expected": sized.sentence()} if sized.forecasts else {}),
         **({"latency model": measurement.engine.description()} if measurement.engine else {}),
         **({"tuned": "; ".join(measurement.tuned)} if measurement.tuned else {}),
+        "rows": rows_words(measurement),
     }
+
+
+def rows_words(measurement: "Measurement") -> str:
+    """Words for the rows that policies are compared by, and for what is not known of them."""
+    if measurement.engine is None:
+        return (
+            "not told beside all live work, since the server tells no latency model; tokens/s and work/s are as "
+            "counted when a block's time was over, which favours policies that let live requests wait"
+        )
+    if measurement.lengths is None:
+        return "the server's own, of unknown lengths: the rows ratio is of work/s, beside all live work"
+    prompts, answers = (
+        sum(tokens) / len(measurement.lengths) for tokens in zip(*measurement.lengths, strict=True)
+    )
+    return f"{prompts:,.0f} tokens of prompt and {answers:,.0f} of answer on average, beside all live work"

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from conserve.bench.compare import Design
+from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, LatencyLimits, compare
 from conserve.bench.pages import report, verdict
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import FULL
 from conserve.bench.sizing import Offered, Sized
+from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench_report import conclude
+from conserve.profiles.conserve import PaperModel
 from tests.unit.test_bench import answer, block, failed, four_policies
 
 ANSWER = (
@@ -113,11 +116,16 @@ def test_the_page_has_a_dark_scheme_and_prints_light() -> None:
 # The SLO that the report judges by
 
 
-def concluded(folder: Path, blocks: list[Block], **slo: Any) -> tuple[str, dict[str, Any]]:
-    """The page and the JSON of a comparison of these blocks, under this SLO."""
+TRACE = Trace(name="t", duration_s=10.0, arrivals=(Arrival(0.0, 9, 4),))
+
+
+def concluded(
+    folder: Path, blocks: list[Block], known: dict[str, Any] | None = None, **slo: Any
+) -> tuple[str, dict[str, Any]]:
+    """The page and the JSON of a comparison of these blocks, under this SLO; `known` are an engine and rows."""
     design = Design(policies=[one.policy for one in blocks], rounds=1, block_s=10.0, **slo)
-    offered = Offered(name="", source=lambda *_: lambda number: None, flags=lambda rate: "", rate=1.0)  # type: ignore[arg-type, return-value]
-    measurement = Measurement(offered=offered, blocks=blocks)
+    offered = Offered(name="", source=lambda *_: lambda number: TRACE, flags=lambda rate: "", rate=1.0)
+    measurement = Measurement(offered=offered, blocks=blocks, **(known or {}))
     measurement.sized = Sized(
         preset=FULL,
         design=design,
@@ -160,3 +168,65 @@ def test_without_one_the_page_draws_the_scaled_limits_of_online_only(
     assert document["design"]["SLO"] == "2 x online-only's P99s: TTFT 198 ms, TBT 20 ms"
     assert "TTFT of each request (ms), limit 198 ms" in shown
     assert "by scale of online-only's P99s (TTFT 99 ms, TBT 10 ms)" in capsys.readouterr().out
+
+
+# Rows beside all live work
+
+TOKEN_MS = EngineModel(
+    model=PaperModel.of(1, 0, 0, 10), max_tokens=100, max_requests=10
+)  # each token adds 1 ms
+RATES = ("rows_per_s", "rows_in_block_per_s", "of_non_preemptive")
+
+
+def left_ms(policy: str) -> float:
+    """Time that tokens after the end of the policy's block take; a prompt without its first token counts whole."""
+    (played,) = (one for one in four_policies() if one.policy == policy)
+    late = [sum(at > 10.0 for at in one.token_at_s) for one in played.answers]
+    return float(sum(9 + 3 if tokens == 4 else tokens for tokens in late))
+
+
+def rates(document: dict[str, Any], policy: str) -> list[float | None]:
+    return [document["policies"][policy][name] for name in RATES]
+
+
+def test_rows_are_told_beside_all_live_work_and_as_counted_in_the_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"engine": TOKEN_MS, "lengths": [(10, 11)]}  # a row takes 20 ms
+    shown, document = concluded(tmp_path, four_policies(), known)
+    ours, most = (
+        (ms - left_ms(name)) / 20 / 10 for ms, name in ((800, "conserve"), (1000, "non-preemptive"))
+    )
+    assert most < 4.5
+    assert rates(document, "conserve") == pytest.approx([ours, 4.0, ours / most])
+    assert rates(document, "non-preemptive") == pytest.approx([most, 5.0, 1.0])
+    assert rates(document, "online-only") == [None, 0.0, None]
+    share = f"80% of what non-preemptive gave it ({ours / most:.0%} beside all live work)"
+    told = capsys.readouterr().out
+    assert share in told
+    assert share in shown
+    assert "rows: " not in told
+    assert (
+        document["design"]["rows"] == "10 tokens of prompt and 11 of answer on average, beside all live work"
+    )
+
+
+def test_beside_rows_of_unknown_lengths_work_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, document = concluded(tmp_path, four_policies(), {"engine": TOKEN_MS})
+    ours, most = ((ms - left_ms(name)) for ms, name in ((2000, "conserve"), (1600, "non-preemptive")))
+    assert rates(document, "conserve") == [None, None, pytest.approx(ours / most)]
+    assert f"{ours / most:.0%} beside all live work" in shown
+    assert "rows: the server's own, of unknown lengths" in capsys.readouterr().out
+
+
+def test_without_a_latency_model_the_former_figures_stand_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, document = concluded(tmp_path, four_policies(), {"lengths": [(10, 11)]})
+    assert rates(document, "conserve") == [None, None, None]
+    assert document["policies"]["conserve"]["offline_tokens_per_s"] == 80
+    told = capsys.readouterr().out
+    assert "rows: not told beside all live work, since the server tells no latency model" in told
+    assert "not told beside all live work" in shown

@@ -13,6 +13,7 @@ from conserve.bench.measure import (
     LatencyLimits,
     PolicyComparison,
     PolicyOutcome,
+    RowRates,
 )
 from conserve.bench.names import alone_of, most_of
 from conserve.bench.pages import verdict
@@ -23,11 +24,14 @@ HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
     *(
         "work/s",
+        "rows/s",
+        "rows/s in block",
         "TTFT P50 ratio",
         "TTFT P99 ratio",
         "TBT P50 ratio",
         "TBT P99 ratio",
         "offline ratio",
+        "rows ratio",
         "iterations left",
         "wasted",
         "restored",
@@ -36,16 +40,22 @@ HEADER = (
     ),
 )
 NOTHING = verdict.NOTHING
-CLIENTS = HEADER[1:2] + HEADER[3:8] + HEADER[10:14]
-QUEUE = HEADER[8:10] + HEADER[14:] + HEADER[2:3]
+CLIENTS = HEADER[1:2] + HEADER[3:8] + HEADER[12:16]
+QUEUE = HEADER[8:12] + HEADER[16:18]
+ENGINE = HEADER[18:] + HEADER[2:3]
 CLIENTS_NOTE = (
     "Online requests and their latencies in milliseconds: time to first token (TTFT), time between tokens (TBT). "
     "Ratios: P50s and P99s to those of online-only."
 )
 QUEUE_NOTE = (
     "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
-    "cost, to compare policies whose rows are at different stages. Offline ratio: tokens to those of "
-    "non-preemptive. Iterations left: those that offline rows left for a live request; wasted: tokens computed for "
+    "cost, to compare policies whose rows are at different stages. Rows: work by the cost of a mean row, beside "
+    "all live work: less the live requests that a policy still had before it when a block's time was over. Rows in "
+    "block: as counted by then, like tokens and work. Offline ratio: tokens to those of non-preemptive; rows "
+    "ratio: the same of rows beside all live work."
+)
+ENGINE_NOTE = (
+    "Iterations left: those that offline rows left for a live request; wasted: tokens computed for "
     "those rows by then, as a share of offline tokens. Restored and recomputed: tokens of evicted rows. "
     "Overruns: share of planned iterations that took longer than their limit. "
     "Failed: online requests without a whole answer."
@@ -71,14 +81,15 @@ class CellTable(NamedTuple):
 def table_rows(comparison: PolicyComparison) -> CellTable:
     """Table with a row per policy: latencies in ms, tokens per second, and ratios.
 
-    Work is the offline tokens weighted by their cost: a decode step counts as the prompt tokens it is worth. The
+    Work is the offline tokens weighted by their cost: a decode step counts as the prompt tokens it is worth. Rows
+    are beside all live work, those in the block as counted while its time ran. The
     ratios are those of the P50s and P99s to online-only's, and of the tokens to non-preemptive's. Wasted is the
     share of offline tokens that was computed for rows that then left the iteration. Restored and recomputed are
     tokens of evicted rows.
     """
     rows = []
     for name, outcome in comparison.policies.items():
-        ratios = comparison.ratios[name]
+        ratios, rates = comparison.ratios[name], comparison.rows.get(name, RowRates())
         rows.append(
             [
                 name,
@@ -87,11 +98,14 @@ def table_rows(comparison: PolicyComparison) -> CellTable:
                 *_latencies(outcome),
                 figure(outcome.offline_tokens_per_s),
                 figure(outcome.offline_work_per_s),
+                _rate(rates.rows_per_s),
+                _rate(rates.rows_in_block_per_s),
                 times(ratios.ttft_p50_to_online_only),
                 times(ratios.ttft_p99_to_online_only),
                 times(ratios.tbt_p50_to_online_only),
                 times(ratios.tbt_p99_to_online_only),
                 times(ratios.offline_tokens_to_non_preemptive),
+                times(rates.of_non_preemptive),
                 f"{outcome.left.iterations:,}",
                 _fine_share(outcome.left.wasted_share),
                 f"{outcome.evicted.tokens_restored:,}",
@@ -192,7 +206,10 @@ def _chart_note(comparison: PolicyComparison) -> str:
         said.append(f"The dashed line is {alone}, the same requests with no offline rows;")
         said.append("the ratios of latencies are to it.")
     if (most := most_of([*comparison.policies])) is not None:
-        said.append(f"The queue's percentages are of {most}, which never makes rows wait.")
+        said.append(f"The queue's percentages are of {most}, which never makes rows wait;")
+        said.append(
+            "beside all live work, live requests that a policy left waiting at a block's end are taken off."
+        )
     return " ".join(said)
 
 
@@ -201,7 +218,8 @@ def _tables(comparison: PolicyComparison) -> list[tuple[str, str, CellTable]]:
     table, reference = table_rows(comparison), reference_words(comparison)
     found = [
         ("Clients", CLIENTS_NOTE, table.part(CLIENTS)),
-        ("Queue and engine", QUEUE_NOTE, table.part(QUEUE)),
+        ("Queue", QUEUE_NOTE, table.part(QUEUE)),
+        ("Engine", ENGINE_NOTE, table.part(ENGINE)),
     ]
     if reference:
         found.append(("Attainment", f"{ATTAINMENT_NOTE} {reference}.", attainment_rows(comparison)))
@@ -224,6 +242,10 @@ def times(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """Share in a table."""
     return NOTHING if value is None else f"{value:.1%}"
+
+
+def _rate(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3g}"
 
 
 def _fine_share(value: float | None) -> str:

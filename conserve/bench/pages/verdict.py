@@ -17,7 +17,7 @@ class Bar(NamedTuple):
     length: float  # share of the column's longest
     value: str
     ratio: str  # to the policy that the column compares with; empty for that policy itself
-    middle: str = ""  # the P50 beside it, where the figure is a P99
+    middle: str = ""  # the P50 beside a P99, the share beside all live work under the queue's
 
 
 class Column(NamedTuple):
@@ -67,15 +67,19 @@ def chart(comparison: PolicyComparison) -> Chart:
                 [(one.tbt_p99_to_online_only, one.tbt_p50_to_online_only) for one in ratios],
                 mark,
             ),
-            _column(
-                "Queue",
-                "tokens/s",
-                [one.offline_tokens_per_s for one in outcomes],
-                [_percent(one.offline_tokens_to_non_preemptive) for one in ratios],
-                None,
-            ),
+            _queue_column(comparison),
         ],
     )
+
+
+def _queue_column(comparison: PolicyComparison) -> Column:
+    """Column of the queue's tokens, with the shares beside all live work."""
+    outcomes, ratios = list(comparison.policies.values()), list(comparison.ratios.values())
+    shares = [_percent(one.offline_tokens_to_non_preemptive) for one in ratios]
+    column = _column("Queue", "tokens/s", [one.offline_tokens_per_s for one in outcomes], shares, None)
+    middles = [_beside_live(comparison, name) for name in comparison.policies]
+    bars = [bar._replace(middle=middle) for bar, middle in zip(column.bars, middles, strict=True)]
+    return column._replace(bars=bars)
 
 
 def _latency(
@@ -134,8 +138,18 @@ def _queue(comparison: PolicyComparison, policy: str) -> str:
     if not tokens_per_s:
         return "nothing"
     share, most = comparison.ratios[policy].offline_tokens_to_non_preemptive, most_of([*comparison.policies])
-    of = "" if share is None or policy == most else f", {share:.0%} of what {most} gave it"
-    return f"{figure(tokens_per_s)} tokens/s{of}"
+    if share is None or policy == most:
+        return f"{figure(tokens_per_s)} tokens/s"
+    beside = _beside_live(comparison, policy)
+    of = f"{share:.0%} of what {most} gave it" + (f" ({beside})" if beside else "")
+    return f"{figure(tokens_per_s)} tokens/s, {of}"
+
+
+def _beside_live(comparison: PolicyComparison, policy: str) -> str:
+    """Words for the policy's share of non-preemptive's work beside all live work; empty if it is unknown."""
+    rates = comparison.rows.get(policy)
+    share = rates.of_non_preemptive if rates is not None else None
+    return "" if share is None else f"{share:.0%} beside all live work"
 
 
 def _times(ratio: float | None) -> str:
