@@ -16,6 +16,7 @@ from conserve.cli.bench_flags import known_profiler, limits, make_design, promis
 from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.context import Context
+from conserve.cli.serve_flags import refuse_ours
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
@@ -157,6 +158,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
+    from conserve.api.running import engine_flags
     from conserve.bench.arrivals import arrivals
     from conserve.bench.playing import Measurement, PlayWishes, on_server
     from conserve.bench.presets import PRESETS
@@ -172,14 +174,16 @@ def bench(
         raise SettingsError(
             "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
         )
+    context: Context = ctx.obj
+    if endpoint is None and not simulated:
+        refuse_ours(engine_flags(context.settings(), words[1:]), "conserve bench")
     if sweep is not None or cells is not None or simulated or processes is not None:
-        raise typer.Exit(sweeping(ctx.obj, words, SweepFlags.of(ctx.params), as_json=as_json))
+        raise typer.Exit(sweeping(context, words, SweepFlags.of(ctx.params), as_json=as_json))
     if endpoint is None:
         require_engine(OR_A_SERVER)
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True, exist_ok=True)
-    context: Context = ctx.obj
     settings = context.settings(model=words[0] if words else None)
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)

@@ -11,7 +11,7 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.front import Front
-from conserve.engine.runtime.vllm_flags import given_flags, names_of, value_of
+from conserve.engine.runtime.vllm_flags import CONFIG, given_flags, names_of, value_of, words_of_file
 from conserve.errors import SettingsError
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -52,32 +52,44 @@ def require_weights(settings: Settings) -> None:
         Weights.of(settings.share)
 
 
-def refuse_ours(flags: list[str]) -> None:
-    """Raise for flags of vLLM that `conserve serve` sets itself or cannot supervise."""
-    ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
+OURS = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
+NOT_WITH = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+
+
+def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:
+    """Raise for flags of vLLM, also in a file of `--config`, that the command sets itself or cannot supervise."""
     if "--api-key" in names_of(flags):
         raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
-    refuse_machines(flags)
-    others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+    _refuse_ours(flags, command)
+    file = value_of(flags, CONFIG)
+    if file is not None:
+        words = words_of_file(file)
+        if "--api-key" in names_of(words):
+            raise SettingsError(f"ConServe does not see the key in {file}; set CONSERVE_API_KEY instead")
+        _refuse_ours(words, command, f" (in {file})")
+
+
+def _refuse_ours(flags: list[str], command: str, where: str = "") -> None:
+    refuse_machines(flags, command)
     for name in names_of(flags):
-        if name in ours:
+        if name in OURS:
             raise SettingsError(
-                f"{name} is set by conserve serve; leave it out, or start vllm serve yourself"
+                f"{name}{where} is set by {command}; leave it out, or start vllm serve yourself"
             )
-        if name in others:
+        if name in NOT_WITH:
             raise SettingsError(
-                f"conserve serve cannot run with {name}; start vllm serve with ConServe's plug-in"
+                f"{command} cannot run with {name}{where}; start vllm serve with ConServe's plug-in"
             )
 
 
-def refuse_machines(flags: list[str]) -> None:
+def refuse_machines(flags: list[str], command: str = "conserve serve") -> None:
     """Raise for flags of a model that spans machines, which share no memory with the scheduler."""
     for flag in given_flags(flags):
         name, value = flag.name, flag.value
         ray = name in ("--distributed-executor-backend", "--data-parallel-backend") and value == "ray"
         if ray or (name == "--nnodes" and value not in ("", "1")):
             raise SettingsError(
-                f"conserve serve cannot run with {name} {value}: rows leave an iteration by a flag in shared "
+                f"{command} cannot run with {name} {value}: rows leave an iteration by a flag in shared "
                 "memory, which reaches no other machine; start vllm serve with it, and feed that: "
                 "conserve harvest --endpoint URL"
             )

@@ -12,6 +12,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context
+from conserve.cli.serve_flags import refuse_ours
 from conserve.cli.sweep import machine_of, simulator
 from conserve.cli.tuned import Tuned, arrivals_folder, write
 from conserve.config import Settings
@@ -94,6 +95,7 @@ def tune(
     Test runs are on simulated time, with the real scheduler and the model's latency profile; the engine itself
     confirms what they find.
     """
+    from conserve.api.running import engine_flags
     from conserve.bench.presets import PRESETS
     from conserve.bench.profiler import harmed
 
@@ -104,6 +106,8 @@ def tune(
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
     context: Context = ctx.obj
     settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
+    if not (simulated_only or dry_run):
+        refuse_ours(engine_flags(settings, words[1:]), "conserve tune")
     require_engine()
     machine = machine_of(settings, words[0])
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)

@@ -1,17 +1,20 @@
 """Flags of vLLM on a command line: every spelling is read alike, wherever one is looked for."""
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from conserve.cli.serve_flags import refuse_ours
-from conserve.engine.runtime.vllm_flags import GivenFlag, given_flags, names_of, value_of
+from conserve.engine.runtime.vllm_flags import GivenFlag, given_flags, names_of, value_of, words_of_file
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, with_checkpoints, without
 from conserve.engine.vllm.launching.flags import cpu_defaults, engines_of, names_scheduling
 from conserve.engine.vllm.server.process import without as without_given
 from conserve.errors import SettingsError
 from conserve.nightly.redacted import flags_of
+from tests.commands import conserve
 
 SPELLINGS: Sequence[Sequence[str]] = [
     ("--data-parallel-size", "2"),
@@ -84,6 +87,56 @@ def test_what_conserve_serve_sets_is_refused_under_a_short_name_and_by_a_json_ke
         refuse_ours(["-asc", "2"])
     with pytest.raises(SettingsError, match="--additional-config is set by conserve serve"):
         refuse_ours(["--additional_config.conserve.policy", "priority"])
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"),
+    [
+        (["--scheduling-pol", "priority"], "--scheduling-policy"),
+        (["--scheduling_pol=priority"], "--scheduling-policy"),
+        (["--additional-conf.conserve.policy", "priority"], "--additional-config"),
+        (["--worker-c", "mine.Worker"], "--worker-cls"),
+    ],
+)
+def test_a_name_that_is_cut_short_is_read_as_vllm_reads_it(cut: Sequence[str], whole: str) -> None:
+    assert names_of(cut) == [whole]
+    with pytest.raises(SettingsError, match=f"{whole} is set by conserve bench; leave it out"):
+        refuse_ours([*cut], "conserve bench")
+    assert names_of(["--data-parallel", "--dtype-of-mine", "-as", "2"]) == [
+        *("--data-parallel", "--dtype-of-mine", "--api-server-count")
+    ]
+
+
+@pytest.mark.parametrize("command", [("bench",), ("bench", "--sweep", "quick"), ("tune",)])
+def test_a_comparison_refuses_what_a_server_refuses(command: Sequence[str]) -> None:
+    name, *more = command
+    done = conserve(name, "smollm2-demo", *more, "--scheduler-cls", "mine.Scheduler")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"conserve: --scheduler-cls is set by conserve {name}; leave it out, or start vllm serve yourself\n"
+    )
+
+
+def test_flags_in_a_configuration_file_are_refused_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    said = {
+        "scheduling-policy: priority": "--scheduling-policy (in FILE) is set by conserve serve; leave it out",
+        "additional_config: {conserve: {}}": "--additional-config (in FILE) is set by conserve serve",
+        "grpc: true": "conserve serve cannot run with --grpc (in FILE)",
+        "nnodes: 2": "conserve serve cannot run with --nnodes 2",
+        "api-key: [a, b]": "ConServe does not see the key in FILE; set CONSERVE_API_KEY instead",
+        "- 1": "--config FILE has no flags",
+        "a: [": "--config FILE cannot be read: while parsing",
+    }
+    for text, message in said.items():
+        file.write_text(text)
+        with pytest.raises(SettingsError, match=re.escape(message.replace("FILE", str(file)))):
+            refuse_ours(["--seed", "1", "--config", str(file)])
+    file.write_text("grpc: false\nnnodes: 1\nlora-modules: [a=b, c=d]\nseed: 3\nenforce-eager: true\n")
+    refuse_ours(["--config", str(file)])
+    assert words_of_file(str(file))[2:] == ["--lora-modules", "a=b", "c=d", "--seed", "3", "--enforce-eager"]
+    with pytest.raises(SettingsError, match=r"cannot be read: .*No such file"):
+        refuse_ours([f"--config={tmp_path / 'none.yaml'}"])
 
 
 def test_a_secret_is_hidden_in_every_spelling() -> None:

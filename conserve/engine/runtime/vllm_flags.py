@@ -1,8 +1,12 @@
 """Flags of vLLM as they stand on a command line, read as vLLM reads them. Needs no vLLM."""
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conserve.errors import SettingsError
 
 LONG = {
     "-ac": "--attention-config",
@@ -18,6 +22,19 @@ LONG = {
     "-tp": "--tensor-parallel-size",
 }
 """Long names of short ones, as far as one is asked for here or has JSON keys behind it."""
+
+
+ASKED = (
+    *("--additional-config", "--api-key", "--api-server-count", "--async-scheduling", "--config"),
+    *("--data-parallel-backend", "--data-parallel-size", "--distributed-executor-backend", "--dtype"),
+    *("--enforce-eager", "--grpc", "--headless", "--hf-token", "--kv-transfer-config", "--max-model-len"),
+    *("--model", "--nnodes", "--no-async-scheduling", "--pipeline-parallel-size", "--quantization"),
+    *("--scheduler-cls", "--scheduling-policy", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile"),
+    *("--uds", "--worker-cls"),
+)
+"""Long names that are asked for. No name of vLLM's is the beginning of one of them."""
+
+CONFIG = "--config"
 
 
 class GivenFlag(NamedTuple):
@@ -46,9 +63,47 @@ def given_flags(words: Sequence[str]) -> Iterator[GivenFlag]:
         if named[:2] in LONG and len(named) > 2:  # -n2 is -n 2
             named, joined, value = named[:2], "=", group[0][2:]
         name, _, key = named.partition(".")
-        name = name.replace("_", "-")
         values = [value, *group[1:]] if joined else group[1:]
-        yield GivenFlag(LONG.get(name, name), values, group, key)
+        yield GivenFlag(whole_name(name.replace("_", "-")), values, group, key)
+
+
+def whole_name(name: str) -> str:
+    """The long name of a flag that may be short, or cut short: vLLM takes what only one of its names begins with.
+
+    Names that are not asked for are unknown here. What one of them begins with too, vLLM itself refuses.
+    """
+    known = ASKED if name.startswith("--") else tuple(LONG)
+    if name not in known:
+        begun = [one for one in known if one.startswith(name)]
+        name = begun[0] if len(begun) == 1 else name
+    return LONG.get(name, name)
+
+
+def words_of_file(file: str) -> list[str]:
+    """Flags in a YAML file of `--config`, as vLLM makes them from its keys; raises `SettingsError`."""
+    try:
+        import yaml
+
+        said = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except ImportError as error:
+        raise SettingsError(
+            f"{CONFIG} {file} cannot be read without PyYAML, which comes with vLLM"
+        ) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"{CONFIG} {file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(said, dict):
+        raise SettingsError(f"{CONFIG} {file} has no flags; write one a line, such as  max-model-len: 4096")
+    return [
+        word for key, value in said.items() if value is not False for word in (f"--{key}", *_values(value))
+    ]
+
+
+def _values(value: Any) -> list[str]:
+    if value is True:
+        return []
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def is_flag(word: str) -> bool:
