@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.errors import ConserveError, SettingsError
+
+if TYPE_CHECKING:
+    from conserve.bench.playing import Measurement
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -183,7 +186,6 @@ def bench(
         require_engine(OR_A_SERVER)
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder.mkdir(parents=True, exist_ok=True)
     settings = context.settings(model=words[0] if words else None)
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
@@ -199,25 +201,34 @@ def bench(
         profiler=known_profiler(profiler),
         say=output.say,
     )
-    with interruptible():
-        if endpoint is None:
-            from conserve.bench.servers.rows import new_store
-            from conserve.bench.servers.servers import on_own_server
-            from conserve.cli.bench_plan import own_plan
+    with made(folder):
+        with interruptible():
+            if endpoint is None:
+                from conserve.bench.servers.rows import new_store
+                from conserve.bench.servers.servers import on_own_server
+                from conserve.cli.bench_plan import own_plan
 
-            plan = own_plan(settings, words[1:], names, chosen, new_store(folder), kv_checkpoint, seed=seed)
-            work = on_own_server(plan, design, measurement, wishes)
-        else:
-            work = on_server(endpoint, settings, chosen, design, measurement, wishes)
-        try:
-            asyncio.run(until_stopped(work))
-        except ConserveError as error:
-            if not measurement.blocks:
-                raise
-            failed = error
-    said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
-    named = {"preset": preset, **said}
-    raise typer.Exit(conclude(measurement, folder, named, as_json=as_json, failed=failed))
+                plan = own_plan(
+                    settings, words[1:], names, chosen, new_store(folder), kv_checkpoint, seed=seed
+                )
+                work = on_own_server(plan, design, measurement, wishes)
+            else:
+                work = on_server(endpoint, settings, chosen, design, measurement, wishes)
+            failed = played(work, measurement)
+        said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
+        named = {"preset": preset, **said}
+        raise typer.Exit(conclude(measurement, folder, named, as_json=as_json, failed=failed))
+
+
+def played(work: Coroutine[Any, Any, None], measurement: "Measurement") -> ConserveError | None:
+    """Run the comparison; returns the error that ended it after a block, and raises one that came before any."""
+    try:
+        asyncio.run(until_stopped(work))
+    except ConserveError as error:
+        if not measurement.blocks:
+            raise
+        return error
+    return None
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
@@ -241,6 +252,19 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
         if not stopped:
             raise
     return not stopped
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Make the folder; at the end, remove those that were made and are still empty."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for place in new:
+                place.rmdir()
 
 
 @contextlib.contextmanager

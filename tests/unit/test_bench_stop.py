@@ -196,6 +196,18 @@ def test_a_comparison_that_is_stopped_ends_soon_with_the_blocks_it_has(
     assert pq.read_table(tmp_path / "out" / "blocks.parquet").num_rows == 2
 
 
+@pytest.mark.parametrize("folder", ["out", "deep/er"])
+def test_no_empty_folder_is_left_where_no_server_answers(tmp_path: Path, folder: str) -> None:
+    for words, said in ((WORDS, "went away"), (("bench", "--gamma", "1,1"), "--gamma takes")):
+        done = conserve(*words, "--endpoint", "http://127.0.0.1:9", "-o", str(tmp_path / folder))
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert not [*tmp_path.iterdir()]
+    (tmp_path / folder).mkdir(parents=True)
+    conserve(*WORDS, "--endpoint", "http://127.0.0.1:9", "-o", str(tmp_path / folder))
+    assert (tmp_path / folder).is_dir(), "it is the user's"
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_the_blocks_before_the_servers_death_are_kept(stopped: Run, tmp_path: Path, own: bool) -> None:
     done = stopped(World(dies_in=3), *([] if own else ["--endpoint", "http://host"]))
