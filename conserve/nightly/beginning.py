@@ -1,18 +1,20 @@
 """The run that `conserve eval run` works on: the one that was begun, or a new one."""
 
 import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from conserve.api.job import Job
 from conserve.config import Settings
 from conserve.errors import JobNotFound, JobRefused
-from conserve.evals.plan import NightlyPlan
+from conserve.evals.plan import ModelTarget, NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
 from conserve.jobs.deadlines.queue import GOING
 from conserve.nightly import keeping
 from conserve.nightly.asking import SUITE, tags_of
+from conserve.nightly.redacted import overrides_of, plan_text_of
 from conserve.nightly.running import Asking, Say, overridden
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
@@ -40,10 +42,16 @@ def begun(
             return left
         give_up(settings, left, now=now, say=say)
     elif (failed := failed_last(settings, plan)) is not None:
-        if not asking.anew and can_go_on(settings, asking, plan, failed, now=now):
+        if not asking.anew and can_go_on(settings, asking, plan, text, failed, now=now):
             say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
             run = replace(
-                failed, state=RunState.RUNNING, ended_at=None, plan=text, folder=folder_of(asking), suites=()
+                failed,
+                state=RunState.RUNNING,
+                ended_at=None,
+                plan=text,
+                folder=folder_of(asking),
+                overrides=asking.overrides,
+                suites=(),
             )
             keeping.write(settings.home, run)
             return run
@@ -74,7 +82,9 @@ def failed_last(settings: Settings, plan: NightlyPlan) -> RunRecord | None:
     return known[-1] if known and known[-1].state is RunState.FAILED else None
 
 
-def can_go_on(settings: Settings, asking: Asking, plan: NightlyPlan, run: RunRecord, *, now: float) -> bool:
+def can_go_on(
+    settings: Settings, asking: Asking, plan: NightlyPlan, text: str, run: RunRecord, *, now: float
+) -> bool:
     """True of a failed run that is young, asked the same models, and whose rows can all have answers.
 
     A job that was paused, or whose rows failed, is queued again by `conserve resume` or `retry`. What was not asked
@@ -82,14 +92,22 @@ def can_go_on(settings: Settings, asking: Asking, plan: NightlyPlan, run: RunRec
     """
     if now - run.began_at > plan.resume_s:
         return False
-    asked = overridden(plan_of(run.plan), run.overrides).targets
-    if dict(run.overrides) != dict(asking.overrides) or asked != overridden(plan, asking.overrides).targets:
+    then, wanted = (targets_of(*of) for of in ((run.plan, run.overrides), (text, asking.overrides)))
+    if then != wanted:
         return False
     of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
     for job in jobs_of(settings, run, now=now):
         if (suite := job.tags.get(SUITE, "")) in of_suite:
             of_suite[suite] += answers_of(job)
     return all(answers > 0 for answers in of_suite.values())
+
+
+def targets_of(
+    text: str, overrides: Mapping[str, str | int]
+) -> tuple[Mapping[str, str | int], Sequence[ModelTarget]]:
+    """Flags and models of a run that can be compared with those of an ended one, which lack passwords."""
+    flags = overrides_of(overrides)
+    return flags, overridden(plan_of(plan_text_of(text)), flags).targets
 
 
 def answers_of(job: JobReading) -> int:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.outcome import Item
 from conserve.evals.records import RunRecord, RunState, SuiteRecord
+from conserve.nightly.redacted import overrides_of, plan_text_of
 from conserve.store.files import home as store_home
 from conserve.store.files import nights
 from conserve.store.sql.eval_views import ITEMS
@@ -36,7 +37,9 @@ def new_id(home: Path, evaluation: str, *, now: float) -> str:
 
 
 def write(home: Path, run: RunRecord) -> None:
-    """Write a run's record, durably."""
+    """Write a run's record, durably; that of a run which has ended, and needs no password any more, without any."""
+    if run.state is not RunState.RUNNING:
+        run = replace(run, plan=plan_text_of(run.plan), overrides=overrides_of(run.overrides))
     with store_home.explained(home):
         write_whole(nights.folder_of(home, run.id) / nights.RECORD, msgspec.json.encode(run), durable=True)
 

@@ -352,6 +352,25 @@ def test_a_failed_night_goes_on_with_jobs_that_were_put_back(
     assert (begun(settings, asking, plan, text, now=1e9 + 60, say=print).id == run.id) is goes_on
 
 
+@pytest.mark.parametrize("override", [False, True])
+def test_the_record_of_an_ended_run_has_no_password_and_it_goes_on_with_the_files(
+    override: bool, file: Path
+) -> None:
+    settings, login = conserve.open()._settings, "http://me:sesame@127.0.0.1:9"
+    if not override:
+        file.write_text(f'{file.read_text()}\n[models.one]\nendpoint = "{login}"\n')
+    asking = Asking(file=file, overrides={"endpoint": login} if override else {})
+    plan, text = plan_of_file(file)
+    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    record = nights.folder_of(home(), run.id) / nights.RECORD
+    assert b"sesame" in record.read_bytes(), "a run that was killed goes on with it"
+    keeping.write(home(), replace(run, state=RunState.FAILED, suites=()))
+    assert b"sesame" not in record.read_bytes()
+    assert b"http://***@127.0.0.1:9" in record.read_bytes()
+    again = begun(settings, asking, plan, text, now=1e9 + 60, say=print)
+    assert (again.id, again.plan, again.overrides) == (run.id, text, asking.overrides)
+
+
 @pytest.mark.parametrize("other", ["new", "flag", "later"])
 def test_another_night_leaves_no_job_of_a_failed_one_in_the_queue(other: str, file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={})

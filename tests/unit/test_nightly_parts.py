@@ -3,7 +3,9 @@
 import hashlib
 import hmac
 import json
+import re
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +29,7 @@ from conserve.nightly import evaluating
 from conserve.nightly.beside import worst
 from conserve.nightly.holding import end, held
 from conserve.nightly.publishing import SIGNATURE, post
-from conserve.nightly.redacted import address_of, flags_of, host_of
+from conserve.nightly.redacted import address_of, flags_of, host_of, plan_text_of
 from conserve.nightly.running import Asking
 from conserve.nightly.schedule import (
     Schedule,
@@ -433,6 +435,40 @@ def test_records_and_messages_hold_no_secret() -> None:
     assert address_of("http://host/v1@2") == "http://host/v1@2"
     assert address_of("fake:?tokens=8") == "fake:?tokens=8"
     assert host_of("https://me:pass@hooks.example/T0/B0?key=k") == "https://hooks.example"
+
+
+SECRETS = """
+name = "small"  # the key is in api_key
+[model]
+endpoint = "https://me:pass1@host/v1?api_key=pass2&x=1"
+engine_args = ["--api-key", "pass3", "--hf-token=pass4", "--seed", "3"]
+[reports]
+webhook = "https://hooks.example/T0/pass5"
+secret_variable = "NAME"
+[suites.one]
+kind = "sql"
+source = "postgresql://me:pass6/7@db/x"
+api_key = '''pass7'''
+headers = { "Authorization" = "Bearer pass8", password = 'pass9', max_tokens = 9, x-token = "pass\\"10" }
+prompt = "password = '"
+other = "it's"
+"""
+
+
+def test_a_plan_without_its_secrets_is_still_a_plan() -> None:
+    shown = plan_text_of(SECRETS)
+    assert "pass1" in SECRETS
+    assert not re.findall(r"pass\d|pass\W+10", shown)
+    assert plan_text_of(shown) == shown
+    found = tomllib.loads(shown)
+    assert found["model"] == {
+        "endpoint": "https://***@host/v1?api_key=***&x=1",
+        "engine_args": ["--api-key", "***", "--hf-token=***", "--seed", "3"],
+    }
+    assert found["reports"] == {"webhook": "https://hooks.example", "secret_variable": "NAME"}
+    one = found["suites"]["one"]
+    assert (one["source"], one["api_key"], one["other"]) == ("postgresql://***@db/x", "***", "it's")
+    assert one["headers"] == {"Authorization": "***", "password": "***", "max_tokens": 9, "x-token": "***"}
 
 
 def test_a_run_of_another_user_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
