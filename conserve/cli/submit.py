@@ -181,7 +181,7 @@ def submit(
                 output.data(done.job_id)
         if name and done.namesakes:
             output.say(taken(name, done))
-        tell(done)
+        tell(done, name)
         say_push(due.on_late)
         if due.warning:
             output.say(f"warning: {due.warning}")
@@ -198,8 +198,10 @@ def preview(
     show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
-def tell(done: "Submitted") -> None:
-    """Print what was queued."""
+def tell(done: "Submitted", name: str | None) -> None:
+    """Print what was queued, and what it is called if that is not this name."""
+    if name is not None and (sentence := renamed(name)) is not None:
+        output.say(sentence)
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
@@ -223,6 +225,17 @@ def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
         why = error.reason if isinstance(error, OutputLost) else "its reader has gone"
         did = f"job {job_id} was withdrawn" if withdraw(store, job_id) else f"job {job_id} runs already"
         raise UnprintedJob(f"the job's id cannot be printed to standard output ({why}); {did}") from error
+
+
+def renamed(name: str) -> str | None:
+    """Sentence on a name that ids cannot have as it is; None for one that is only written small."""
+    kept = job_name(name)
+    if kept == name.lower():
+        return None
+    return (
+        f"the job is called {kept}, not {one_line(name)}: names are of the letters a to z, digits and dashes, "
+        "and have 24 at most"
+    )
 
 
 def taken(name: str, done: "Submitted") -> str:

@@ -113,6 +113,21 @@ def test_a_name_without_a_letter_is_refused(write_input: WriteInput, name: str) 
     assert "--name takes Latin letters" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("日本語-eval", "eval"), ("Überblick", "berblick"), ("my name", "my-name"), ("a" * 30, "a" * 24)],
+)
+def test_a_name_that_an_id_cannot_have_is_told_as_it_is_kept(
+    write_input: WriteInput, name: str, kept: str
+) -> None:
+    done = conserve("submit", str(write_input(q=["a"])), "--prompt", "{{ q }}", "--name", name)
+    assert done.stdout.startswith(f"{kept}-")
+    assert f"the job is called {kept}, not {name}: names are of the letters a to z" in done.stderr
+    for same in ("Nightly", "nightly-2"):
+        told = conserve("submit", str(write_input(q=["a"])), "--prompt", "{{ q }}", "--name", same).stderr
+        assert "is called" not in told
+
+
 # Jobs that a run leaves as they are.
 
 
