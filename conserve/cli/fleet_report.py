@@ -142,7 +142,7 @@ def lines(found: Sequence[Sight]) -> list[str]:
         for sight in found
     ]
     faults = [f"{sight.server.url}: {said}" for sight in found if (said := why(sight)) is not None]
-    return [*output.columns(header, rows, right=(3, 4)), *faults]
+    return [*output.columns(header, rows, right=(3, 4), shorten=(0, 2, 6)), *faults]
 
 
 def slo(kept: bool | None) -> str:

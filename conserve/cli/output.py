@@ -14,6 +14,8 @@ from conserve.words import duration as duration
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 LAST_S = 253_402_214_400.0  # of what a calendar holds, in any time zone
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+GAP = 2  # places between columns
+LEAST = 4  # places of a cell that is shortened
 NO_PLACE = ("Mn", "Me", "Cf")  # accents over the letter before, and signs that say how to join letters
 STATE_COLOURS = {
     "running": "cyan",
@@ -100,8 +102,19 @@ def state(name: str) -> str:
     return coloured(name, STATE_COLOURS.get(name))
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of aligned columns; the columns numbered in `right` hold figures. Cells may carry colour codes."""
+def columns(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    *,
+    shorten: Sequence[int] = (),
+) -> list[str]:
+    """Lines of aligned columns; the columns numbered in `right` hold figures. Cells may carry colour codes.
+
+    Cells of the columns numbered in `shorten`, which carry none, are shortened as far as a terminal is too narrow.
+    """
+    if shorten and (room := width()) is not None:
+        rows = fitted(header, rows, shorten, room)
     plain = [[STYLE.sub("", cell) for cell in row] for row in rows]
     widths = [max(map(places, column)) for column in zip(header, *plain, strict=True)]
 
@@ -110,10 +123,59 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
         for number, (cell, length, width) in enumerate(zip(cells, lengths, widths, strict=True)):
             gap = " " * (width - length)
             padded.append(gap + cell if number in right else cell + gap)
-        return "  ".join(padded).rstrip()
+        return (" " * GAP).join(padded).rstrip()
 
     head = line([coloured(name, "bright_black") for name in header], [*map(places, header)])
     return [head, *(line(row, [*map(places, bare)]) for row, bare in zip(rows, plain, strict=True))]
+
+
+def fitted(
+    header: Sequence[str], rows: Sequence[Sequence[str]], shorten: Sequence[int], room: int
+) -> list[list[str]]:
+    """Rows whose widest cells in these columns are shortened until a line has room, or no cell can be shorter.
+
+    Cells that differ still do.
+    """
+    cells = [[STYLE.sub("", cell) for cell in column] for column in zip(header, *rows, strict=True)]
+    widths = [max(map(places, column)) for column in cells]
+    least = {number: narrowest(cells[number], widths[number]) for number in shorten}
+    while sum(widths) + GAP * (len(widths) - 1) > room:
+        open_ = [number for number in shorten if widths[number] > least[number]]
+        if not open_:
+            break
+        widths[max(open_, key=lambda number: widths[number])] -= 1
+    return [
+        [shortened(cell, widths[number]) if number in shorten else cell for number, cell in enumerate(row)]
+        for row in rows
+    ]
+
+
+def narrowest(column: Sequence[str], width: int) -> int:
+    """Fewest places of a column, its header first, in which cells that differ still do."""
+    head, *cells = column
+    least = max(LEAST, places(head))
+    while least < width and len({shortened(cell, least) for cell in cells}) < len({*cells}):
+        least += 1
+    return least
+
+
+def shortened(text: str, most: int) -> str:
+    """Text of so many places at most, with an ellipsis in it if it has more; two thirds of it are the beginning."""
+    for kept in range(len(text) - 1, 0, -1):
+        if places(text) <= most:
+            break
+        begun, end = text[: kept - kept // 3], text[len(text) - kept // 3 :]
+        if places(short := f"{begun}…{end}") <= most:
+            return short
+    return text
+
+
+def width() -> int | None:
+    """Places of a line on the terminal; None where stdout is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None if sys.stdout.isatty() else None
+    except (OSError, ValueError):  # no terminal, or closed
+        return None
 
 
 def places(text: str) -> int:

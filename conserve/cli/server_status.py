@@ -22,11 +22,11 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             shown.append(f"{server['url']}  {server['error']}")
             continue
         if server.get(STOCK):
-            shown.append(f"{server['url']}  runs another scheduler")
+            shown.append(headed(server["url"], "  runs another scheduler"))
             continue
         online, offline, slo = server["online"], server["offline"], server["slo"]
         shown += [
-            f"{server['url']}  policy {server['policy']}, last minute{until(server)}:",
+            headed(server["url"], f"  policy {server['policy']}, last minute{until(server)}:"),
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
             *held_back(online.get("held_back", ())),
@@ -38,6 +38,13 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
+
+
+def headed(url: str, words: str) -> str:
+    """Line on a server, its address shortened as far as a terminal is too narrow."""
+    room = output.width()
+    most = len(url) if room is None else max(output.LEAST, room - output.places(words))
+    return f"{output.shortened(url, most)}{words}"
 
 
 def until(server: dict[str, Any]) -> str:

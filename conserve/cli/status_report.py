@@ -135,7 +135,9 @@ def table(readings: Sequence[JobReading]) -> list[str]:
         for reading in readings
     ]
     header = ("JOB", "STATE", "ROWS", "DONE", "FAILED", "RUNNING", "SUBMITTED")
-    return output.columns((*header, "TAGS") if tagged else header, rows, right=(2, 3, 4, 5))
+    if not tagged:
+        return output.columns(header, rows, right=(2, 3, 4, 5))
+    return output.columns((*header, "TAGS"), rows, right=(2, 3, 4, 5), shorten=(len(header),))
 
 
 def tags(reading: JobReading) -> str:

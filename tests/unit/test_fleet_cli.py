@@ -5,11 +5,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+from conserve.api.servers import STOCK
+from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
 from conserve.config import Settings
@@ -17,10 +20,12 @@ from conserve.errors import UsageError
 from conserve.jobs.harvest import notes
 from conserve.jobs.harvest.notes import of_this_machine
 from conserve.store.books import servers
+from conserve.store.books.readings import read_jobs
 from conserve.store.books.servers import Feeding, SeenServer, Sighting
 from conserve.store.database.store import Store
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve
+from tests.store_rows import add_job
 
 NOW = 1e9
 A, B = "http://gpu-a:8000", "http://gpu-b:8000"
@@ -49,6 +54,53 @@ def feeding(**named: object) -> Feeding:
 def sight(*feedings: Feeding, drained_at: float | None = None, report: dict | None = None) -> Sight:
     seen = SeenServer(url=A, model="m", version=None, seen_at=NOW, drained_at=drained_at, feedings=feedings)
     return Sight(server=seen, now=NOW, report=report)
+
+
+LONG = "http://gpu-{}.cluster.internal.example.com:8000"
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output is a terminal of 80 columns."""
+    monkeypatch.setattr("conserve.cli.output.width", lambda: 80)
+
+
+def named(url: str, **more: Any) -> Sight:
+    found = sight(feeding())
+    return replace(found, server=replace(found.server, url=url, **more))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_narrow_terminal_shortens_addresses_and_names_in_the_middle() -> None:
+    model, version = "meta-llama/Llama-3.3-70B-Instruct", "vLLM 0.32.0"
+    found = [named(LONG.format(number), model=model, version=version) for number in ("a", "b")]
+    shown = lines(found)
+    assert max(map(len, shown)) <= 80
+    assert [line.partition(" ")[0] for line in shown[1:]] == [
+        "http://gpu-a…:8000",
+        "http://gpu-b…:8000",
+    ]
+    assert document(found[0])["url"] == LONG.format("a")
+    alike = [named(LONG.format(number), model=model) for number in ("east-1-rack-17", "east-1-rack-18")]
+    assert len({line.partition(" ")[0] for line in lines(alike)[1:]}) == 2, "told apart"
+
+
+def test_nothing_is_shortened_where_nobody_reads_along() -> None:
+    assert LONG.format("a") in lines([named(LONG.format("a"), model="m" * 50)])[1]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_narrow_terminal_shortens_tags_and_the_address_of_a_server(
+    store: Store, settings: Settings
+) -> None:
+    add_job(store, rows=2, tags={"team": "research-and-development-of-everything"})
+    shown = status_report.table(read_jobs(settings, now=NOW))
+    assert max(map(len, shown)) <= 80
+    assert "…" in shown[1]
+    (line, _) = server_status.lines([{"url": LONG.format("x" * 40), STOCK: True}])
+    assert line.startswith("http://gpu-xxx")
+    assert line.endswith("example.com:8000  runs another scheduler")
+    assert len(line) == 80
 
 
 def note(store: Store, *sightings: Sighting, owner: str = "a", now: float = NOW) -> None:
