@@ -113,6 +113,14 @@ def serve(
             "or off.",
         ),
     ] = None,
+    live_prefixes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="KV memory that rows leave at most to prompts of live requests which may be found again: 50%, or "
+            "off.",
+        ),
+    ] = None,
     push_slo_scale: Annotated[
         float | None,
         typer.Option(
@@ -234,7 +242,7 @@ def serve(
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
-    section |= shares(harm, receipt, push_slo_scale)
+    section |= shares(harm, receipt, push_slo_scale, live_prefixes)
     if tuned:
         section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)

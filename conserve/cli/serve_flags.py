@@ -169,11 +169,15 @@ def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
         raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
 
 
-def shares(harm: str | None, receipt: str | None, push: float | None) -> dict[str, float | None]:
-    """Entries of the engine's section for `--harm`, `--receipt` and `--push-slo-scale`, as far as given."""
+def shares(
+    harm: str | None, receipt: str | None, push: float | None, prefixes: str | None
+) -> dict[str, float | None]:
+    """Entries of the section for `--harm`, `--receipt`, `--push-slo-scale` and `--live-prefixes`, as far as given."""
     said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
     if receipt is not None:
         said["receipt"] = share("--receipt", receipt) or 0.0
+    if prefixes is not None:
+        said["live_prefixes"] = share("--live-prefixes", prefixes) or 0.0
     return said if push is None else {**said, "push_slo_scale": push}
 
 

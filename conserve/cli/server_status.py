@@ -15,7 +15,7 @@ def read_servers(settings: Settings) -> list[dict[str, Any]]:
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:
-    """Lines on each server: online, offline, latency model, iterations that rows left, checkpoints."""
+    """Lines on each server: online, offline, latency model, prefixes, iterations that rows left, checkpoints."""
     shown: list[str] = []
     for server in servers:
         if "error" in server:
@@ -32,6 +32,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             *held_back(online.get("held_back", ())),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
+            *found(server.get("live_prefixes")),
             *pushed(server.get("pushing")),
             *predicted(server),
             *left(server.get("preemption"), offline["tokens"]),
@@ -97,6 +98,14 @@ def harmed(said: dict[str, Any] | None) -> list[str]:
     ]
     pauses = output.count(said["pauses"], "pause")
     return [f"  harm     {', '.join(parts) or 'no latency to compare yet'} ({pauses} of rows)"]
+
+
+def found(said: dict[str, Any] | None) -> list[str]:
+    """Line on what live prompts found in the prefix cache, and lost to rows; none where they find and lose nothing."""
+    if said is None or not said["found_tokens"] + said["lost_tokens"]:
+        return []
+    shares = [said[name] / said["prompt_tokens"] for name in ("found_tokens", "lost_tokens")]
+    return [f"  prefixes {shares[0]:.0%} of live prompts' tokens found in the cache, {shares[1]:.1%} lost to rows"]
 
 
 def pushed(said: dict[str, Any] | None) -> list[str]:

@@ -29,7 +29,8 @@ VERSION_OF_CLASSES = (
 VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
-NEWEST = VERSION_OF_GROUPS
+VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
+NEWEST = VERSION_OF_KEPT
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
@@ -92,6 +93,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View) -> int:
     """The oldest version that plans the view as this one."""
+    if view.kept_blocks:
+        return VERSION_OF_KEPT
     if view.kv_groups or view.adapters:
         return VERSION_OF_GROUPS
     if view.ahead:

@@ -173,7 +173,8 @@ class View:
     free_slots: int  # sequences that could be added to the running ones
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
     free_blocks: int
-    reserved_blocks: int = 0  # of these, kept for the same; evicting rows that are saved can make up for them
+    kept_blocks: int = 0  # of these, with KV that live requests may find: no row takes them
+    reserved_blocks: int = 0  # of the free ones, for online requests to come; evicting rows that are saved can make up for them
     used_blocks: int | None = None  # blocks that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
     held: Sequence[Candidate] = ()  # waiting offline requests whose KV has come back; they can be evicted

@@ -36,6 +36,7 @@ WORKER = "conserve.vllm.Worker"
 OLD_WORKERS = ("conserve.engine.vllm.Worker", "conserve.engine.vllm.worker.Worker")  # until the next release
 OUR_WORKERS = (WORKER, *OLD_WORKERS)
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks kept for live requests: usual, at most
 PREEMPTION = "prompt"  # default of `preemption`
 RECORDED = ("record_views", "record_arrivals")  # files of the section
 WRITTEN = (
@@ -45,6 +46,7 @@ WRITTEN = (
     "harm",
     "receipt",
     "push_slo_scale",
+    "live_prefixes",
     "profile",
     "profiles",
     "control",
@@ -69,6 +71,7 @@ class Pacing:
     )
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
+    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that may be kept for live requests to find
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
     control: bool = False  # True: policy and SLO may be changed over HTTP
@@ -94,6 +97,7 @@ class Pacing:
             "by_default": self.by_default,
             "receipt": self.receipt,
             "push_slo_scale": self.push_slo_scale,
+            "live_prefixes": self.live_prefixes,
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
@@ -145,6 +149,7 @@ class EngineSettings:
     record_arrivals: Path | None = None  # file that times and lengths of live requests are written to
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
     push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
+    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that may be kept for live requests to find
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -160,7 +165,7 @@ class EngineSettings:
         every = section.get("safepoint_every")
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
-        scale = push_scale_of(section)
+        scale, kept = push_scale_of(section), live_prefixes_of(section)
         if section["model"] is None:
             return cls(
                 policy=policy,
@@ -173,6 +178,7 @@ class EngineSettings:
                 record_arrivals=arrivals,
                 classes=classes,
                 push_slo_scale=scale,
+                live_prefixes=kept,
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -194,6 +200,7 @@ class EngineSettings:
             classes=classes,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
             push_slo_scale=scale,
+            live_prefixes=kept,
         )
 
 
@@ -220,6 +227,16 @@ def push_scale_of(section: Mapping[str, Any]) -> float:
             f"additional_config.conserve.push_slo_scale is from {NEVER:g} to {LARGEST_SCALE:g}, not {scale!r}"
         )
     return float(scale)
+
+
+def live_prefixes_of(section: Mapping[str, Any]) -> float:
+    """Share of the KV blocks that may be kept for live requests to find; raises `SettingsError`."""
+    share = section.get("live_prefixes", LIVE_PREFIXES)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= MOST_PREFIXES:
+        raise SettingsError(
+            f"additional_config.conserve.live_prefixes takes a share from 0 to {MOST_PREFIXES:g}, not {share!r}"
+        )
+    return float(share)
 
 
 def classes_of(section: Mapping[str, Any]) -> LiveClasses:
@@ -277,6 +294,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         preemption=preemption,
         safepoint_every=every,
         push_slo_scale=push_scale_of(section),
+        live_prefixes=live_prefixes_of(section),
         record_views=section.get("record_views"),
         record_arrivals=section.get("record_arrivals"),
         classes=classes_of(section),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 SINCE_THE_START = ("iterations", "planned", "overruns", "busy_s")
+IN_COMMON = ("share", "most_age_s")
 SCALES = ("largest_slo_scale", "slo_scale")
 
 
@@ -57,6 +58,7 @@ def together(reports: Sequence[Report]) -> dict[str, Any]:
         "offline": {**slowest["offline"], **added(values(reports, "offline"))},
         "harm": harm(values(reports, "harm")),
         "pushing": pushing(values(reports, "pushing")),
+        "live_prefixes": prefixes(values(reports, "live_prefixes")),
         "preemption": preemption(values(reports, "preemption")),
         "checkpoint": checkpoint(values(reports, "checkpoint")),
     }
@@ -113,6 +115,11 @@ def harm(sections: Sequence[Report]) -> dict[str, Any]:
 def pushing(sections: Sequence[Report]) -> dict[str, Any]:
     """Rows and tokens of all engines, and the largest scale."""
     return {**added(sections), **{name: largest(values(sections, name)) for name in SCALES}}
+
+
+def prefixes(sections: Sequence[Report]) -> dict[str, Any]:
+    """Blocks and tokens of all engines; the share and the age that they have in common are the largest."""
+    return {**added(sections), **{name: largest(values(sections, name)) for name in IN_COMMON}}
 
 
 def preemption(sections: Sequence[Report]) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class Picture:
             "free_slots": slots - len(scheduler.running) - loading,
             "reserved_slots": min(expected, slots // 2),
             "free_blocks": free_blocks,
+            "kept_blocks": scheduler.prefixes.kept,
             "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
             "reserved_blocks": min(expected * self._blocks_of_prompt(typical), pool.num_gpu_blocks // 2),
             "watermark_blocks": manager.watermark_blocks if scheduler.running else 0,

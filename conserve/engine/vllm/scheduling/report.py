@@ -36,6 +36,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "harm": scheduler._traffic.receipt.report(),
         "pushing": scheduler._traffic.pushing.report(),
         **iterations.report(),
+        "live_prefixes": scheduler.prefixes.report(),
         "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
     }

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Plan, Policy
-from conserve.engine.policy.policies import ONLINE_ONLY, named
+from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY, named
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
@@ -39,6 +39,7 @@ from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, kv_groups_of, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
+from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.report import report
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
@@ -95,12 +96,14 @@ class CoServing:
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
+        self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
         self._policy_name = name
         self._policy = self._planner = named(name, log.warning)
+        self.prefixes.follow(on=name == CONSERVE)
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -151,6 +154,7 @@ class CoServing:
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         self._finished[request.request_id] = time.monotonic() if aborted else None
         self._recordings.ended(request)
+        self.prefixes.end(request, now=time.monotonic())
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
@@ -250,7 +254,7 @@ class CoServing:
         self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
         if plan is not None:
             self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
-        self._reserve(view.reserved_blocks)
+        self._reserve(view.reserved_blocks + view.kept_blocks)
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
@@ -299,6 +303,7 @@ class CoServing:
         """Complete the record with what vLLM has scheduled, stamp it, and put it on the output."""
         put(output, iteration)
         self._last = iteration
+        self.prefixes.start(output, self.requests, now=iteration.started)
         plan, tokens = iteration.plan, output.num_scheduled_tokens
         iteration.tokens, iteration.encodes = tokens, encoded_by(self, output)
         self._unplanned += plan is None
@@ -370,6 +375,7 @@ class CoServing:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
+        self.prefixes.forget()
         saves = self.checkpoints
         with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
             return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]

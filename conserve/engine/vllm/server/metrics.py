@@ -41,6 +41,21 @@ COUNTS = (
         ("pushing", "tokens"),
     ),
     Count(
+        "conserve_live_prompt_tokens",
+        "Tokens of prompts of live requests that asked the prefix cache.",
+        ("live_prefixes", "prompt_tokens"),
+    ),
+    Count(
+        "conserve_live_prefix_tokens_found",
+        "Of these, tokens that the cache had.",
+        ("live_prefixes", "found_tokens"),
+    ),
+    Count(
+        "conserve_live_prefix_tokens_lost",
+        "Of these, tokens that a cache of the same size would have had without rows.",
+        ("live_prefixes", "lost_tokens"),
+    ),
+    Count(
         "conserve_receipt_pauses",
         "Pauses of offline work in which live latencies were measured.",
         ("harm", "pauses"),
@@ -154,6 +169,10 @@ class Report(NamedTuple):
         if scale is not None:
             says = "Scale of the promises up to which rows may push."
             yield GaugeMetricFamily("conserve_slo_scale", says, scale)
+        kept = at(self.said, ("live_prefixes", "kept_blocks"))
+        if kept is not None:
+            says = "Free KV blocks with prefixes of live requests, which rows do not take."
+            yield GaugeMetricFamily("conserve_live_prefix_blocks", says, kept)
         yield from self._harm()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
         yield from self._reactions(

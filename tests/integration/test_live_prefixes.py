@@ -1,0 +1,140 @@
+"""Live conversations beside rows, on simulated time: a later turn finds what an earlier one has left."""
+
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.warned import OF_VLLM
+
+pytestmark = [*OF_VLLM, pytest.mark.engine]
+
+BLOCK = 16  # tokens
+FIRST, MORE = 160, 32  # tokens of a first turn, and of each later one beyond it
+TURNS, BETWEEN_S = 6, 8.0
+BLOCKS = 400
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation, whose prompt begins with that of the turn before."""
+
+    at_s: float
+    conversation: int
+    turn: int
+    output_tokens: int = 4
+
+    @property
+    def input_tokens(self) -> int:
+        return FIRST + MORE * self.turn
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [self.conversation, *(n % 900 for n in range(self.input_tokens - 1))]
+
+
+TALKS = sorted(Turn(n * 1.5 + turn * BETWEEN_S, n, turn) for n in range(4) for turn in range(TURNS))
+ALONE = [Turn(at_s, 10 + n, 0) for n, (at_s, *_) in enumerate(TALKS)]  # as many, and none goes on
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Any) -> Make:
+    """Engines on which rows fill the memory."""
+
+    def make(share: float, *, rows: bool = True, **settings: Any) -> Any:
+        from conserve.engine.vllm.simulation.engine import SimulatedEngine
+        from tests.bare_scheduler import MODEL, engine_config
+
+        section = {"policy": "conserve", "preemption": "prompt", "harm": 0.1, "live_prefixes": share, **settings}
+        flags: dict[str, Any] = {"max_num_batched_tokens": 1024, "block_size": BLOCK}
+        return SimulatedEngine(
+            engine_config(tmp_path, section=section, **flags),
+            clock=clock,
+            model=MODEL,
+            layers=4,
+            num_blocks=BLOCKS,
+            offline=cycle([(400, 8)]) if rows else iter(()),
+            window=12,
+            scatter=0.0,
+            seed=0,
+        )
+
+    return make
+
+
+def counts(engine: Any) -> dict[str, Any]:
+    return dict(engine.scheduler.conserve()["live_prefixes"])
+
+
+def play(engine: Any, turns: Any = TALKS) -> dict[str, Any]:
+    answers = engine.play(turns)
+    assert all(len(one.token_at_s) == 4 for one in answers)
+    return counts(engine)
+
+
+def test_later_turns_find_earlier_ones_beside_rows_as_without_them(make: Make) -> None:
+    """Without blocks kept the same turns find next to nothing, and the report says how much they lost."""
+    alone = play(make(0.5, rows=False))
+    kept = play(make(0.5))
+    lost = play(make(0.0))
+    assert alone["found_tokens"] > 0.6 * alone["prompt_tokens"]
+    assert alone["lost_tokens"] == 0
+    assert kept["found_tokens"] >= 0.8 * alone["found_tokens"]
+    assert lost["found_tokens"] < 0.2 * alone["found_tokens"]
+    assert lost["lost_tokens"] == pytest.approx(alone["found_tokens"] - lost["found_tokens"], rel=0.1)
+    assert kept["lost_tokens"] == pytest.approx(alone["found_tokens"] - kept["found_tokens"], rel=0.1)
+    assert (lost["kept_blocks"], lost["share"]) == (0, 0.0)
+
+
+def test_nothing_is_kept_where_live_requests_reuse_nothing(make: Make) -> None:
+    said = play(make(0.5), ALONE)
+    assert said["found_tokens"] == said["lost_tokens"] == 0
+    assert said["kept_blocks"] == said["most_blocks"] == 0
+
+
+def test_no_more_is_kept_than_the_share_and_rows_go_on(make: Make) -> None:
+    engine = make(0.1)
+    rows = engine.offline_tokens
+    said = play(engine)
+    assert 0 < said["kept_blocks"] <= said["most_blocks"] <= 0.1 * BLOCKS
+    assert engine.offline_tokens > rows
+
+
+def test_what_is_not_asked_for_any_more_is_let_go(make: Make) -> None:
+    engine = make(0.5)
+    play(engine)
+    assert counts(engine)["kept_blocks"]
+    engine.go_on_until(engine.clock.now + 2 * counts(engine)["most_age_s"])
+    assert counts(engine)["kept_blocks"] == 0
+
+
+def test_live_requests_take_kept_blocks_where_they_need_them(make: Make) -> None:
+    engine = make(0.9)
+    play(engine)
+    before = counts(engine)["kept_blocks"]
+    crowd = [Turn(0.0, 100 + n, 30) for n in range(6)]  # 70 blocks each
+    assert all(len(one.token_at_s) == 4 for one in engine.play(crowd))
+    assert before
+
+
+def test_another_policy_keeps_nothing_and_the_first_one_begins_anew(make: Make) -> None:
+    engine = make(0.5, control=True)
+    play(engine)
+    engine.scheduler.conserve({"policy": "priority"})
+    assert counts(engine)["kept_blocks"] == 0
+    engine.scheduler.conserve({"policy": "conserve"})
+    play(engine)
+    assert counts(engine)["kept_blocks"]
+
+
+def test_a_cache_that_is_reset_is_forgotten(make: Make) -> None:
+    engine = make(0.5, rows=False)
+    found = play(engine)["found_tokens"]
+    assert engine.scheduler.reset_prefix_cache()
+    assert counts(engine)["kept_blocks"] == 0
+    engine.play([Turn(0.0, 0, TURNS)])
+    said = counts(engine)
+    assert said["found_tokens"] == found
+    assert said["lost_tokens"] == 0, "no row took anything"
