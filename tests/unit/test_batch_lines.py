@@ -55,7 +55,15 @@ def test_half_an_emoji_in_a_body_is_left_to_its_row(tmp_path: Path) -> None:
     assert found(tmp_path, line(body=half) + line(custom_id="b")) == []
     assert found(tmp_path, line(body=half) + line(body=half)) == [(2, "duplicate_custom_id", "custom_id")]
     assert found(tmp_path, line(body=half, url="/v1/embeddings")) == [(1, "mismatched_url", "url")]
-    assert found(tmp_path, line(custom_id="\ud83d")) == [(1, "invalid_type", "custom_id")]
+
+
+def test_half_an_emoji_in_an_id_is_left_to_its_row(tmp_path: Path) -> None:
+    half = line(custom_id="cut \ud83d")
+    assert found(tmp_path, half + line()) == []
+    assert found(tmp_path, half + line() + half) == [(3, "duplicate_custom_id", "custom_id")]
+    assert found(tmp_path, half + line(custom_id=r"cut \ud83d")) == [(2, "duplicate_custom_id", "custom_id")]
+    assert found(tmp_path, line(custom_id=["\ud83d"])) == [(1, "invalid_type", "custom_id")]
+    assert found(tmp_path, line(url="\ud83d")) == [(1, "invalid_type", "url")]
 
 
 def test_a_line_may_nest_a_hundred_levels_deep(tmp_path: Path) -> None:

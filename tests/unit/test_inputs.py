@@ -15,6 +15,7 @@ import pytest
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.requests.preview import previews
 from conserve.jobs.requests.submit import new_ids, slug, submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
@@ -277,6 +278,23 @@ def test_chats_and_bodies_with_half_an_emoji_fail_alone(store: Store, tmp_path: 
     (tmp_path / "batch.jsonl").write_text("\n".join(bodies))
     done = submit(store, str(tmp_path / "batch.jsonl"), OPENAI)
     assert (done.unrendered, done.first_error) == (1, f"the body holds {HALF}")
+
+
+def test_a_line_with_half_an_emoji_in_its_id_fails_alone_under_the_id_in_escapes(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join([line("a"), line("cut \ud83d"), line("b")]))
+    done = submit(store, str(path), OPENAI)
+    first, second, third = sorted(requests(store, done.job_id, 3))
+    assert (first.custom_id, first.error, third.custom_id, third.error) == ("a", None, "b", None)
+    assert (second.custom_id, second.payload) == (r"cut \ud83d", None)
+    assert (second.error_type, second.error) == ("invalid_request", f"the custom_id holds {HALF}")
+    shown = previews(Input(names=[str(path)]), OPENAI, 3)
+    assert [(one.custom_id, one.error) for one in shown][1] == (r"cut \ud83d", f"the custom_id holds {HALF}")
+    path.write_text("\n".join([line(r"cut \ud83d"), line("cut \ud83d")]))
+    with pytest.raises(InputError, match="is on 2 rows; make the ids unique"):
+        submit(store, str(path), OPENAI)
 
 
 @pytest.mark.parametrize(

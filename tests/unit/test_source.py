@@ -44,7 +44,8 @@ from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
 
 HALF = "half \ud83d"
-CUT = Unreadable("text with half of a surrogate pair")
+CUT = Unreadable("text with half of a surrogate pair", "half \\ud83d")
+CUT_WITHIN = Unreadable("text with half of a surrogate pair")
 TOOL_CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -423,7 +424,7 @@ def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings
         ([{"q": np.str_("a"), "n": np.int64(7)}], [("a", 7)]),
         ([MappingProxyType({"q": np.arange(3), "n": {"k": [1.5]}})], [([0, 1, 2], {"k": [1.5]})]),
         (iter([{"q": "a", "n": None}]), [("a", None)]),
-        ([{"q": HALF, "n": np.int64(7)}, {"q": {"k": [HALF]}, "n": 8}], [(CUT, 7), (CUT, 8)]),
+        ([{"q": HALF, "n": np.int64(7)}, {"q": {"k": [HALF]}, "n": 8}], [(CUT, 7), (CUT_WITHIN, 8)]),
     ],
 )
 def test_rows_that_a_program_holds_are_kept_as_json(

@@ -11,7 +11,7 @@ import msgspec
 from conserve.errors import one_line
 from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.jobs.inputs.text_rows import row_with_halves
+from conserve.jobs.inputs.text_rows import id_of_line, row_with_halves
 from conserve.store.books.batches import InputFault
 
 MOST_FAULTS = 100
@@ -84,6 +84,8 @@ class Validation:
 
     def _request_fault(self, row: dict[str, Any], number: int) -> InputFault | None:
         """Fault of a line that is an object; the ids of faultless lines are noted."""
+        if "custom_id" in row:  # one with half of a surrogate pair fails as a row of the job
+            row = {**row, "custom_id": id_of_line(row["custom_id"])}
         for name, kind in FIELDS.items():
             if name not in row:
                 said = f"Missing required parameter: '{name}'."

@@ -9,6 +9,7 @@ class Unreadable(NamedTuple):
     """Stands for a value that Python cannot hold, such as text that is not UTF-8 or a date after the year 9999."""
 
     reason: str
+    escaped: str | None = None  # text with escapes in place of what UTF-8 cannot write
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -147,11 +147,17 @@ class OpenAILines(JsonLines):
 
     def check_line(self, row: dict[str, Any], where: str) -> None:
         hint = "an OpenAI Batch line has custom_id, method, url and body; for other rows add --prompt or --messages"
-        for name, kind in zip(OPENAI_COLUMNS, (str, str, str, dict | Unreadable), strict=True):
-            if not isinstance(row.get(name), kind):
+        fields = (id_of_line(row.get("custom_id")), row.get("method"), row.get("url"), row.get("body"))
+        for name, value, kind in zip(OPENAI_COLUMNS, fields, (str, str, str, dict | Unreadable), strict=True):
+            if not isinstance(value, kind):
                 raise InputError(f"{where} has no valid {name!r}; {hint}")
         if row["method"] != "POST":
             raise InputError(f"{where} has method {row['method']!r}; only POST is possible")
+
+
+def id_of_line(value: object) -> object:
+    """The id of a batch's line as the store keeps it: text with half of a surrogate pair in escapes."""
+    return value.escaped if isinstance(value, Unreadable) else value
 
 
 class CsvRows(TextRows):
@@ -226,11 +232,14 @@ def row_with_halves(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not is_utf8(list(row)):
         return None
-    marked = {
-        name: value if is_utf8(value) else Unreadable("text with half of a surrogate pair")
-        for name, value in row.items()
-    }
+    marked = {name: value if is_utf8(value) else half(value) for name, value in row.items()}
     return marked if Unreadable in map(type, marked.values()) else None
+
+
+def half(value: object) -> Unreadable:
+    """Mark for a value with half of a surrogate pair."""
+    escaped = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else None
+    return Unreadable("text with half of a surrogate pair", escaped)
 
 
 def no_json(constant: str) -> None:

@@ -42,7 +42,7 @@ def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = Fal
 def preview(row_index: int, row: dict[str, Any], task: Task, render: Renderer) -> Preview:
     """Render one row."""
     column = id_column_of(task)
-    named = custom_id(row[column], row_index) if column else None
+    named = custom_id(row[column], row_index, task) if column else None
     rendered = render(row)
     if rendered.payload is None:
         return Preview(row_index, named, task.url, None, rendered.error)

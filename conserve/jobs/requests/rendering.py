@@ -182,6 +182,9 @@ def openai_renderer(task: Task) -> Renderer:
     """Take OpenAI Batch lines as they are; one that every engine would reject fails here."""
 
     def render(row: Row) -> RenderedRow:
+        if isinstance(row["custom_id"], Unreadable):
+            said = f"the custom_id holds {row['custom_id'].reason}"
+            return RenderedRow(error_type="invalid_request", error=said)
         rendered = render_openai_line(row)
         if rendered.payload is not None and (
             fault := request_fault(row["url"], {**task.params, **row["body"]})

@@ -16,6 +16,7 @@ from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
+from conserve.jobs.inputs.text_rows import id_of_line
 from conserve.jobs.requests.admission import (
     check_input,
     check_priority,
@@ -168,7 +169,7 @@ def rendered_groups(rows: InputRows, task: Task) -> Iterator[tuple[list[str | No
     size = 0
     every = (row for batch in rows.batches(needed_columns(task, rows)) for row in batch)
     for index, row in enumerate(every):
-        ids.append(custom_id(row[id_column], index) if id_column else None)
+        ids.append(custom_id(row[id_column], index, task) if id_column else None)
         rendered.append(one := render(row))
         size += len(one.payload or "")
         if len(rendered) == ROWS_PER_GROUP or size >= GROUP_BYTES:
@@ -183,8 +184,10 @@ def id_column_of(task: Task) -> str | None:
     return "custom_id" if task.kind is Kind.OPENAI else task.id_column
 
 
-def custom_id(value: object, row_index: int) -> str | None:
+def custom_id(value: object, row_index: int, task: Task) -> str | None:
     """Custom id of a row as text; raises `InputError` if it cannot be read."""
+    if task.kind is Kind.OPENAI:
+        value = id_of_line(value)
     if isinstance(value, Unreadable):
         raise InputError(f"the id of row {row_index:,} is {value.reason}; correct it and submit again")
     return None if value is None else str(value)
