@@ -25,6 +25,7 @@ ConserveError                  one sentence for the user, with the next command;
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
+│   ├── StoreForbidden         no permission to read the files of one job
 │   ├── StoreFull              no space left
 │   ├── StoreMoved             the store is in another database now, or on its way there
 │   ├── StoreInUse             harvesters hold rows, and the command needs the store for itself
@@ -176,6 +177,14 @@ class StoreReadOnly(StoreError):
     def at(cls, where: object) -> Self:
         """The error of a store at this path or URL."""
         return cls(f"the store {where} is read-only; make it writable or set CONSERVE_HOME")
+
+
+class StoreForbidden(StoreError):
+    """This process may not read a file of the job `job_id`, which others on the store perhaps may."""
+
+    def __init__(self, message: str, *, job_id: str | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class StoreFull(StoreError):

@@ -6,13 +6,24 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
+import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreInUse, StoreUnreachable
+from conserve.errors import (
+    JobNotFound,
+    StoreDamaged,
+    StoreError,
+    StoreForbidden,
+    StoreInUse,
+    StoreUnreachable,
+)
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
-from conserve.jobs.harvest import workload
+from conserve.jobs.harvest import turned_away, workload
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
@@ -198,6 +209,55 @@ def test_a_machine_that_opens_no_more_files_is_no_damage_of_a_job(
     with pytest.raises(StoreError, match="check CONSERVE_HOME"):
         party.claim()
     assert (party.tally.refused, job(store, job_id).state) == ({}, JobState.QUEUED)
+
+
+@pytest.mark.parametrize(("module", "name"), [(pq, "ParquetFile"), (digests, "digest_of")])
+def test_a_job_whose_requests_this_machine_may_not_read_is_left_to_others(
+    store: Store, party: Party, job_id: str, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType, name: str
+) -> None:  # fmt: skip
+    """The machine runs the other jobs, and tries the one again after a minute."""
+    other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
+    read, opened = getattr(module, name), Path.open
+
+    def refused(path: object, **named: object) -> object:
+        if job_id in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(path, **named)
+
+    def not_opened(path: Path, *given: Any, **named: Any) -> Any:
+        return (
+            refused(path) if path == home.requests_file(store.home, job_id) else opened(path, *given, **named)
+        )
+
+    with monkeypatch.context() as machine:
+        machine.setattr(module, name, refused)
+        machine.setattr(Path, "open", not_opened)
+        (work,) = party.claim()
+        assert (work.job_id, party.claim(), party.ledger.claimable()) == (other, [], False)
+        party.finish(work)
+        assert party.ledger.nothing_left()
+        assert "this user (no permission); let it read them" in party.tally.refused[job_id]
+        party.clock.now += turned_away.AGAIN_S
+        assert party.claim() == []
+        party.clock.now += turned_away.AGAIN_S
+    assert (job(store, job_id).state, live(store, job_id)) == (JobState.QUEUED, dict.fromkeys(range(4)))
+    assert len(party.claim()) == 4
+    assert party.tally.refused == {}
+
+
+def test_a_job_that_another_harvester_ended_is_no_longer_told_of(
+    store: Store, party: Party, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as machine:
+        machine.setattr(workload, "RequestFile", Mock(side_effect=StoreForbidden("closed", job_id=job_id)))
+        assert party.claim() == []
+    assert party.tally.refused == {job_id: "closed"}
+    other = Party(store)
+    other.finish(*other.claim())
+    other.ledger.close()
+    assert party.ledger.nothing_left()
+    assert party.tally.refused == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 from conserve import owners
 from conserve.endpoints.protocol import KvCache
-from conserve.errors import JobNotFound, StoreDamaged, StoreError
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
@@ -15,11 +15,12 @@ from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.turned_away import TurnedAway
 from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards, spans
+from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
@@ -60,6 +61,9 @@ class Ledger:
         self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
         self._turns = Turns(store, clock)
         self._workload = Workload(store, clock)
+        self._turned_away = TurnedAway(
+            store, tally, self._workload, owner=self.owner, clock=clock, monotonic=monotonic
+        )
         self._observer = observer or Observer()
         self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
@@ -161,10 +165,10 @@ class Ledger:
                 return self._claim(limit, suspect, identity, group)
             except JobNotFound:  # removed since its rows were leased
                 continue
-            except StoreDamaged as error:
+            except (StoreDamaged, StoreForbidden) as error:
                 if error.job_id is None:
                     raise
-                self._refuse(error.job_id, str(error))
+                self._turned_away.add(error.job_id, error)
 
     def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
         while True:
@@ -221,7 +225,7 @@ class Ledger:
 
     def _runnable(self, tx: Any) -> Sequence[Any]:
         """Jobs that this harvester may take rows of."""
-        return queue.runnable_jobs(tx, self._only, self.model, locked=False)
+        return self._turned_away.others(queue.runnable_jobs(tx, self._only, self.model, locked=False))
 
     def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
         """The runnable jobs of a group, or all."""
@@ -245,7 +249,7 @@ class Ledger:
         self._lookahead = None
         leases: list[Lease] = []
         try:
-            lookahead.follow(jobs, self._refused, self._turns.order(jobs))
+            lookahead.follow(jobs, self._turned_away.looked_at, self._turns.order(jobs))
             while not leases and (chosen := lookahead.take(limit)):
                 terms = Terms(self.owner, self._clock(), self._lease_s, self.model)
                 with self._store.write() as tx:
@@ -263,30 +267,15 @@ class Ledger:
 
     def _load(self, lease: Lease, identity: str) -> list[ReadyRow]:
         """Load the rows of a lease with their requests; none of a job that must not run."""
-        if self._refused(lease.job_id, lease.epoch):
+        if self._turned_away.looked_at(lease.job_id, lease.epoch):
             return []
         self._tally.begin(lease.job_id)
         try:
             pushes = lease.job_id in self._turns.pushing
             return self._workload.load(lease, identity, model=self.model, pushes=pushes)
-        except StoreDamaged as error:
-            self._refuse(lease.job_id, str(error), lease.epoch)
+        except (StoreDamaged, StoreForbidden) as error:
+            self._turned_away.add(lease.job_id, error, lease.epoch)
             return []
-
-    def _refused(self, job_id: str, epoch: int | None = None) -> bool:
-        """True if this job must not run; it then fails with the reason, and the lease on its rows ends."""
-        if (reason := self._workload.refusal(job_id)) is not None:
-            self._refuse(job_id, reason, epoch)
-        return reason is not None
-
-    def _refuse(self, job_id: str, reason: str, epoch: int | None = None) -> None:
-        """Let a job fail with a reason, and end the lease on its rows."""
-        with self._store.write() as tx:
-            if epoch is not None:
-                leases.end(tx, spans.lock(tx, [epoch], self.owner))
-            catalog.refuse(tx, job_id, reason, now=self._clock())
-        self._workload.close([job_id])  # once it is mended, it is opened anew
-        self._tally.refused[job_id] = reason
 
     def claimable(self) -> bool:
         """True if a claim may find rows; it only reads, so that an idle harvester holds up no writer."""
@@ -323,7 +312,8 @@ class Ledger:
         return not (left.leased or left.waiting or unleased)
 
     def _backlog(self, tx: Any) -> queue.UnclaimableRows:
-        left = queue.backlog(tx, only=self._only, model=self.model)
+        but = self._turned_away.waiting
+        left = queue.backlog(tx, only=self._only, but=but, model=self.model)
         self._next_at = left.next_at
         return left
 

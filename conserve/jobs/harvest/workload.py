@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from conserve.endpoints.protocol import Call, Url, resumable
-from conserve.errors import StoreDamaged, StoreError
+from conserve.errors import StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.inputs.fingerprint import changed
-from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.requests.file import RequestFile, StoredRequest, forbidden, may_be_read
 from conserve.jobs.task import KEEP_LOGPROBS, Task
 from conserve.store.books import catalog
 from conserve.store.books.leases import Lease, LeasedRow
@@ -67,8 +67,8 @@ class Workload:
         """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
         return list(self._open)
 
-    def refusal(self, job_id: str) -> str | None:
-        """Open a job; returns why it must not run, if so: a changed input, or a damaged record or requests."""
+    def refusal(self, job_id: str) -> str | StoreError | None:
+        """Open a job; returns why it must not run, if so: an input, a record or requests that do not do."""
         if job_id in self._open:
             return None
         with self._store.read() as tx:
@@ -81,8 +81,8 @@ class Workload:
         try:
             task = task_of(job)
             self._requests(job)
-        except StoreDamaged as error:
-            return str(error)
+        except (StoreDamaged, StoreForbidden) as error:
+            return error
         self._open[job_id] = OpenJob(job, task)
         return None
 
@@ -97,13 +97,15 @@ class Workload:
 
     def _opened(self, job: catalog.JobRecord) -> RequestFile:
         """Open a job's requests; raises `StoreError` if those of all jobs are out of reach."""
-        jobs = home.jobs_folder(self._store.data)
+        jobs, path = home.jobs_folder(self._store.data), home.requests_file(self._store.data, job.id)
         try:
             self._compare(job)
-            return RequestFile(home.requests_file(self._store.data, job.id))
+            return RequestFile(path)
         except StoreDamaged as error:
             if not jobs.is_dir():
                 raise StoreError(f"{jobs} is missing; check CONSERVE_HOME") from error
+            if not may_be_read(path):
+                raise forbidden(path) from error
             raise
 
     def _compare(self, job: catalog.JobRecord) -> None:

@@ -367,16 +367,20 @@ def count_retries(tx: Connection, job_ids: Sequence[str]) -> None:
 
 
 def backlog(
-    tx: Connection, *, only: Collection[str] | None = None, model: str | None = None
+    tx: Connection,
+    *,
+    only: Collection[str] | None = None,
+    but: Collection[str] = (),
+    model: str | None = None,
 ) -> UnclaimableRows:
-    """Count the live rows of queued jobs; with a model, only of jobs that it may answer."""
+    """Count the live rows of queued jobs, `but` of these; with a model, only of jobs that it may answer."""
     waiting = request.c.epoch.is_(None)
     counted = (
         func.count(request.c.epoch),
         func.count(case((waiting, 1))),
         func.min(case((waiting, request.c.available_at))),
     )
-    ours = is_runnable(model), true() if only is None else job.c.id.in_(only)
+    ours = is_runnable(model), true() if only is None else job.c.id.in_(only), job.c.id.not_in(but)
     live = select(*counted).join(job, job.c.id == request.c.job_id).where(*ours)
     in_spans = select(func.sum(span.c.held)).join(job, job.c.id == span.c.job_id).where(*ours)
     leased, back, next_at = tx.execute(live).one()
