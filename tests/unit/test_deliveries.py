@@ -6,6 +6,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import duckdb
 import pytest
@@ -21,14 +22,14 @@ from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
 from conserve.jobs.task import Kind, Order, Task
-from conserve.store.books import batches, catalog, uploads
+from conserve.store.books import batches, catalog, shards, uploads
 from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import OnLate
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import digests, home
 from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
@@ -312,6 +313,19 @@ def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: Bat
         found = batches.page(tx, "default", before=None, limit=9)
     assert [batch.state for batch in found] == [BatchState.IN_PROGRESS, BatchState.FINALIZING]
     assert all(map(batch_object, found))
+
+
+def test_a_delivery_compares_the_files_of_answers_alone_with_their_digests(store: Store) -> None:
+    batch_id = asked(store, lines(["one"]))
+    admit(store, batch_id, Limits(), now=9.0)
+    finish(store, leased(store, now=10.0))
+    job = batch(store, batch_id).job
+    assert job is not None
+    shards.compact(store, job.id, now=11.0)
+    compared = Mock(wraps=digests.digest_of)
+    with patch.object(digests, "digest_of", compared):
+        deliver(store, batch_id, now=20.0)
+    assert [Path(call.args[0]).parent.name for call in compared.call_args_list] == ["results"]
 
 
 def test_batches_that_were_asked_for_are_forgotten_once_they_have_ended(

@@ -99,7 +99,9 @@ def write(store: Store, found: BatchRecord, into: FilePath, *, now: float) -> di
     with ExitStack() as opened:
         sinks = {name: opened.enter_context(LinesFile(into, store.local)) for name in ("output", "error")}
         read = {"results"}
-        with views(store, now=now, only=[job_id], sealed=False, uses=lambda empty: read) as found_rows:
+        with views(
+            store, now=now, only=[job_id], sealed=False, uses=lambda empty: read, compared=read
+        ) as found_rows:
             for row in result_rows(found_rows, store, job_id):
                 sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
             if found.job.state is JobState.EXPIRED:

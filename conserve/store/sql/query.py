@@ -44,6 +44,8 @@ LOOKS_AROUND = re.compile(
     r"\b(describe|duckdb_\w+|information_schema|pg_\w+|pragma\w*|query|query_table|show|sqlite_\w+)\b", re.I
 )
 """Words of queries that may ask for the columns of a view without its name."""
+DESCRIBES_ONE = re.compile(rf'\b(?:describe|show)\s+("?)(?:{"|".join(VIEWS)}|select)\b\1', re.I)
+"""Words that ask for the columns of the view that follows, or of a query."""
 
 NONE: Mapping[FilePath, str] = MappingProxyType({})
 FEW_ROWS = 10_000  # counted in memory: to start DuckDB takes 10 ms of a processor
@@ -106,9 +108,13 @@ def views(
     sealed: bool = True,
     wording: Wording | None = None,
     uses: Uses = lambda empty: None,
+    compared: Set[str] | None = None,
 ) -> Iterator[Views]:
-    """Open the views over the store as it is now; `sealed` shuts off everything else."""
-    taken = snapshot(store, now=now, only=only)
+    """Open the views over the store as it is now; `sealed` shuts off everything else.
+
+    Files of the views in `compared` are compared with their digests, and those of all views if it is None.
+    """
+    taken = snapshot(store, now=now, only=only, used=compared)
     with (
         scratch.place() as spill,
         opened(taken, spill=spill, sealed=sealed, wording=wording, uses=uses) as found,
@@ -268,7 +274,7 @@ def views_of(empty: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
 
 def views_named(sql: str) -> set[str] | None:
     """Views that a query may read if it can be parsed, which no database is needed for. None for all."""
-    if not is_utf8(sql) or LOOKS_AROUND.search(sql):
+    if not is_utf8(sql) or LOOKS_AROUND.search(DESCRIBES_ONE.sub("", sql)):
         return None
     named = set(views_in(sql))
     return named | ({"results"} if "requests" in named else set())
