@@ -4,13 +4,14 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from conserve.config import Settings
-from conserve.errors import DatabaseDamaged, StoreUnreachable
+from conserve.errors import DatabaseDamaged, StoreError, StoreUnreachable
 from conserve.store.books import catalog, shards
 from conserve.store.books.catalog import Source
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
@@ -202,6 +203,18 @@ def test_a_database_that_cannot_be_read_is_one_damage(store: Store, monkeypatch:
     assert (found.part, found.what) == (StorePart.DATABASE, "is damaged (no page 7)")
     monkeypatch.setattr(catalog, "ids", fails(StoreUnreachable("no answer")))
     with pytest.raises(StoreUnreachable):
+        checking.check(store)
+
+
+@pytest.mark.parametrize("name", ["read_table", "ParquetFile"])
+def test_a_machine_without_memory_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    job_id = queued(store, rows=2)
+    finish(store, leased(store))
+    shards.compact(store, job_id, now=0.0)
+    monkeypatch.setattr(pq, name, Mock(side_effect=pa.ArrowMemoryError("malloc of size 7 failed")))
+    with pytest.raises(StoreError, match=r"since there is no memory .*; free some and run the command again"):
         checking.check(store)
 
 

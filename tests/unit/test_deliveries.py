@@ -406,7 +406,11 @@ def unreadable() -> Exception:
     "error",
     [
         unreadable(),
-        *in_full(OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException("")),
+        *in_full(
+            OSError(errno.EMFILE, "too many open files"),
+            duckdb.OutOfMemoryException(""),
+            MemoryError("malloc"),
+        ),
     ],
 )
 def test_an_input_that_cannot_be_read_just_now_is_no_bad_input(

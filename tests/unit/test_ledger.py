@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -192,19 +193,24 @@ def test_a_machine_that_opens_no_more_files_is_no_damage_of_a_job(
     store: Store, party: Party, job_id: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Nor is a folder of all jobs that is missing, as when a disk is not mounted."""
-    left = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE]
+    codes = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE]
+    left: list[Exception] = [
+        pa.ArrowMemoryError("malloc failed"),
+        *(OSError(n, os.strerror(n)) for n in codes),
+    ]
 
     def refused(*_: object, **__: object) -> None:
-        raise OSError(left[0], os.strerror(left[0]))
+        raise left[0]
 
     with monkeypatch.context() as machine:
         machine.setattr(where, refused)
         while left:
-            said = "ulimit -n" if left[0] in (errno.EMFILE, errno.ENFILE) else "run the command again"
+            many = getattr(left[0], "errno", None) in (errno.EMFILE, errno.ENFILE)
+            said = "ulimit -n" if many else "run the command again"
             with pytest.raises(StoreError, match=said):
                 party.claim(1)
+            party.ledger.give_back()
             left.pop(0)
-    party.ledger.give_back()
     home.jobs_folder(store.data).rename(store.data / "elsewhere")
     with pytest.raises(StoreError, match="check CONSERVE_HOME"):
         party.claim()

@@ -1,6 +1,7 @@
 """Whether a Parquet file of a store can be read: by its last bytes, or to its end."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,6 +48,12 @@ def test_a_file_that_cannot_be_opened_is_told_from_one_that_is_gone(tmp_path: Pa
 
 def test_of_an_object_nothing_is_read() -> None:
     assert fault(ObjectPath(Bucket.parse("s3://nowhere"), "x.parquet")) is None
+
+
+def test_want_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pq, "ParquetFile", Mock(side_effect=pa.ArrowMemoryError("malloc failed")))
+    with pytest.raises(MemoryError):
+        damage(tmp_path / "x.parquet")
 
 
 def test_a_page_that_does_not_match_its_checksum_is_damage(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Input files: what is read of them, whether they changed, and the request files made of them."""
 
 import dataclasses
+import gzip
 import io
 import json
 import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,7 @@ import pytest
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
-from conserve.jobs.inputs import parquet_rows, source, text_rows
+from conserve.jobs.inputs import files, parquet_rows, source, text_rows
 from conserve.jobs.inputs.cells import Unreadable, for_python, holds_times
 from conserve.jobs.inputs.files import form_of_name, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
@@ -231,6 +233,29 @@ def test_a_parquet_file_damaged_inside_is_named(write_input: WriteInput) -> None
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"my file is damaged .*; write it again"):
         list(ParquetRows(path, "my file").batches(["q"]))
+
+
+def test_an_input_without_memory_to_read_it_is_not_called_damaged(
+    write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_input(q=["a"])
+    rows, parts = ParquetRows(path, "my file"), ParquetParts([path], "x", [{}])
+    short = Mock(side_effect=pa.ArrowMemoryError("malloc of size 7 failed\nmore"))
+    said = r"^there is no memory to read my file \(malloc of size 7 failed\); free some and submit it again$"
+    with monkeypatch.context() as machine:
+        machine.setattr(pq, "ParquetFile", short)
+        with pytest.raises(InputError, match=said):
+            ParquetRows(path, "my file")
+        with pytest.raises(InputError, match=said):
+            list(rows.batches(["q"]))
+    monkeypatch.setattr(parquet_rows, "conformed", short)
+    with pytest.raises(InputError, match=r"no memory to read .*\.parquet"):
+        list(parts.batches(["q"]))
+    monkeypatch.setattr(pa, "input_stream", short)
+    packed = path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(InputError, match=said), files.opened(packed, "my file"):
+        pass
 
 
 def test_kinds_of_columns_are_those_of_all_rows() -> None:

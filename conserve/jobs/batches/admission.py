@@ -26,7 +26,7 @@ from conserve.store.files.locks import alone
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import TROUBLE
 
-PASSING = (OSError, *TROUBLE)
+PASSING = (OSError, MemoryError, *TROUBLE)
 
 log = logging.getLogger(__name__)
 

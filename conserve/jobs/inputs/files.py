@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from conserve.errors import InputError
+from conserve.errors import InputError, first_line
 
 Partition = Mapping[str, int | str | None]
 
@@ -186,11 +186,20 @@ def opened(path: Path, name: str) -> Iterator[BinaryIO]:
         else:
             with pa.input_stream(str(path), compression=kind) as packed:
                 yield cast("BinaryIO", io.BufferedReader(packed, 1 << 20))
+    except MemoryError as error:
+        raise no_memory(name, error) from error
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None)
         if reason:
             raise InputError(f"cannot read {name}: {reason}; check its permissions") from error
         raise InputError(f"{name} is damaged or truncated ({error}); write it again") from error
+
+
+def no_memory(name: str, error: MemoryError) -> InputError:
+    """The error for an input that there is no memory to read, which says nothing about its files."""
+    return InputError(
+        f"there is no memory to read {name} ({first_line(error)}); free some and submit it again"
+    )
 
 
 def partitions(paths: Sequence[Path], below: Path | None = None) -> list[Partition]:

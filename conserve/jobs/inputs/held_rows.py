@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError, one_line
+from conserve.jobs.inputs.files import no_memory
 
 
 def keep_batches(reader: pa.RecordBatchReader, path: Path, title: str) -> None:
@@ -28,6 +29,8 @@ def storable(title: str) -> Iterator[None]:
     """Explain errors of writing a table as Parquet."""
     try:
         yield
+    except MemoryError as error:
+        raise no_memory(title, error) from error
     except pa.ArrowException as error:
         said = f"{title} cannot be kept as Parquet ({one_line(error)})"
         raise InputError(f"{said}; cast the column and submit again") from error

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import InputError, first_line
 from conserve.jobs.inputs.cells import for_python, python_rows
-from conserve.jobs.inputs.files import Partition
+from conserve.jobs.inputs.files import Partition, no_memory
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task, in_template
 from conserve.store.files.objects import FilePath, source
@@ -52,6 +52,8 @@ class ParquetRows(Columns):
             with pq.ParquetFile(source(path)) as file:
                 self.schema = file.schema_arrow
                 meta = file.metadata
+        except MemoryError as error:
+            raise no_memory(name, error) from error
         except (OSError, pa.ArrowException) as error:
             raise InputError(
                 f"{name} is damaged or truncated ({first_line(error)}); write it again"
@@ -72,6 +74,8 @@ class ParquetRows(Columns):
         try:
             with pq.ParquetFile(source(self.path)) as file:
                 yield from file.iter_batches(self.batch_rows(), columns=list(names))
+        except MemoryError as error:
+            raise no_memory(self.name, error) from error
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self.name} is damaged ({first_line(error)}); write it again") from error
 
@@ -124,6 +128,8 @@ class ParquetParts(Columns):
             for batch in part.arrow([name for name in names if name in part.schema.names]):
                 try:
                     yield conformed(batch, wanted, partition)
+                except MemoryError as error:
+                    raise no_memory(part.name, error) from error
                 except pa.ArrowException as error:
                     raise misfit(batch, wanted, part.name, read) from error
                 read += batch.num_rows

@@ -16,7 +16,15 @@ import pyarrow as pa
 
 from conserve.errors import InputError, TemplateError, UsageError, one_line
 from conserve.jobs.inputs import remote
-from conserve.jobs.inputs.files import FileFormat, NamedInput, Partition, form_of, partitions, spelled_out
+from conserve.jobs.inputs.files import (
+    FileFormat,
+    NamedInput,
+    Partition,
+    form_of,
+    no_memory,
+    partitions,
+    spelled_out,
+)
 from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
 from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
 from conserve.jobs.inputs.keeping import Keep, choice, keep
@@ -119,6 +127,8 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
             raise unasked("a table holds no requests of its own")
         try:
             return kept_table(given.table, folder, given.title, "table")
+        except MemoryError as error:
+            raise no_memory(given.title, error) from error
         except pa.ArrowException as error:
             raise InputError(f"{given.title} cannot be read: {one_line(error)}") from error
     if given.rows is not None:

@@ -15,6 +15,7 @@ from conserve.store.books.shards import ShardFile, files
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
+from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import source
 
 journal = schema.journal
@@ -53,7 +54,8 @@ class NewResults:
         """New results in a shard; none where `retry` has removed it since."""
         path = self._store.data / shard.file
         try:
-            table = pq.read_table(source(path))
+            with damage_apart(path):
+                table = pq.read_table(source(path))
         except FileNotFoundError:
             return []
         except (pa.ArrowException, OSError) as error:

@@ -16,6 +16,7 @@ from conserve.store.books import catalog, spans
 from conserve.store.database import schema
 from conserve.store.files import digests
 from conserve.store.files.digests import Seal
+from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
 
 request, journal = schema.request, schema.journal
@@ -36,7 +37,8 @@ def content(path: FilePath, seal: Seal | None) -> Content:
     if fault := digests.fault(path, seal):
         return Content(NONE, fault)
     try:
-        table = pq.read_table(source(path), columns=["position"], page_checksum_verification=True)
+        with damage_apart(path):
+            table = pq.read_table(source(path), columns=["position"], page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         return Content(NONE, f"is damaged ({str(error).splitlines()[0]})")
     return Content(np.asarray(table["position"].to_numpy(), np.int64))

@@ -16,6 +16,7 @@ from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests
+from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
 
 request, lease, journal = schema.request, schema.lease, schema.journal
@@ -97,7 +98,8 @@ def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Row
         path = where / file.file
         try:
             row = [("position", "=", position)]
-            found = pq.read_table(source(path), filters=row, page_checksum_verification=True)
+            with damage_apart(path):
+                found = pq.read_table(source(path), filters=row, page_checksum_verification=True)
         except (OSError, pa.ArrowException):
             damaged.append(path.name)
             continue

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
-from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable
+from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable, first_line
 from conserve.store.files import marks
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, ListedObject, ObjectPath
@@ -221,9 +221,14 @@ def no_space(where: FilePath) -> StoreFull:
 
 @contextmanager
 def damage_apart(path: FilePath) -> Iterator[None]:
-    """Turn an `OSError` of this process or machine, which says nothing about the file, into a `StoreError`."""
+    """Turn an error of this process or machine, which says nothing about the file, into a `StoreError`."""
     try:
         yield
+    except MemoryError as error:  # Arrow's are too
+        said = first_line(error)
+        raise StoreError(
+            f"{path} cannot be read, since there is no memory ({said}); free some and run the command again"
+        ) from error
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise StoreError(

@@ -31,7 +31,7 @@ STREAMED = re.compile(
 )  # how DuckDB's messages begin, once rows flow through Arrow
 HELD_BYTES = 4 << 20  # of an answer, before any is sent: a file that fails until then can be left out
 PERHAPS_DAMAGE = (duckdb.Error, pa.ArrowException, OSError)
-BLAMELESS = (  # errors of DuckDB that no damaged file can cause
+BLAMELESS = (  # errors that no damaged file can cause
     duckdb.ParserException,
     duckdb.BinderException,
     duckdb.CatalogException,
@@ -39,6 +39,7 @@ BLAMELESS = (  # errors of DuckDB that no damaged file can cause
     duckdb.ConversionException,
     duckdb.OutOfRangeException,
     duckdb.OutOfMemoryException,
+    MemoryError,  # Arrow's are of both kinds
 )
 
 

@@ -34,7 +34,10 @@ class LeftOut:
 
 
 def damage(path: FilePath) -> str | None:
-    """Read a Parquet file to its end; returns the reason why that fails, None if it does not."""
+    """Read a Parquet file to its end; returns the reason why that fails, None if it does not.
+
+    Raises `MemoryError` if there is no memory for that.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -42,6 +45,8 @@ def damage(path: FilePath) -> str | None:
         with pq.ParquetFile(source(path), page_checksum_verification=True) as file:
             for _ in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
                 pass
+    except MemoryError:
+        raise
     except (OSError, pa.ArrowException, ValueError) as error:
         return f"is damaged ({first_line(error)})"
     return None

@@ -79,6 +79,8 @@ def read_fault(path: FilePath, columns: Collection[str]) -> str | None:
         try:
             for _ in duck.sql(f"select {chosen} from {parquet([path])}").to_arrow_reader(BATCH_ROWS):
                 pass
+        except (duckdb.OutOfMemoryException, MemoryError):
+            raise
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # Arrow's and OSError once rows flow
             return f"has a value that SQL cannot hold ({first_line(error)})"
     return None

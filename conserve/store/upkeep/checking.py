@@ -224,8 +224,9 @@ def read_shard(where: FilePath, shard: ShardFile) -> Read:
     if content.fault:
         return Read(content)
     try:
-        file = pq.ParquetFile(source(path), page_checksum_verification=True)
-        table = file.read(None if shard.seal is None else ["error_type", *TOKENS])
+        with home.damage_apart(path):
+            file = pq.ParquetFile(source(path), page_checksum_verification=True)
+            table = file.read(None if shard.seal is None else ["error_type", *TOKENS])
     except (OSError, pa.ArrowException) as error:
         return Read(Content(places.NONE, f"is damaged ({first_line(error)})"))
     if table.num_rows != shard.num_rows:
@@ -290,9 +291,10 @@ def file_fault(path: FilePath, seal: Seal | None) -> str | None:
     if what := digests.fault(path, seal):
         return what
     try:
-        found = pq.ParquetFile(source(path), page_checksum_verification=True)
-        for _ in found.iter_batches() if seal is None else ():
-            pass
+        with home.damage_apart(path):
+            found = pq.ParquetFile(source(path), page_checksum_verification=True)
+            for _ in found.iter_batches() if seal is None else ():
+                pass
     except (OSError, pa.ArrowException) as error:
         return f"is damaged ({first_line(error)})"
     return None

@@ -79,7 +79,8 @@ def mark(done: Done, positions: Positions) -> None:
 def asked(where: FilePath, job_id: str) -> Positions | None:
     """Row index of each position, as the requests have it; None if they cannot be read."""
     try:
-        requests = pq.read_table(source(home.requests_file(where, job_id)), columns=["row_index"])
+        with home.damage_apart(path := home.requests_file(where, job_id)):
+            requests = pq.read_table(source(path), columns=["row_index"])
     except (OSError, pa.ArrowException):
         return None
     return np.asarray(requests["row_index"].to_numpy(), np.int64)
@@ -102,9 +103,9 @@ def undone(
 def answers(path: FilePath, row_indexes: Positions | None) -> Positions:
     """Positions of a shard of answers; none if it has failed rows, cannot be read or answers other requests."""
     try:
-        table = pq.read_table(
-            source(path), columns=["position", "row_index", "error_type"], page_checksum_verification=True
-        )
+        columns = ["position", "row_index", "error_type"]
+        with home.damage_apart(path):
+            table = pq.read_table(source(path), columns=columns, page_checksum_verification=True)
     except (OSError, pa.ArrowException):
         return places.NONE
     positions = np.asarray(table["position"].to_numpy(), np.int64)

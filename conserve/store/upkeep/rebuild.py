@@ -188,7 +188,7 @@ def results_in(where: FilePath, job_id: str) -> Iterator[dict[str, Any]]:
     for path in home.listed(home.job_folder(where, job_id) / home.RESULTS):
         if not path.name.endswith(".parquet"):
             continue
-        with suppress(OSError, pa.ArrowException):
+        with suppress(OSError, pa.ArrowException), home.damage_apart(path):
             table = pq.read_table(source(path), page_checksum_verification=True)
             failed = table["error_type"].null_count < table.num_rows
             found.append((failed, path, table.num_rows))

@@ -106,7 +106,8 @@ def numbers(tx: Connection, where: FilePath, job_id: str, values: Mapping[str, A
     done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
     said = values["num_rows"] if isinstance(values["num_rows"], int) else 0
     try:
-        right["num_rows"] = pq.read_metadata(source(home.requests_file(where, job_id))).num_rows
+        with home.damage_apart(path := home.requests_file(where, job_id)):
+            right["num_rows"] = pq.read_metadata(source(path)).num_rows
     except (OSError, pa.ArrowException):
         right["num_rows"] = max(done, said)
     return right
