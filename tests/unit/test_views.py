@@ -216,7 +216,7 @@ def test_sql_warns_of_what_the_query_would_have_read(store: Store, write_input: 
     assert done.stderr.endswith(f"is missing; run: conserve check {bad}\n")
     assert conserve("sql", "--csv", "select count(*) from jobs").stderr == ""
     assert conserve("sql", "--csv", "select 1").stderr == ""
-    join = "select count(*) as n from jobs join inputs on id = job_id join requests using (job_id, row_index)"
+    join = "select count(*) as n from jobs join inputs using (job_id) join requests using (job_id, row_index)"
     assert conserve("sql", "--csv", join.replace("requests", "inputs i")).stderr == ""
     assert conserve("sql", "--csv", join).stderr.count("\n") == 1, "the view requests reads results"
 
@@ -345,7 +345,7 @@ def test_columns_of_jobs_and_results_have_their_types(store: Store, write_input:
     """Also where no job has a value in them."""
     for job in range(2):
         kinds = dict(rows(store, "select column_name, column_type from (describe jobs)"))
-        texts = {"id", "state", "error", "row_order", "model", "on_late"}
+        texts = {"id", "job_id", "state", "error", "row_order", "model", "on_late"}
         assert {name for name, kind in kinds.items() if kind == "VARCHAR"} == texts
         assert kinds["tags"] == "MAP(VARCHAR, VARCHAR)"
         times = {name for name, kind in kinds.items() if kind == "TIMESTAMP WITH TIME ZONE"}
@@ -364,6 +364,8 @@ def test_a_job_is_a_row_of_counters(store: Store, write_input: WriteInput) -> No
     finish(store, leased(store, limit=2), failed=[1], prompt_tokens=5)
     counters = "id, state, rows, waiting, succeeded, failed, prompt_tokens, priority, tags['of']"
     assert rows(store, f"select {counters} from jobs") == [(job_id, "queued", 3, 1, 1, 1, 10, 3, "b")]
+    joined = "select distinct id, job_id, state from results join jobs using (job_id)"
+    assert rows(store, joined) == [(job_id, job_id, "queued")]
 
 
 def odd_table() -> pa.Table:

@@ -33,7 +33,7 @@ FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "en
 
 
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
-    """Create the view `jobs`: one row a job, with its counters."""
+    """Create the view `jobs`: one row a job, with its counters; its id is also `job_id`, as in the other views."""
     rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
     kinds: dict[str, pa.DataType] = dict.fromkeys(
         ("id", "state", "error", "row_order", "model", "on_late"), pa.string()
@@ -45,7 +45,7 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     duck.execute(
         "create table jobs as select * replace (to_timestamp(submitted_at) as submitted_at, "
         "to_timestamp(started_at) as started_at, to_timestamp(finished_at) as finished_at, "
-        "to_timestamp(deadline) as deadline) from job_rows"
+        "to_timestamp(deadline) as deadline), id as job_id from job_rows"
     )
     duck.unregister("job_rows")
 
