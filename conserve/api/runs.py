@@ -24,7 +24,7 @@ from conserve.api.running import (
     stoppable,
     unfinished_rows,
 )
-from conserve.api.waiting import outlast
+from conserve.api.waiting import in_thread, outlast
 from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
@@ -74,11 +74,11 @@ under_way: dict[Key, Pending[Outcome]] = {}
 os.register_at_fork(after_in_child=under_way.clear)  # a child has no thread that would end them
 
 
-def reading_of(settings: Settings, job_id: str) -> JobReading:
-    """Reading of one job; raises `JobNotFound` if it was removed."""
+def reading_of(settings: Settings, job_id: str, kept: "Store | None" = None) -> JobReading:
+    """Reading of one job, from the store if it is `kept` open; raises `JobNotFound` if it was removed."""
     from conserve.store.books.readings import job_named
 
-    if found := read_jobs(settings, now=time.time(), only=[job_id]):
+    if found := read_jobs(settings, now=time.time(), only=[job_id], kept=kept):
         return found[0]
     every = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     return every[job_named(settings, list(every.values()), job_id)]
@@ -258,11 +258,23 @@ async def ended(
     """Wait until no row of a job is left to run, whichever process runs it; raises the error of this one's run."""
     until = None if timeout_s is None else clock() + timeout_s
     watch = JobWatch(settings, job_id)
-    while True:
-        watch.look()
-        job = await asyncio.to_thread(reading_of, settings, job_id)
-        if job.state.final:
-            return job.state
-        if until is not None and clock() >= until:
-            raise TimeoutError(f"job {job_id} is {job.state} after {timeout_s:g} s")
-        await asyncio.sleep(SHOW_S)
+    watch.look()
+    kept = await in_thread(lambda: kept_open(settings))
+    with contextlib.nullcontext() if kept is None else contextlib.closing(kept):
+        while True:
+            job = await in_thread(lambda: reading_of(settings, job_id, kept))
+            if job.state.final:
+                return job.state
+            if until is not None and clock() >= until:
+                raise TimeoutError(f"job {job_id} is {job.state} after {timeout_s:g} s")
+            await asyncio.sleep(SHOW_S)
+            watch.look()
+
+
+def kept_open(settings: Settings) -> "Store | None":
+    """The store, open for many looks; None for SQLite, which is opened faster than it is read."""
+    if settings.sqlite_file is not None:
+        return None
+    from conserve.store.database.store import Store
+
+    return Store.open(settings)

@@ -11,6 +11,7 @@ from pathlib import Path
 from select import select as select_files
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,9 +32,10 @@ from sqlalchemy import (
 from sqlalchemy import select as query
 from sqlalchemy.exc import OperationalError
 
+from conserve.api import runs
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
-from conserve.errors import StoreError
+from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.tally import Tally
@@ -66,6 +68,7 @@ from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
 from conserve.store.database import bulk, schema, trial
 from conserve.store.database.connection import engine_of
+from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.database.wakeup import CHANNEL, Listener
@@ -77,7 +80,7 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, result, select
+from tests.store_rows import add_job, add_mark, finish, job, leased, live, positions, put_back, result, select
 from tools.deploy.chart import CHART
 
 ROWS = 100
@@ -143,6 +146,33 @@ def test_a_connection_that_the_server_ended_is_replaced(store: Store) -> None:
             tx.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
         until(lambda: select(other, f"select 1 from pg_stat_activity where pid = {pid}") == [])
     assert select(store, "select count(*) from job") == [(0,)]
+
+
+@pytest.mark.parametrize("state", [None, MoveState.LEFT])
+def test_a_wait_for_a_job_has_one_connection_and_no_transaction_between_two_looks(
+    store: Store, postgres: Settings, monkeypatch: pytest.MonkeyPatch, state: MoveState | None
+) -> None:
+    """A store that is moved meanwhile ends the wait."""
+    add_job(store, rows=1)
+    opened, closed, open_now = Mock(wraps=Store.open), Mock(), list[int]()
+    close = Store.close
+    monkeypatch.setattr(Store, "open", opened)
+    monkeypatch.setattr(Store, "close", lambda kept: closed(close(kept)))
+    monkeypatch.setattr(runs, "SHOW_S", 0.0)
+
+    def clock() -> float:
+        if len(open_now) == 2:
+            add_mark(store, state)
+        ours = "from pg_stat_activity where datname = current_database()"
+        (idle,) = select(store, f"select count(*) {ours} and state like 'idle in transaction%'")
+        open_now.append(*idle)
+        return len(open_now)
+
+    with pytest.raises(TimeoutError if state is None else StoreMoved):
+        asyncio.run(runs.ended(postgres, "job-1", 3.0, clock=clock))
+    assert open_now == [0, 0, 0, 0][: 4 if state is None else 3]
+    assert (opened.call_count, closed.call_count) == (1, 1)
+    add_mark(store, None)
 
 
 def test_a_transaction_that_writes_sees_what_others_commit(store: Store) -> None:

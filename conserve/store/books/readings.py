@@ -8,7 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from conserve.store.database.versions import (
 )
 
 if TYPE_CHECKING:
+    from conserve.store.database.store import Store
     from conserve.store.files.objects import FilePath
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
@@ -132,9 +133,14 @@ class JobReading:
         return self.succeeded + self.failed
 
 
-def read_jobs(settings: Settings, *, now: float, only: Collection[str] | None = None) -> list[JobReading]:
-    """All jobs, oldest first, or those that are there of `only`; none where there is no store yet."""
-    with opened(settings) as query:
+def read_jobs(
+    settings: Settings, *, now: float, only: Collection[str] | None = None, kept: "Store | None" = None
+) -> list[JobReading]:
+    """All jobs, oldest first, or those that are there of `only`; none where there is no store yet.
+
+    `kept` is the store of these settings, if the caller has it open.
+    """
+    with opened(settings) if kept is None else read_in(kept) as query:
         if query is None:
             return []
         sql = jobs_query(query)
@@ -304,16 +310,22 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
 @contextmanager
 def opened_elsewhere(settings: Settings) -> Iterator[Query]:
     """Read a store on another database."""
-    from sqlalchemy import text
-
     from conserve.store.database.store import Store
 
-    store = Store.open(settings)
-    try:
-        with store.read() as tx:
-            yield lambda sql, parameters: [tuple(row) for row in tx.execute(text(sql), dict(parameters))]
-    finally:
-        store.close()
+    with closing(Store.open(settings)) as store, read_in(store) as query:
+        yield query
+
+
+@contextmanager
+def read_in(store: "Store") -> Iterator[Query]:
+    """Read an open store, unless it is in another database by now."""
+    from sqlalchemy import text
+
+    from conserve.store.database import guard
+
+    with store.read() as tx:
+        guard.require_here(tx)
+        yield lambda sql, parameters: [tuple(row) for row in tx.execute(text(sql), dict(parameters))]
 
 
 def data(settings: Settings) -> "FilePath":
