@@ -13,6 +13,7 @@ from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.telemetry.queue_metrics import QueueSeen, rows_waiting
 from conserve.store.books import catalog, harvested, leases
+from conserve.store.books.queue_name import queue_name
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 
@@ -70,6 +71,7 @@ class Foresight:
             at=now,
             forecasts=forecasts(waiting, rates, now=now, courses=COURSES),
             queue=QueueSeen(
+                name=queue_name(self._store.id),
                 states=Counter(shown_state(job, leased) for job in jobs),
                 rows_waiting=rows_waiting(jobs),
                 jobs_waiting=len(waiting),

@@ -158,6 +158,7 @@ def surroundings(settings: Settings) -> Findings:
 
 def store(settings: Settings) -> tuple[list[Finding], float | None]:
     """Store: its jobs, the time of a commit, its server's clock. The second value is its newest time."""
+    from conserve.store.books.queue_name import queue_name
     from conserve.store.books.readings import read_jobs
     from conserve.store.database.store import Store
     from conserve.store.database.trial import server_time_s, write_and_remove
@@ -175,7 +176,10 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
         opened.close()
     jobs = read_jobs(settings, now=time.time())
     unfinished = sum(not job.state.final for job in jobs)
-    what = f"{output.count(len(jobs), 'job')}, {unfinished} unfinished, a commit takes {commit_ms:.3g} ms"
+    what = (
+        f"queue {queue_name(opened.id)}, {output.count(len(jobs), 'job')}, {unfinished} unfinished, "
+        f"a commit takes {commit_ms:.3g} ms"
+    )
     findings = [Finding("store", f"{settings.place}: {what}"), *of_files]
     if server_s is not None:
         findings.append(doctor_machine.database_clock(server_s - here_s, settings.lease_s))

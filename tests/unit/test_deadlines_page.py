@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.jobs.deadlines.backlog import backlog
-from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
+from conserve.jobs.telemetry.queue_metrics import LABEL, QueueCollector, QueueSeen
 from tools.docs.generated import DOCS
 
 yaml = pytest.importorskip("yaml")
@@ -21,7 +21,9 @@ def shown(tokens_per_s: float | None = 1.0) -> list[str]:
     seen = QueueSeen(backlog=backlog([], tokens_per_s, now=0.0))
     families = QueueCollector(lambda: seen).collect()
     return [
-        "".join([sample.name, *(f'{{{key}="{value}"}}' for key, value in sample.labels.items())])
+        "".join(
+            [sample.name, *(f'{{{key}="{value}"}}' for key, value in sample.labels.items() if key != LABEL)]
+        )
         for family in families
         for sample in family.samples
     ]

@@ -315,7 +315,7 @@ def test_the_store_is_written_and_the_time_of_a_commit_said(store: Store, settin
     before = (settings.home / "conserve.db-wal").stat().st_size
     findings, newest_s = doctor.store(settings)
     assert newest_s is None
-    assert "0 jobs, 0 unfinished, a commit takes " in findings[0].value
+    assert f"queue {store.id[:8]}, 0 jobs, 0 unfinished, a commit takes " in findings[0].value
     assert (settings.home / "conserve.db-wal").stat().st_size > before
 
 

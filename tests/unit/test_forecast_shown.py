@@ -128,9 +128,11 @@ def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(seen: Store) ->
         page = httpx.get(url.replace("/v1", "/metrics"))
     assert page.headers["content-type"].startswith("text/plain")
     shown = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
-    assert shown["conserve_backlog_jobs"] == "1.0"
-    assert float(shown['conserve_backlog_seconds{due_within="any"}']) == pytest.approx(100.0, rel=0.01)
-    assert 0 < float(shown["conserve_deadline_load"]) < 0.01
+    queue = f'queue="{seen.id[:8]}"'
+    assert shown[f"conserve_backlog_jobs{{{queue}}}"] == "1.0"
+    any_time = shown[f'conserve_backlog_seconds{{due_within="any",{queue}}}']
+    assert float(any_time) == pytest.approx(100.0, rel=0.01)
+    assert 0 < float(shown[f"conserve_deadline_load{{{queue}}}"]) < 0.01
 
 
 def test_forecasts_are_made_now_and_then(seen: Store) -> None:

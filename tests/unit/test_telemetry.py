@@ -10,6 +10,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from prometheus_client.registry import CollectorRegistry
 from conserve import __version__
 from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.metrics import ApiMetrics
-from conserve.config import load
+from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Url
 from conserve.errors import EndpointBusy, RequestRejected, SettingsError
@@ -34,7 +35,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.telemetry import otlp
 from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics, kind_of
-from conserve.jobs.telemetry.queue_metrics import KEPT_S, QueueCollector, QueueSeen, StoreLook
+from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
 from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.states import JobState
@@ -81,9 +82,11 @@ def harvested_page(store: Store, script: Script) -> dict[str, float]:
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    """Samples of a page, those with labels by their values."""
+    """Samples of a page, those with labels but for the queue's name by their values."""
     return {
-        "/".join([sample.name, *sample.labels.values()]): sample.value
+        "/".join(
+            [sample.name, *(value for key, value in sample.labels.items() if key != LABEL)]
+        ): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
@@ -258,6 +261,21 @@ def test_the_queue_is_read_again_after_half_a_minute_and_when_the_clock_is_set_b
         first = seen
 
 
+def test_figures_of_a_queue_have_its_name_which_no_address_is_in(settings: Settings, store: Store) -> None:
+    """The readings of two processes have one name, and those of two stores have two."""
+    seen, other = StoreLook(settings)(), StoreLook(load({"home": store.home.parent / "other"}, environ={}))()
+    assert seen is not None
+    assert seen.name == Foresight(store).now().queue.name == store.id[:8]
+    assert other == QueueSeen(name="")
+    page = generate_latest(
+        new_registry(None, [QueueCollector(lambda: replace(seen, backlog=BACKLOG))])
+    ).decode()
+    figures = [line for line in page.splitlines() if line.startswith(("conserve_jobs", "conserve_rows_w"))]
+    figures += [line for line in page.splitlines() if line.startswith(("conserve_back", "conserve_dead"))]
+    assert len(figures) == len(JobState) + 6
+    assert all(f'queue="{seen.name}"' in line for line in figures)
+
+
 def test_rows_of_paused_jobs_do_not_wait(store: Store, write_input: WriteInput) -> None:
     jobs = [queue_up(store, write_input, *["a"] * rows) for rows in (1, 2)]
     with store.write() as tx:
@@ -415,7 +433,7 @@ def test_a_harvester_answers_at_its_port(
     text = read(url)
     assert "conserve_rows_in_flight 2.0" in text
     assert "conserve_rows_in_flight_most 16.0" in text
-    assert 'conserve_jobs{state="running"} 1.0' in text
+    assert re.search(r'^conserve_jobs{queue="\w{8}",state="running"} 1.0$', text, re.MULTILINE)
     assert "process_resident_memory_bytes" in text
     server.script.pause_at = None
     until(lambda: 'conserve_rows_total{outcome="succeeded"} 2.0' in read(url), running)

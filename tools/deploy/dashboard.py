@@ -9,6 +9,7 @@ SOURCE = {"type": "prometheus", "uid": "${source}"}
 HERE = 'job=~"$job", instance=~"$instance"'  # the dashboard's choice of servers
 OURS = '{__name__=~"conserve_.+"}'  # series with the labels to choose from
 OURS_OF_JOB = '{__name__=~"conserve_.+", job=~"$job"}'
+QUEUE, LEGEND = "namespace, queue", "{{namespace}} {{queue}}"  # as the alerts of the backlog
 COLUMNS = 24
 HEIGHT = 8
 RED, ORANGE, GREEN = "red", "orange", "green"
@@ -228,7 +229,7 @@ ROWS = (
             Panel(
                 title="Deadline load",
                 says="Largest share, over all deadlines, of the time until it that the work due by then takes.",
-                queries={"load": "max(conserve_deadline_load)"},
+                queries={LEGEND: f"max by ({QUEUE}) (conserve_deadline_load)"},
                 unit="percentunit",
                 kind="stat",
                 width=6,
@@ -237,14 +238,18 @@ ROWS = (
             Panel(
                 title="Work that waits",
                 says="Predicted time at the usual rate, by when it is due.",
-                queries={"due within {{due_within}}": "max by (due_within) (conserve_backlog_seconds)"},
+                queries={
+                    f"{LEGEND} due within {{{{due_within}}}}": (
+                        f"max by ({QUEUE}, due_within) (conserve_backlog_seconds)"
+                    )
+                },
                 unit="s",
                 width=12,
             ),
             Panel(
                 title="Jobs with rows to run",
-                says="Over the whole store.",
-                queries={"jobs": "max(conserve_backlog_jobs)"},
+                says="Of each queue.",
+                queries={LEGEND: f"max by ({QUEUE}) (conserve_backlog_jobs)"},
                 kind="stat",
                 width=6,
             ),

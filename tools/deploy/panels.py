@@ -44,7 +44,7 @@ def queue(seconds: float) -> Any:
     from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
 
     backlog = Backlog(due_s=((3600, 1800.0), (86400, 7200.0)), total_s=9000.0, load=0.6)
-    seen = QueueSeen(rows_waiting=30, jobs_waiting=3, backlog=backlog)
+    seen = QueueSeen(name="0a1b2c3d", rows_waiting=30, jobs_waiting=3, backlog=backlog)
     tally = Tally(succeeded=int(seconds * 10), in_flight=16)
     found = CollectorRegistry()
     found.register(QueueCollector(lambda: seen))

@@ -14,17 +14,20 @@ from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import Backlog, backlog
 from conserve.jobs.deadlines.queue import GOING, ListedJob, queued
 from conserve.jobs.deadlines.rate import Rates
+from conserve.store.books.queue_name import read_queue_name
 from conserve.store.books.readings import read_harvested, read_jobs
 from conserve.store.books.states import JobState
 
+LABEL = "queue"  # tells the queues of one Prometheus apart
 HOUR_S = 3600
 KEPT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSeen:
-    """The queue at one moment."""
+    """The queue at one moment, and its name."""
 
+    name: str = ""
     states: Mapping[JobState, int] = field(default_factory=dict)
     rows_waiting: int = 0
     jobs_waiting: int = 0
@@ -41,35 +44,38 @@ class QueueCollector(Collector):
         seen = self._look()
         if seen is None:
             return
-        jobs = GaugeMetricFamily("conserve_jobs", "Jobs of the store by state.", labels=["state"])
+        jobs = GaugeMetricFamily("conserve_jobs", "Jobs of the store by state.", labels=["state", LABEL])
         for state in JobState:
-            jobs.add_metric([state.value], seen.states.get(state, 0))
+            jobs.add_metric([state.value, seen.name], seen.states.get(state, 0))
         yield jobs
-        yield GaugeMetricFamily(
-            "conserve_rows_waiting", "Rows without a result, of jobs that may run.", seen.rows_waiting
-        )
-        yield GaugeMetricFamily("conserve_backlog_jobs", "Jobs with rows to run.", seen.jobs_waiting)
-        yield from backlog_metrics(seen.backlog)
+        waiting = "Rows without a result, of jobs that may run."
+        yield gauge("conserve_rows_waiting", waiting, seen.name, seen.rows_waiting)
+        yield gauge("conserve_backlog_jobs", "Jobs with rows to run.", seen.name, seen.jobs_waiting)
+        yield from backlog_metrics(seen.backlog, seen.name)
 
 
-def backlog_metrics(found: Backlog | None) -> Iterator[Metric]:
-    """Gauges of the backlog; none before anything was harvested."""
+def gauge(metric: str, says: str, name: str, value: float) -> Metric:
+    """One figure of the queue of this name."""
+    found = GaugeMetricFamily(metric, says, labels=[LABEL])
+    found.add_metric([name], value)
+    return found
+
+
+def backlog_metrics(found: Backlog | None, name: str) -> Iterator[Metric]:
+    """Gauges of the backlog of the queue of this name; none before anything was harvested."""
     if found is None:
         return
     seconds = GaugeMetricFamily(
         "conserve_backlog_seconds",
         "Predicted seconds of work that is due within so many hours.",
-        labels=["due_within"],
+        labels=["due_within", LABEL],
     )
     for within_s, due_s in found.due_s:
-        seconds.add_metric([f"{within_s // HOUR_S}h"], due_s)
-    seconds.add_metric(["any"], found.total_s)
+        seconds.add_metric([f"{within_s // HOUR_S}h", name], due_s)
+    seconds.add_metric(["any", name], found.total_s)
     yield seconds
-    yield GaugeMetricFamily(
-        "conserve_deadline_load",
-        "Largest share, over all deadlines, of the time until it that the work due by then takes.",
-        found.load,
-    )
+    says = "Largest share, over all deadlines, of the time until it that the work due by then takes."
+    yield gauge("conserve_deadline_load", says, name, found.load)
 
 
 def rows_waiting(jobs: Iterable[ListedJob]) -> int:
@@ -98,10 +104,12 @@ class StoreLook:
         try:
             jobs = read_jobs(self._settings, now=now)
             slots = read_harvested(self._settings)
+            name = read_queue_name(self._settings)
         except ConserveError:
             return None
         waiting = queued(jobs, now=now)
         return QueueSeen(
+            name=name,
             states=Counter(job.state for job in jobs),
             rows_waiting=rows_waiting(jobs),
             jobs_waiting=len(waiting),
