@@ -172,7 +172,7 @@ def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
 def shares(
     harm: str | None, receipt: str | None, push: float | None, prefixes: str | None
 ) -> dict[str, float | None]:
-    """Entries of the section for `--harm`, `--receipt`, `--push-slo-scale` and `--live-prefixes`, as far as given."""
+    """Entries of the engine's section for these shares, as far as given: `push` is a scale of the SLO."""
     said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
     if receipt is not None:
         said["receipt"] = share("--receipt", receipt) or 0.0

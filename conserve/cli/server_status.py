@@ -101,11 +101,13 @@ def harmed(said: dict[str, Any] | None) -> list[str]:
 
 
 def found(said: dict[str, Any] | None) -> list[str]:
-    """Line on what live prompts found in the prefix cache, and lost to rows; none where they find and lose nothing."""
+    """Line on what live prompts found in the prefix cache and lost to rows; none where they share nothing."""
     if said is None or not said["found_tokens"] + said["lost_tokens"]:
         return []
     shares = [said[name] / said["prompt_tokens"] for name in ("found_tokens", "lost_tokens")]
-    return [f"  prefixes {shares[0]:.0%} of live prompts' tokens found in the cache, {shares[1]:.1%} lost to rows"]
+    return [
+        f"  prefixes {shares[0]:.0%} of live prompts' tokens found in the cache, {shares[1]:.1%} lost to rows"
+    ]
 
 
 def pushed(said: dict[str, Any] | None) -> list[str]:

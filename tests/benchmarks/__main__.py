@@ -16,6 +16,7 @@ ALL = (
         "simulation",
         "turns",
         "exchange",
+        "prefixes",
     ),
     *("forecast", "deadlines", "pushing"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),

@@ -47,7 +47,13 @@ def make(tmp_path: Path, clock: Any) -> Make:
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
         from tests.bare_scheduler import MODEL, engine_config
 
-        section = {"policy": "conserve", "preemption": "prompt", "harm": 0.1, "live_prefixes": share, **settings}
+        section = {
+            "policy": "conserve",
+            "preemption": "prompt",
+            "harm": 0.1,
+            "live_prefixes": share,
+            **settings,
+        }
         flags: dict[str, Any] = {"max_num_batched_tokens": 1024, "block_size": BLOCK}
         return SimulatedEngine(
             engine_config(tmp_path, section=section, **flags),

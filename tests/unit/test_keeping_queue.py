@@ -106,7 +106,12 @@ def test_a_block_without_a_name_is_of_no_use() -> None:
     assert queue.kept == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from("take leave keep find drop one".split()), st.integers(0, 6)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "leave", "keep", "find", "drop", "one"]), st.integers(0, 6)),
+        max_size=40,
+    )
+)
 def test_whatever_happens_each_block_is_free_once_or_in_use(steps: list[tuple[str, int]]) -> None:
     pool, queue = pool_and_queue()
     held: list[list[Any]] = []  # by requests

@@ -74,7 +74,7 @@ class Composer:
         return self._model.predict(self.batch) + self.surcharge_ms
 
     def begin_offline(self, limit_ms: float) -> None:
-        """Hold the whole iteration within `limit_ms` for every request added from here on, beside kept KV blocks."""
+        """Hold the iteration within `limit_ms` for every request added from here on, and take no kept KV block."""
         self.limit_ms, self._online_requests = limit_ms, self.batch.requests
         self.free_blocks = max(min(0, self.free_blocks), self.free_blocks - self._kept_blocks)
 

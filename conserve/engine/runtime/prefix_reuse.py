@@ -1,4 +1,4 @@
-"""Reuse of live prompts: what a prefix cache would hold for live requests alone, and how far back these reach. Pure."""
+"""Reuse of live prompts: what a prefix cache would hold for these alone, and how far back they reach. Pure."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence

@@ -55,6 +55,7 @@ OVERRIDING: dict[Part, tuple[str, ...]] = {
         "conserve.engine.vllm.scheduling.scheduler.Synchronous",
         "conserve.engine.vllm.scheduling.scheduler.Asynchronous",
         "conserve.engine.vllm.scheduling.lanes.Lanes",
+        "conserve.engine.vllm.scheduling.prefixes.KeepingQueue",
     ),
     Part.LEAVING: (
         "conserve.engine.vllm.preemption.worker.Worker",

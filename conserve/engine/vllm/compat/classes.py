@@ -33,7 +33,7 @@ MODULES = {
     "vllm.v1.core.encoder_cache_manager": "EncoderCacheManager",
     "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator",
     "vllm.v1.core.kv_cache_manager": "KVCacheManager",
-    "vllm.v1.core.kv_cache_utils": "KVCacheBlock",
+    "vllm.v1.core.kv_cache_utils": "FreeKVCacheBlockQueue KVCacheBlock",
     "vllm.v1.core.sched.output": "CachedRequestData NewRequestData SchedulerOutput",
     "vllm.v1.core.sched.request_queue": "RequestQueue SchedulingPolicy",
     "vllm.v1.core.sched.scheduler": "Scheduler",
