@@ -133,7 +133,7 @@ def play(field: Field, policy: str, promises: Mapping[str, Any]) -> Played:
 
 
 def measure() -> list[Figure]:
-    """Each engine under both kinds of promise, with as much kept as `SHARES` say (FIELD=1 for the second engine)."""
+    """Each engine under both kinds of promise, with as much kept as `SHARES` say (FIELD=1: the second engine)."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     chosen = os.environ.get("FIELD")
     wanted = fields() if chosen is None else [fields()[int(chosen)]]

@@ -73,7 +73,7 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         """Give out blocks: kept ones if there are too few others."""
         from_kept = max(0, n - self._others)
         blocks: list[KVCacheBlock] = super().popleft_n(n - from_kept)
-        given = self._kept.popleft_n(from_kept)
+        given: list[KVCacheBlock] = self._kept.popleft_n(from_kept)
         for block in given:
             del self._marked[block.block_id]
         return blocks + given

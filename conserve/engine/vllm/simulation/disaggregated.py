@@ -174,7 +174,7 @@ class Disaggregated:
         began = self.now
         for arrival in arrivals:
             answer = SimulatedAnswer(began + arrival.at_s)
-            prompt = self._prefill[0]._prompt(arrival.input_tokens, shared_tokens)
+            prompt = self._prefill[0]._prompt(arrival, shared_tokens)
             self._due.append((answer.arrived_s, Passage(prompt, arrival.output_tokens, answer)))
             self._answers.append(answer)
         wanted = sum(passage.answer_tokens for _, passage in self._due)

@@ -155,7 +155,7 @@ class SimulatedEngine(SchedulerAlone):
         return answers
 
     def _prompt(self, arrival: Coming, shared: int) -> int | Sequence[int]:
-        """The arrival's own prompt, or one that begins as all others do; a number of tokens for one of no matter."""
+        """The arrival's own prompt, or one that begins as all others do; a number of tokens where none matters."""
         if isinstance(arrival, Told):
             return arrival.prompt_ids
         tokens = arrival.input_tokens
