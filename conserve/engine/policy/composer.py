@@ -43,7 +43,7 @@ class Composer:
         self._reserved_blocks = view.reserved_blocks
         self._revocable_blocks = revocable_blocks(view)
         self.free_blocks = view.free_blocks
-        self._kept_blocks = view.kept_blocks
+        self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
         self._held = list(view.held)
@@ -74,9 +74,13 @@ class Composer:
         return self._model.predict(self.batch) + self.surcharge_ms
 
     def begin_offline(self, limit_ms: float) -> None:
-        """Hold the iteration within `limit_ms` for every request added from here on, and take no kept KV block."""
+        """Hold the whole iteration within `limit_ms` for every request added from here on."""
         self.limit_ms, self._online_requests = limit_ms, self.batch.requests
-        self.free_blocks = max(min(0, self.free_blocks), self.free_blocks - self._kept_blocks)
+
+    def leave_kept(self) -> None:
+        """Take no KV block from here on that live requests may find."""
+        self.free_blocks = max(min(0, self.free_blocks), self.free_blocks - self.kept_blocks)
+        self.kept_blocks = 0
 
     def push(self, before: Mapping[str, int], limit_ms: float) -> None:
         """Note the tokens since `before` as those beyond the usual limit, and `limit_ms` as theirs."""

@@ -18,9 +18,12 @@ def serve_offline(
     """Add decode steps, then running prompts, then waiting requests; stop at the first one that is cut short.
 
     Decode steps come first, since they give a token for the least time and free their memory soonest. A request
-    that only has to be restored from host memory takes no time of the iteration.
+    that only has to be restored from host memory takes no time of the iteration. Rows leave the KV blocks that are
+    kept for live requests, but for one: it may always run.
     """
     composer.begin_offline(limit_ms)
+    if len(running) > 1:
+        composer.leave_kept()
     _free_blocks_to_grow(composer, running, limit_ms)
     waiting = _restore(composer, _with_adapters(composer, waiting), len(running))
     decodes = [request for request in running if request.decode]
@@ -35,6 +38,8 @@ def serve_offline(
         composer.add(request, tokens)
         if tokens < request.tokens:
             return
+    if running:
+        composer.leave_kept()
     _admit(composer, waiting, limit_ms, first=not running)
 
 
@@ -137,9 +142,12 @@ def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
     if composer.comes_for_others(request):
         return True
     blocks = composer.blocks_for(request, request.tokens)
-    reserved = composer.reserved_blocks if running or composer.restored else 0
+    others = running or composer.restored
+    reserved, kept = (composer.reserved_blocks, composer.kept_blocks) if others else (0, 0)
     spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
-    room = composer.free_slots > composer.reserved_slots and blocks + spare_blocks <= composer.free_blocks
+    room = (
+        composer.free_slots > composer.reserved_slots and blocks + spare_blocks + kept <= composer.free_blocks
+    )
     if composer.evicted or composer.tokens_left < 1 or not room:
         return False
     composer.restore(request)
@@ -192,10 +200,10 @@ def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:
     # One offline request may always run, or a large one might wait as long as there is live traffic. So may a
     # request that has its KV back, or it would lose it again before it has computed a token.
     free_of_it = (first and not composer.admitted) or composer.has_its_own(request)
-    reserved_blocks = 0 if free_of_it else composer.reserved_blocks
+    reserved_blocks, kept = (0, 0) if free_of_it else (composer.reserved_blocks, composer.kept_blocks)
     spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)
     return (
         composer.free_slots > composer.reserved_slots
         and composer.adapter_fits(request)
-        and composer.blocks_for(request, request.tokens) + spare_blocks <= composer.free_blocks
+        and composer.blocks_for(request, request.tokens) + spare_blocks + kept <= composer.free_blocks
     )
