@@ -144,3 +144,34 @@ def test_a_cache_that_is_reset_is_forgotten(make: Make) -> None:
     said = counts(engine)
     assert said["found_tokens"] == found
     assert said["lost_tokens"] == 0, "no row took anything"
+
+
+def test_later_turns_beside_rows_get_the_answers_that_they_get_alone(few_layers: Path) -> None:
+    """With a real worker: what was kept is what the earlier turn has computed."""
+    from tests.preempted_engine import Ask, greedy, prompt, started
+
+    talks = [prompt(270, seed) for seed in range(3)]
+    asked = [
+        [
+            *(
+                Ask(f"talk{n}-{turn}", talk[: 70 + 40 * turn], greedy(4), offline=False)
+                for n, talk in enumerate(talks)
+            ),
+            *(Ask(f"row{n}-{turn}", prompt(300, 1000 * turn + n), greedy(4)) for n in range(4)),
+        ]
+        for turn in range(3)
+    ]
+    with started(
+        few_layers, section={"live_prefixes": 0.5}, max_model_len=512, kv_cache_memory_bytes=2 << 20
+    ) as engine:
+        wanted = engine.undisturbed([ask for turn in asked for ask in turn])
+        before = counts(engine)
+        answers: dict[str, Any] = {}
+        for turn in asked:
+            answers |= engine.together(turn)
+        said, blocks = counts(engine), engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        taken = sum(-(-304 // engine.scheduler.block_size) for turn in asked for ask in turn if ask.offline)
+    assert answers == wanted
+    assert said["found_tokens"] - before["found_tokens"] > 200
+    assert 0 < said["kept_blocks"] <= said["most_blocks"]
+    assert taken > blocks, "rows have taken more blocks than there are"
