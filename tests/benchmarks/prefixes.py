@@ -78,7 +78,7 @@ class Field:
 
 @cache
 def fields() -> Sequence[Field]:
-    """The demo model on one core, and Llama-3.1 8B on an H100."""
+    """The demo model on one core at three loads, and Llama-3.1 8B on an H100, which takes hours."""
     demo = BenchMachine.demo()
     demo = replace(
         demo,
@@ -90,6 +90,8 @@ def fields() -> Sequence[Field]:
     h100 = BenchMachine.of(Book(Path("nowhere")).named("llama-3.1-8b-h100"))
     return (
         Field(name="the demo model", machine=demo, part=1, shorter=(16, 8), time_s=1200.0),
+        Field(name="half as many", machine=demo, part=2, shorter=(16, 8), time_s=1200.0),
+        Field(name="longer ones", machine=demo, part=1, shorter=(12, 8), time_s=1200.0),
         Field(name="8B on an H100", machine=h100, part=2, shorter=(1, 1), time_s=600.0),
     )
 
@@ -133,10 +135,12 @@ def play(field: Field, policy: str, promises: Mapping[str, Any]) -> Played:
 
 
 def measure() -> list[Figure]:
-    """Each engine under both kinds of promise, with as much kept as `SHARES` say (FIELD=1: the second engine)."""
+    """Each engine under both kinds of promise, with as much kept as `SHARES` say.
+
+    FIELDS=0,3 chooses; by default all but the last.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    chosen = os.environ.get("FIELD")
-    wanted = fields() if chosen is None else [fields()[int(chosen)]]
+    wanted = [fields()[int(number)] for number in os.environ.get("FIELDS", "0,1,2").split(",")]
     return [figure for field in wanted for figure in figures(field)]
 
 
