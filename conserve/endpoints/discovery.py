@@ -19,9 +19,12 @@ from conserve.errors import EndpointUnusable, one_line
 MOST_ROWS = 64  # at once, if the server does not say how many it runs
 OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
-START_S = 60.0  # for the first answer of a server that may be under load
+START_S = 60.0  # for the first answers of a server that may be under load
+REPORT = "/v1/conserve"
+LAST_REPORT = f"{REPORT}?within_s=1"  # the last report will do where the scheduler is in an iteration
 REJECTED = (400, 422)
 LACKS_ROUTE = (404, 405, 501)
+NO_REPORT_YET = 503  # of a server whose scheduler is in its first iteration; also of one that is in trouble
 
 
 class Mode(StrEnum):
@@ -179,7 +182,12 @@ async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
     A server or proxy in trouble raises `EndpointUnusable`: taken for one without the plug-in, its rows would start
     over.
     """
-    reply = await healthy_reply(client, "/v1/conserve")
+    # The scheduler answers between two iterations, which may take minutes. What is read here never changes.
+    reply = await any_reply(client, LAST_REPORT)
+    if reply.status == NO_REPORT_YET:
+        reply = await healthy_reply(client, REPORT)
+    if reply.status >= 500:
+        raise troubled(client, REPORT, reply)
     try:
         return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None
     except UNREADABLE:
@@ -250,19 +258,36 @@ async def healthy(client: httpx.AsyncClient) -> None:
 
 async def healthy_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
     """The response of a route that needs no work; raises `EndpointUnusable` if there is none or a 5xx one."""
+    reply = await any_reply(client, path)
+    if reply.status >= 500:  # also 500: vLLM's routes once its engine has died
+        raise troubled(client, path, reply)
+    return reply
+
+
+async def any_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
+    """The response of a server that may be under load, of any status; raises `EndpointUnusable` if there is none.
+
+    A server that has listed its models is there, so it has as long for this answer as for its list.
+    """
     try:
-        reply = await look(client, "GET", path, seconds=LOOK_S)
+        return await look(client, "GET", path, seconds=START_S)
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if reply.status >= 500:  # also 500: vLLM's routes once its engine has died
-        raise EndpointUnusable(f"{base_url_of(client)}{path} answered {reply.status}; wait and try again")
-    return reply
+
+
+def troubled(client: httpx.AsyncClient, path: str, reply: WholeResponse) -> EndpointUnusable:
+    """The error for a response with a 5xx status."""
+    return EndpointUnusable(f"{base_url_of(client)}{path} answered {reply.status}; wait and try again")
 
 
 def silent(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:
     """The error for a server that cannot be reached."""
     base_url, said = base_url_of(client), one_line(error) or type(error).__name__
-    return untrusted(error, base_url) or EndpointUnusable(f"{base_url} does not answer: {said}")
+    late = isinstance(error, httpx.ReadTimeout)
+    step = (
+        "it is busy or stuck: look at its log, and try again" if late else "start it or correct the address"
+    )
+    return untrusted(error, base_url) or EndpointUnusable(f"{base_url} does not answer ({said}); {step}")
 
 
 def base_url_of(client: httpx.AsyncClient) -> str:

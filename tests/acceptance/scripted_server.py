@@ -152,7 +152,7 @@ class ScriptedServer:
             return await reply(writer, 200 if self.script.healthy else 503, {})
         if path == "/metrics" and self.script.metrics is not None:
             return await reply(writer, 200, self.script.metrics)
-        if path == "/v1/conserve" and self.script.coserves:
+        if path.partition("?")[0] == "/v1/conserve" and self.script.coserves:
             known = {"identity": self.script.identity, "max_num_seqs": self.script.max_num_seqs}
             return await reply(writer, 200, {"version": "0", "offline_priority": 1000, **known})
         return await reply(writer, 404, {"detail": "Not Found"})

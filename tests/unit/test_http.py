@@ -767,6 +767,48 @@ def test_a_page_without_an_end_does_not_hold_up_the_start(path: str, chunk: byte
     assert virtual_time.run(go()) <= 61
 
 
+@pytest.mark.parametrize(("aged_status", "iteration_s"), [(200, 600), (503, 40)])
+def test_an_endpoint_starts_at_a_server_that_is_in_a_long_iteration(
+    aged_status: int, iteration_s: float
+) -> None:
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        if request.url.path != "/v1/conserve":
+            return httpx.Response(200)
+        aged = "within_s" in request.url.params
+        await asyncio.sleep(1 if aged else iteration_s)
+        return httpx.Response(aged_status if aged else 200, json=COSERVING)
+
+    async def go() -> str:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.identity
+
+    assert virtual_time.run(go()) == "model and weights"
+
+
+def test_a_server_that_stays_silent_is_named_with_the_next_step() -> None:
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/v1/models":
+            await asyncio.sleep(3600)
+        return httpx.Response(200, json={"data": [{"id": "served"}]})
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        try:
+            await endpoint.start()
+        finally:
+            await endpoint.close()
+
+    said = (
+        r"^http://server does not answer \(no whole answer within 60 s\); .*look at its log, and try again$"
+    )
+    with pytest.raises(EndpointUnusable, match=said):
+        virtual_time.run(go())
+
+
 @pytest.mark.parametrize(
     "said",
     [
