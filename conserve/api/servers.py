@@ -17,7 +17,7 @@ from conserve.words import duration
 
 ANSWER_S = 2.0
 PATH = "/v1/conserve"
-WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report
+WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404
 STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
 
@@ -65,8 +65,8 @@ def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[
     """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx.
 
     A login in the address is sent in place of a key, as harvesters do. A server that does not answer has an
-    `error`, one without ConServe's scheduler has `stock`. Figures are `age_s` old, by seconds where an iteration is
-    under way.
+    `error`, one without ConServe's scheduler has `stock`. Figures are `age_s` old: those of the last answer of
+    the scheduler, which may be older than the iteration under way.
     """
     import http.client
     import json
@@ -109,4 +109,4 @@ def aged(age_s: float | None) -> str | None:
     """Age of figures in words; None if they are of now."""
     if age_s is None or age_s <= WITHIN_S:
         return None
-    return f"{duration(age_s)} ago, as an iteration is under way"
+    return f"{duration(age_s)} ago (its scheduler has not answered since)"

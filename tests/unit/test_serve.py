@@ -172,12 +172,13 @@ def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -
     return said if preemption is None else {**said, "preemption": preemption}
 
 
-def test_status_and_top_say_how_old_figures_are_where_an_iteration_is_under_way() -> None:
+def test_status_and_top_say_how_old_figures_are_where_the_scheduler_has_not_answered() -> None:
     said = server(None)
+    since = "(its scheduler has not answered since)"
     for age_s, words in (
         (None, ""),
         (0.4, ""),
-        (72.0, " until 1 min 12 s ago, as an iteration is under way"),
+        (72.0, f" until 1 min 12 s ago {since}"),
     ):
         line = server_status.lines([{**said, "age_s": age_s}])[0]
         assert line == f"http://127.0.0.1:8000  policy conserve, last minute{words}:"
