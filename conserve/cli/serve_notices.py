@@ -3,6 +3,7 @@
 from typing import Any
 
 from conserve.api.servers import bearer
+from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
@@ -98,16 +99,10 @@ def not_left(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
 
 def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
     """Warn if the model cannot keep the SLO even without offline rows."""
-    if not alone:
-        return []
     found = []
-    for name, thing, rows in (
-        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while no live request does"),
-        ("tbt", "a token", "rows run only while no live request does"),
-    ):
-        promised, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
-        slo_ms = min(promised.values()) if isinstance(promised, dict) else promised
-        if slo_ms is not None and slo_ms < alone_ms:
-            takes = f"{thing} takes {alone_ms:.0f} ms on this machine with nothing beside it"
-            found.append(f"--{name}-slo {slo_ms:g}ms cannot be kept: {takes}; {rows}")
+    for name in ("ttft", "tbt"):
+        promised = section[f"{name}_slo_ms"]
+        why = why_broken(f"{name}_ms", promised, alone, holds_rows=section["policy"] == CONSERVE)
+        if why is not None:
+            found.append(f"--{name}-slo {smallest_ms(promised):g}ms cannot be kept: {why}")
     return found

@@ -1,6 +1,5 @@
 """Lines of `conserve status` on the servers that run over this store."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from conserve.api.servers import STOCK, aged, ask
@@ -29,7 +28,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             headed(server["url"], f"  policy {server['policy']}, last minute{until(server)}:"),
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
-            *held_back(online.get("held_back", ())),
+            *held_back(server),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
             *found(server.get("live_prefixes")),
@@ -75,15 +74,44 @@ def classes(by_class: dict[str, Any]) -> list[str]:
     ]
 
 
-def held_back(latencies: Sequence[str]) -> list[str]:
-    """Line on the latencies whose largest promise is not kept; none where all are."""
-    if not latencies:
+def held_back(server: dict[str, Any]) -> list[str]:
+    """Lines on the latencies whose largest promise is not kept; none where all are."""
+    late = server["online"].get("held_back", ())
+    if not late:
         return []
+    from conserve.cli.too_tight import smallest_ms, why_broken
     from conserve.engine.policy.promises import HARM
 
-    late = " and ".join(name.removesuffix("_ms").upper() for name in latencies)
-    which = "which is late too often to keep its SLO" if len(latencies) == 1 else "which are late too often"
-    return [output.coloured(f"  rows add about {HARM:.0%} at most to {late}, {which}", "red")]
+    said, others = [], []
+    for latency in late:
+        alone, promised = server.get("alone"), promises_of(server, latency)
+        name = latency.removesuffix("_ms").upper()
+        if (why := why_broken(latency, promised, alone)) is None:
+            others.append(name)
+            continue
+        said.append(f"  {name} of {smallest_ms(promised):g} ms cannot be kept: {why}")
+    if others:
+        which = (
+            "which is late too often to keep its SLO; raise it"
+            if len(others) == 1
+            else ("which are late too often; raise the SLOs")
+        )
+        said.append(
+            f"  rows add about {HARM:.0%} at most to {' and '.join(others)}, {which}, or add a server"
+        )
+    return [output.coloured(line, "red") for line in said]
+
+
+def promises_of(server: dict[str, Any], latency: str) -> dict[str, float]:
+    """All that is promised of a latency to the traffic that is late, the smallest time of each name."""
+    late = [one["slo"] for one in server.get("classes", {}).values() if latency in one.get("held_back", ())]
+    found: dict[str, float] = {}
+    for slo in late or [server["slo"]]:
+        bounds = slo.get("promises", {}).get(latency) or {"p99": slo[latency]}
+        for name, ms in bounds.items():
+            if ms is not None:
+                found[name] = min(ms, found.get(name, ms))
+    return found
 
 
 def harmed(said: dict[str, Any] | None) -> list[str]:

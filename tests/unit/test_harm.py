@@ -150,6 +150,11 @@ class TestBroken:
         assert offline_tokens(beside(replace(slo, broken_ttft_harm=0.1))) == 80
         assert offline_tokens(beside(replace(slo, harm=0.05, broken_tbt_harm=0.1))) == 1
 
+    @pytest.mark.parametrize("rows_leave", [False, True])
+    def test_beside_gaps_that_live_requests_alone_make_late_rows_get_nothing(self, rows_leave: bool) -> None:
+        slo = Slo(ttft_ms=1000, tbt_ms=15, broken_tbt_harm=0.1)
+        assert offline_tokens(beside(slo, rows_leave=rows_leave)) == 0
+
     def test_first_tokens_that_are_late_too_often_bound_what_an_arrival_waits_for(self) -> None:
         assert harmless_wait_ms(view_of(slo=Slo(broken_tbt_harm=0.1), prompt_tokens=90)) == inf
         assert harmless_wait_ms(view_of(slo=Slo(broken_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(50)
