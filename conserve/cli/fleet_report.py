@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from conserve.api.servers import ask, logins
 from conserve.cli import output
+from conserve.cli.server_status import measured
 from conserve.config import Settings
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Sight:
     def slo_kept(self) -> bool | None:
         """True if live requests had their SLO in the last minute; None if that is not known."""
         online = (self.report or {}).get("online")
-        if not online:
+        if not online or not measured(online):
             return None
         promises = [one["kept"] for bounds in online.get("promises", {}).values() for one in bounds.values()]
         attained = online.get("attainment")

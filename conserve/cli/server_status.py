@@ -251,7 +251,12 @@ def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
     harm = slo.get("harm")
     if harm is not None and slo["ttft_ms"] is None and slo["tbt_ms"] is None:
         return f"iterations at most {harm:.0%} longer"
-    return attained(online["attainment"])
+    return attained(online["attainment"]) if measured(online) else "SLO kept -"
+
+
+def measured(online: dict[str, Any]) -> bool:
+    """True if there was a latency to measure, without which the attainment of an SLO is 1."""
+    return any(online.get(name, {}).get("p99") is not None for name in ("ttft_ms", "tbt_ms"))
 
 
 def attained(share: float) -> str:

@@ -289,10 +289,11 @@ def test_a_server_is_draining_until_each_harvester_has_no_row_there() -> None:
 
 
 def test_an_slo_is_kept_broken_or_unknown() -> None:
-    def online(**named: object) -> dict:
-        return {"online": {"attainment": 1.0, "promises": {}, **named}}
+    def online(p99: float | None = 9.0, **named: object) -> dict:
+        return {"online": {"attainment": 1.0, "tbt_ms": {"p50": p99, "p99": p99}, "promises": {}, **named}}
 
     assert sight(report=None).slo_kept is None
+    assert sight(report=online(None)).slo_kept is None, "no live request in the last minute"
     assert sight(report=online()).slo_kept is True
     assert sight(report=online(attainment=0.9)).slo_kept is False
     promised = {"ttft_ms": {"p50": {"kept": True}, "p99": {"kept": False}}}

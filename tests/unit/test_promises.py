@@ -177,6 +177,11 @@ class TestStatus:
         assert server_status.kept(slo, seen | p99_alone) == "SLO kept 50.0%"
         assert server_status.kept(slo, {**seen, "attainment": 0.995}) == "SLO kept 99.5%"
 
+    def test_an_slo_without_a_live_request_is_neither_kept_nor_broken(self) -> None:
+        slo, nothing = Promises.of(MIDDLE).document(), {"p50": None, "p99": None}
+        online = {"attainment": 1.0, "ttft_ms": nothing, "tbt_ms": nothing}
+        assert server_status.kept(slo, online) == "SLO kept -"
+
     def test_rows_that_are_held_back_are_named(self) -> None:
         def said(*late: str, alone_ms: float) -> list[str]:
             alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": alone_ms}
