@@ -33,7 +33,11 @@ Host = Annotated[
 def show(
     ctx: typer.Context,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit 1 if a server is down or suspected, or breaks its SLO.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit 1 if a server is down or suspected, or breaks its SLO; or if there is none.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
@@ -48,7 +52,7 @@ def show(
         output.say("no harvester has seen a server yet; run: conserve harvest --endpoint URL")
     else:
         output.data("\n".join(lines(found)))
-    if check and not all(map(well, found)):
+    if check and not (found and all(map(well, found))):
         raise typer.Exit(exits.FAILED)
 
 

@@ -338,6 +338,12 @@ def test_the_list_asks_each_server_for_its_slo(store: Store, server: ScriptedSer
     assert any(path.startswith("/v1/conserve?within_s=") for path in server.gets)
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_probe_that_watches_no_server_fails(store: Store, more: tuple[str, ...]) -> None:
+    assert conserve("fleet", *more).returncode == 0
+    assert conserve("fleet", "--check", *more).returncode == 1
+
+
 def test_draining_by_name_and_its_mistakes(store: Store) -> None:
     note(store, sighting(), now=time.time())
     done = conserve("fleet", "drain", "gpu-a")
