@@ -19,6 +19,7 @@ ANSWER_S = 2.0
 PATH = "/v1/conserve"
 WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404
+ENDED = "does not answer (starting, or ended)"  # nothing listens at its address
 STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
 
 
@@ -101,7 +102,7 @@ def unanswered(error: Exception, login: tuple[str, str] | None = None) -> str:
     if isinstance(cause, socket.gaierror):
         return "runs there, and has no address that is known here"
     if isinstance(cause, ConnectionRefusedError):
-        return "does not answer (starting, or ended)"
+        return ENDED
     return f"does not answer{' (busy)' if isinstance(cause, TimeoutError) else ''}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ask, logins
+from conserve.api.servers import ENDED, ask, logins
 from conserve.cli import output
 from conserve.cli.server_status import measured
 from conserve.config import Settings
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ASKED_AT_ONCE = 16
 BAD = ("down", "suspected")
+GONE = "gone"  # no harvester feeds it, and nothing listens there: it was stopped, perhaps for good
 COLOURS = {"serving": "green", "drained": "yellow", "draining": "yellow", "down": "red", "suspected": "red"}
 WORST_FIRST = ("suspected", "down", "busy", "starting", "leaving", "serving", "other model")
 ATTAINED = 0.99  # share of live requests within the SLO, from which on it counts as kept
@@ -25,10 +26,11 @@ ATTAINED = 0.99  # share of live requests within the SLO, from which on it count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """A server with its own report, `GET /v1/conserve`, if it has one."""
+    """A server with its own report, `GET /v1/conserve`, if it has one, else why it has none."""
 
     server: "SeenServer"
     report: dict[str, Any] | None = None
+    error: str | None = None
     now: float = 0.0
 
     @property
@@ -44,11 +46,12 @@ class Sight:
 
     @property
     def state(self) -> str:
-        """State of the server: the worst that a harvester sees."""
+        """State of the server: the worst that a harvester sees, or whether it is there where none feeds it."""
         if self.server.drained_at is not None:
             return "draining" if self.rows_left(self.now) else "drained"
         states = {feeding.state for feeding in self.fresh}
-        return next((state for state in WORST_FIRST if state in states), next(iter(states), "not fed"))
+        unfed = GONE if self.error == ENDED else "not fed"
+        return next((state for state in WORST_FIRST if state in states), next(iter(states), unfed))
 
     @property
     def slo_kept(self) -> bool | None:
@@ -67,9 +70,14 @@ def sights(found: Sequence[Sight], settings: Settings, *, now: float) -> list[Si
     known = logins(settings)
 
     def asked(sight: Sight) -> Sight:
-        reports = (ask(url, settings) for url in ways(known.get(sight.server.url, sight.server.url)))
-        report = next((report for report in reports if "error" not in report), None)
-        return replace(sight, report=report, now=now)
+        error = None
+        for url in ways(known.get(sight.server.url, sight.server.url)):
+            report = ask(url, settings)
+            if "error" not in report:
+                return replace(sight, report=report, now=now)
+            # Only a server that no way leads to is gone.
+            error = report["error"] if error in (None, ENDED) else error
+        return replace(sight, error=error, now=now)
 
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         return list(pool.map(asked, found))
@@ -121,7 +129,9 @@ def document(sight: Sight) -> dict[str, Any]:
 
 
 def why(sight: Sight) -> str | None:
-    """Fault of a server, in the words of a harvester that sees it."""
+    """Fault of a server, in the words of a harvester that sees it; of one that is gone, why it counts as that."""
+    if sight.state == GONE:
+        return f"{sight.error}, and no harvester feeds it"
     said = Counter(one.why for one in sight.fresh if one.why and one.state in (*BAD, "busy"))
     return said.most_common(1)[0][0] if said else None
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from conserve.api.servers import STOCK
+from conserve.api.servers import ENDED, STOCK
 from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
@@ -51,9 +51,14 @@ def feeding(**named: object) -> Feeding:
     return Feeding(**{**values, "why": None, "noted_at": NOW, **named})  # type: ignore[arg-type]
 
 
-def sight(*feedings: Feeding, drained_at: float | None = None, report: dict | None = None) -> Sight:
+def sight(
+    *feedings: Feeding,
+    drained_at: float | None = None,
+    report: dict | None = None,
+    error: str | None = None,
+) -> Sight:
     seen = SeenServer(url=A, model="m", version=None, seen_at=NOW, drained_at=drained_at, feedings=feedings)
-    return Sight(server=seen, now=NOW, report=report)
+    return Sight(server=seen, now=NOW, report=report, error=error)
 
 
 LONG = "http://gpu-{}.cluster.internal.example.com:8000"
@@ -336,6 +341,28 @@ def test_the_list_asks_each_server_for_its_slo(store: Store, server: ScriptedSer
         "http://127.0.0.1:9": "down",
     }
     assert any(path.startswith("/v1/conserve?within_s=") for path in server.gets)
+
+
+def test_a_server_that_was_stopped_is_told_from_one_that_gets_no_rows(
+    store: Store, server: ScriptedServer
+) -> None:
+    note(store, sighting(server.url), sighting("http://127.0.0.1:9"), now=time.time() - 60)
+    done = conserve("fleet", "--check")
+    assert done.returncode == 0, "none of them is down to a harvester"
+    gone = "http://127.0.0.1:9: does not answer (starting, or ended), and no harvester feeds it"
+    assert done.stdout.splitlines()[-1] == gone
+    found = json.loads(conserve("fleet", "--json").stdout)
+    assert {one["url"]: one["state"] for one in found} == {
+        server.url: "not fed",
+        "http://127.0.0.1:9": "gone",
+    }
+
+
+def test_a_server_that_is_busy_is_not_gone() -> None:
+    assert sight(error="does not answer (busy)").state == "not fed"
+    assert sight(feeding(), error=ENDED).state == "serving", (
+        "it starts again, or is reached from elsewhere alone"
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
