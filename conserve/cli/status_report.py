@@ -156,7 +156,7 @@ def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = No
         ),
         (
             "left",
-            f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far",
+            f"{left(reading)}, {reading.running:,} running, {reading.retries:,} retries so far",
         ),
         ("oldest", waited(oldest)),
         ("order", reading.row_order),
@@ -172,6 +172,12 @@ def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = No
     if reading.failed:
         pairs.append(("failed rows", f"conserve retry {reading.id}"))
     return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
+
+
+def left(reading: JobReading) -> str:
+    """Rows without a result that none runs: waiting, or cancelled or expired with their job."""
+    ended = reading.state in (JobState.CANCELLED, JobState.EXPIRED)
+    return f"{reading.waiting:,} {reading.state if ended else 'waiting'}"
 
 
 def tokens(reading: JobReading) -> str:

@@ -151,6 +151,13 @@ def test_a_cancelled_job_exits_3(write_input: WriteInput, forked: StartForked) -
     assert ended(running).returncode == 3
 
 
+def test_rows_of_a_cancelled_job_wait_no_longer(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a"] * 4))
+    assert "4 waiting, 0 running" in conserve("status", job_id).stdout
+    conserve("cancel", job_id)
+    assert "4 cancelled, 0 running" in conserve("status", job_id).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
