@@ -300,8 +300,10 @@ def print_command(settings: Settings, section: dict[str, Any], flags: list[str])
 
     from conserve.engine.service import python
     from conserve.engine.vllm.compat.installed import require_engine
+    from conserve.engine.vllm.launching.phases import IMPORTING
 
     require_engine()
+    output.say(f"{IMPORTING}, which completes the flags for {settings.engine_model}")
     keys = "keys" if settings.api_key else ""
     words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
     command = python("conserve.engine.vllm.server.printed", *words)

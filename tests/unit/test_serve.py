@@ -1,6 +1,7 @@
 """Words of `conserve serve` and `conserve status` on rows that leave, and the flags of the server."""
 
 import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,21 @@ def section_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     monkeypatch.setattr(serving, "require_free", lambda host, port: None)
     CliRunner().invoke(app, ["serve", "smollm2-demo", *words])
     return found[0]
+
+
+def test_printing_flags_says_first_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        said.append(capsys.readouterr().err)
+        return subprocess.CompletedProcess((), 3)
+
+    monkeypatch.setattr("conserve.engine.vllm.compat.installed.require_engine", lambda: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert serving.print_command(replace(load(), model="m"), {}, []) == 3
+    assert said == ["importing vLLM, which completes the flags for m\n"]
 
 
 def test_preemption_is_the_engines_default_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
