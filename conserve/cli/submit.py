@@ -14,6 +14,7 @@ from conserve.cli.deadline import By, OnLateFlag, Within, say_push
 from conserve.cli.due import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
+from conserve.cli.takers import taker
 from conserve.config import Settings
 from conserve.errors import ConserveError, one_line
 
@@ -181,7 +182,7 @@ def submit(
                 output.data(done.job_id)
         if name and done.namesakes:
             output.say(taken(name, done))
-        tell(done, name)
+        tell(done, name, taker(context.settings(), store, model))
         say_push(due.on_late)
         if due.warning:
             output.say(f"warning: {due.warning}")
@@ -198,11 +199,16 @@ def preview(
     show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
-def tell(done: "Submitted", name: str | None) -> None:
-    """Print what was queued, and what it is called if that is not this name."""
+def tell(done: "Submitted", name: str | None, served_at: str | None) -> None:
+    """Print what was queued, who runs it, and what it is called if that is not this name."""
     if name is not None and (sentence := renamed(name)) is not None:
         output.say(sentence)
-    output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
+    runs = (
+        f"{served_at} takes them; watch with: conserve status --watch"
+        if served_at
+        else "run them with: conserve run"
+    )
+    output.say(f"queued {output.count(done.rows, 'row')}; {runs}")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
     if (sentence := unanswerable(done)) is not None:

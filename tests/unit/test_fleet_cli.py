@@ -15,9 +15,9 @@ from conserve.api.servers import ENDED, STOCK
 from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
-from conserve.config import Settings
+from conserve.config import Settings, load
 from conserve.errors import UsageError
-from conserve.jobs.harvest import notes
+from conserve.jobs.harvest import notes, services
 from conserve.jobs.harvest.notes import of_this_machine
 from conserve.store.books import servers
 from conserve.store.books.readings import read_jobs
@@ -369,6 +369,23 @@ def test_a_server_that_is_busy_is_not_gone() -> None:
 def test_a_probe_that_watches_no_server_fails(store: Store, more: tuple[str, ...]) -> None:
     assert conserve("fleet", *more).returncode == 0
     assert conserve("fleet", "--check", *more).returncode == 1
+
+
+def test_a_submit_names_the_server_that_takes_the_rows(store: Store) -> None:
+    def said(*words: str) -> str:
+        rows = '{"q": "a"}\n'
+        return conserve("submit", "-", "--prompt", "{{ q }}", *words, stdin=rows).stderr.splitlines()[0]
+
+    here, by_hand = "http://127.0.0.1:8000", "queued 1 row; run them with: conserve run"
+    note(store, sighting(here), now=time.time())
+    assert said() == by_hand, "a harvester that may be for other jobs"
+    with services.announce(load(), here):
+        assert said() == f"queued 1 row; {here} takes them; watch with: conserve status --watch"
+        assert said("--model", "another") == by_hand
+        note(store, sighting(here), now=time.time() - 60)
+        assert said() == by_hand, "a server with --no-harvest"
+        note(store, sighting(here, state="down"), now=time.time())
+        assert said() == by_hand
 
 
 def test_draining_by_name_and_its_mistakes(store: Store) -> None:
