@@ -150,7 +150,7 @@ async def drained_together(settings: Settings, job_ids: Sequence[str], arguments
         messages.enter_context(sending_of(store))
         ids = [job.id for job in left]
         harvester = harvester_of(store, endpoint, chosen, ids, rebind=arguments.rebind)
-        done = await shown(harvester, chosen, ids, display)
+        done = await shown(harvester, chosen, left, display)
     finally:
         await outlast(asyncio.create_task(asyncio.to_thread(messages.close)))
         store.close()
@@ -181,10 +181,10 @@ def sending_of(store: "Store") -> contextlib.AbstractContextManager[None]:
 
 
 async def shown(
-    harvester: "Harvester", settings: Settings, job_ids: Sequence[str], display: SilentDisplay
+    harvester: "Harvester", settings: Settings, jobs: Sequence[JobReading], display: SilentDisplay
 ) -> Outcome:
-    """Run a harvester beside its display."""
-    begun = time.monotonic()
+    """Run a harvester beside its display; `jobs` are as they were before."""
+    begun, job_ids = time.monotonic(), [job.id for job in jobs]
     progress = Progress(harvester, lambda: unfinished_rows(harvester.store, job_ids))
     showing = asyncio.create_task(show(display, progress))
     stop = asyncio.Event()
@@ -199,7 +199,8 @@ async def shown(
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
     done = outcome(harvester, settings, begun=begun, interrupted=stop.is_set())
-    display.end(summary(done, [reading_of(settings, job_id) for job_id in job_ids]))
+    before = sum(job.done for job in jobs)
+    display.end(summary(done, [reading_of(settings, job_id) for job_id in job_ids], before))
     return done
 
 
@@ -236,14 +237,19 @@ async def show(display: SilentDisplay, progress: Progress) -> None:
         await asyncio.sleep(SHOW_S)
 
 
-def summary(done: Outcome, jobs: Sequence[JobReading]) -> str:
-    """Sentence on a run of these jobs that has ended."""
+def summary(done: Outcome, jobs: Sequence[JobReading], before: int) -> str:
+    """Sentence on a run of these jobs that has ended; so many of their rows had a result before it."""
     failures, rows = sum(job.failed for job in jobs), sum(job.rows for job in jobs)
     failed = f", {failures:,} failed" if failures else ""
     subject = f"{jobs[0].id}: {jobs[0].state}" if len(jobs) == 1 else count(len(jobs), "job")
-    return (
-        f"{subject}, {sum(job.done for job in jobs):,} of {count(rows, 'row')} done{failed}; {done.summary()}"
-    )
+    now = sum(job.done for job in jobs)
+    others = now - before - done.done  # less than 0 if failed rows were put back meanwhile
+    words = [f"{subject}, {now:,} of {count(rows, 'row')} done{failed}"]
+    if others > 0:
+        words.append(f"another harvester over this store did {count(others, 'row')}")
+    if done.done or others <= 0:
+        words.append(done.summary())
+    return "; ".join(words)
 
 
 def nothing_left(jobs: Sequence[JobReading]) -> Outcome:

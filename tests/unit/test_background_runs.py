@@ -9,6 +9,7 @@ import pytest
 
 import conserve
 from conserve.api import runs
+from conserve.api.display import SilentDisplay
 from conserve.api.portal import portal
 from conserve.api.running import Outcome
 from conserve.errors import SettingsError
@@ -154,3 +155,32 @@ def test_iterating_may_be_cancelled_while_a_look_at_the_store_is_under_way(
         asyncio.run(go())
     finally:
         may_end.set()
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_rows_that_another_harvester_did_are_told_as_its(
+    job: conserve.Job, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    class Heard(SilentDisplay):
+        """Keeps the last sentence."""
+
+        def end(self, summary: str) -> None:
+            said.append(summary)
+
+    async def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(runs, "endpoint_of", endpoint_of)
+        if theirs:
+            await runs.drained(job._settings, job.id, runs.RunArguments(progress=False))
+            said.clear()
+        return await endpoint_of(*arguments)
+
+    said: list[str] = []
+    endpoint_of = runs.endpoint_of
+    monkeypatch.setattr(runs, "endpoint_of", late)
+    monkeypatch.setattr(runs, "display_of", lambda progress: Heard())
+    job.run()
+    done = f"{job.id}: completed, 2 of 2 rows done; "
+    if theirs:
+        assert said == [done + "another harvester over this store did 2 rows"]
+    else:
+        assert said[0].startswith(done + "2 rows in ")
