@@ -79,6 +79,12 @@ def said(
             "rows": 1,
             "tokens": offline,
         },
+        "live_prefixes": {
+            "share": 0.5,
+            "kept_blocks": offline,
+            "most_age_s": pauses + 0.5,
+            "found_tokens": 10,
+        },
         "iterations": 100,
         "planned": 50,
         "overruns": 1,
@@ -129,6 +135,8 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert whole["checkpoint"]["host_blocks"] == 192
     assert whole["checkpoint"]["block_ms"] == {"to_host": 0.25, "to_device": 0.5}
     assert whole["pushing"] == {"largest_slo_scale": 2.0, "slo_scale": 2.0, "rows": 3, "tokens": 140}
+    prefixes = {"share": 0.5, "kept_blocks": 140, "most_age_s": 2.5, "found_tokens": 30}
+    assert whole["live_prefixes"] == prefixes
     assert whole["refused_plans"]["count"] == 140
     assert whole["refused_plans"]["reasons"] == ["it was late", "it took 100", "it took 40", "it took 0"]
     assert whole["harm"] == {"pauses": 3, "compared": 12, "ttft_ms": {"p50": "of 2"}}

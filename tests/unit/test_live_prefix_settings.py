@@ -1,0 +1,69 @@
+"""`--live-prefixes`, its key in the engine's section, and what is told of it."""
+
+from typing import Any
+
+import pytest
+
+from conserve.cli import server_status
+from conserve.cli.serve_flags import shares
+from conserve.engine.vllm.server.metrics import Report
+from conserve.engine.vllm.server.printed import portable
+from conserve.engine.vllm.settings import live_prefixes_of, written
+from conserve.errors import SettingsError
+
+SAID = {"kept_blocks": 7, "prompt_tokens": 1000, "found_tokens": 240, "lost_tokens": 32}
+
+
+@pytest.mark.parametrize(
+    ("given", "share"), [(None, None), ("50%", 0.5), ("90 %", 0.9), ("0.5%", 0.005), ("off", 0.0)]
+)
+def test_the_flag_is_a_share_or_off(given: str | None, share: float | None) -> None:
+    said = shares(None, None, None, given)
+    assert said == ({} if share is None else {"live_prefixes": pytest.approx(share)})
+
+
+@pytest.mark.parametrize("given", ["half", "0.5", "0%", "-1%"])
+def test_anything_else_is_refused(given: str) -> None:
+    with pytest.raises(SettingsError, match=f"--live-prefixes takes a share like 10%, or off, not '{given}'"):
+        shares(None, None, None, given)
+
+
+def test_half_is_kept_where_nothing_is_said() -> None:
+    assert live_prefixes_of({}) == written({}).live_prefixes == 0.5
+    assert live_prefixes_of({"live_prefixes": 0}) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.91, 1, -0.1, True, "half", None])
+def test_rows_keep_some_memory(share: Any) -> None:
+    with pytest.raises(SettingsError, match=r"live_prefixes takes a share from 0 to 0\.9, not"):
+        written({"live_prefixes": share})
+
+
+def test_a_printed_command_turns_it_off_too() -> None:
+    section = {"policy": "conserve", "live_prefixes": 0.0, "harm": 0.1, "profile": "auto"}
+    assert portable(section, None)["live_prefixes"] == 0.0
+
+
+def test_status_tells_what_was_found_and_lost() -> None:
+    assert server_status.found(SAID) == [
+        "  prefixes 24% of live prompts' tokens found in the cache, 3.2% lost to rows"
+    ]
+    assert server_status.found({**SAID, "found_tokens": 0}), "all was lost"
+    assert not server_status.found({**SAID, "found_tokens": 0, "lost_tokens": 0}), (
+        "live prompts share nothing"
+    )
+    assert not server_status.found(None), "an older server"
+
+
+def test_metrics_have_it() -> None:
+    samples = {
+        sample.name: sample.value
+        for metric in Report({"live_prefixes": SAID}).collect()
+        for sample in metric.samples
+    }
+    assert samples == {
+        "conserve_live_prompt_tokens_total": 1000,
+        "conserve_live_prefix_tokens_found_total": 240,
+        "conserve_live_prefix_tokens_lost_total": 32,
+        "conserve_live_prefix_blocks": 7,
+    }
