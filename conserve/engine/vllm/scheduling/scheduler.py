@@ -303,7 +303,8 @@ class CoServing:
         """Complete the record with what vLLM has scheduled, stamp it, and put it on the output."""
         put(output, iteration)
         self._last = iteration
-        self.prefixes.start(output, self.requests, now=iteration.started)
+        if self._iterations.warm_up is None:
+            self.prefixes.start(output, self.requests, now=iteration.started)
         plan, tokens = iteration.plan, output.num_scheduled_tokens
         iteration.tokens, iteration.encodes = tokens, encoded_by(self, output)
         self._unplanned += plan is None
