@@ -4,7 +4,6 @@ import functools
 import gc
 import importlib
 import os
-import re
 import shutil
 import signal
 import sqlite3
@@ -20,17 +19,16 @@ import hypothesis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
 
 from conserve.config import Settings, load
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.store import Store
 from conserve.store.files.home import make_with_parents
-from tests import commands, postgres, reach
+from tests import commands, postgres, reach, shared_imports
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked, Forks
+from tests.distribution import KINDS, SERVERS, Together, kind_of
 from tests.tiers import in_full
 
 StartForked = Callable[..., Forked]
@@ -56,47 +54,9 @@ ON_BOTH = frozenset(
 ON_POSTGRESQL_IN_FULL = frozenset({"test_models", "test_views"})
 """Those of them that run on PostgreSQL before a release alone: their statements are those of the others."""
 
-SERVERS = frozenset(
-    {
-        "test_clients",
-        "test_embedded_engine",
-        "test_fleet_engines",
-        "test_gpu_rehearsal",
-        "test_parallel",
-        "test_profiled_engine",
-        "test_run_for_real",
-        "test_serve",
-        "test_serve_spill",
-        "test_serve_under_pressure",
-    }
-)
-"""Modules whose tests start vLLM's engine in processes of its own."""
-
-IMPORT_VLLM = frozenset(
-    {
-        "test_checkpoints",
-        "test_internals",
-        "test_interrupted_import",
-        "test_leavers",
-        "test_live_classes",
-        "test_preemption",
-        "test_priorities",
-        "test_privileges",
-        "test_rehearsal",
-        "test_request_fault",
-        "test_surface",
-        "test_telemetry",
-    }
-)
-"""Modules outside of `integration` whose tests import vLLM or torch in their own process."""
-
 # A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
 os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
 os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
-
-REPOSITORY = Path(__file__).parents[1]
-COMMANDS = re.compile(r"tests\.commands|import commands|forks: Forks|sql\.(query|answer)")
-"""Text of modules whose tests fork."""
 
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30  # bytes; the files of all tests together take a quarter, of which those of failed ones stay
@@ -123,56 +83,6 @@ hypothesis.settings.register_profile(
     suppress_health_check=tuple(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-
-class Together(LoadScopeScheduling):
-    """Keeps tests that share an engine in one worker, and those that start engine processes one after the other.
-
-    A fork of a process that has imported vLLM costs several times as much, and most commands fork. So the first
-    worker takes the tests of engines first, and then those without commands; the others begin with commands.
-
-    Not xdist's own groups, which pytest 9.2 passes over.
-    """
-
-    def __init__(self, config: pytest.Config, log: Any) -> None:
-        super().__init__(config, log)
-        self._turns: dict[WorkerController, list[str]] = {}
-        """Kinds of tests that a worker has not found to be out."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        module, _, _ = nodeid.partition("::")
-        if Path(module).stem in SERVERS:
-            return "servers"
-        if module.startswith("tests/integration/"):
-            return nodeid.partition("[")[0].rpartition("::")[0]  # the class, or the module
-        return nodeid
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        turns = self._turns.setdefault(node, [*KINDS] if node is self.nodes[0] else [*reversed(KINDS)])
-        while turns:
-            scope = next((one for one in self.workqueue if kind_of(one) == turns[0]), None)
-            if scope is not None:
-                self.workqueue.move_to_end(scope, last=False)
-                break
-            turns.pop(0)
-        super()._assign_work_unit(node)
-
-
-KINDS = ("engine", "plain", "command")
-
-
-def kind_of(scope: str) -> str:
-    """Kind of the tests of a scope, one of `KINDS`."""
-    return "engine" if scope == "servers" else kind_of_module(scope.partition("::")[0])
-
-
-@functools.cache
-def kind_of_module(path: str) -> str:
-    """Kind of a module's tests: that import vLLM in their process, that run commands, or neither."""
-    module = Path(path)
-    if module.parent.name == "integration" or module.stem in IMPORT_VLLM:
-        return "engine"
-    return "command" if COMMANDS.search((REPOSITORY / path).read_text()) else "plain"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -206,11 +116,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, which make next to none."""
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, which make next to none; rewrite each of them once."""
     gc.disable()
     try:
-        return (yield)
+        with shared_imports.kept():
+            shared_imports.import_share(session.config)
+            return (yield)
     finally:
         gc.enable()
 
