@@ -36,7 +36,8 @@ from conserve.errors import (
 )
 from conserve.jobs.harvest import retry, sweeps
 from conserve.jobs.harvest.calls import Calls
-from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.harvester import IDLE_S, Harvester
+from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.tally import Tally
@@ -598,6 +599,22 @@ def test_leases_are_renewed_long_before_they_end(store: Store, queue_up: Callabl
     virtual_time.run(run())
     assert min(left) > 3.0
     assert max(left) <= 6.0
+
+
+def test_an_idle_harvester_asks_once_at_each_look_whether_a_row_may_be_claimed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its suspects it asked a second time, before anything could have changed."""
+    asked: list[bool] = []
+    claimable = Ledger.claimable
+
+    def counted(ledger: Ledger) -> bool:
+        asked.append(claimable(ledger))
+        return asked[-1]
+
+    monkeypatch.setattr(Ledger, "claimable", counted)
+    harvest(store, FakeEndpoint(), follow=True, stop_after_s=20.0)
+    assert 90 <= len(asked) <= 20 / IDLE_S
 
 
 def test_a_pause_is_noticed_within_a_second_and_its_end_too(

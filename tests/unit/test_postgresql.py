@@ -772,9 +772,11 @@ def test_rows_are_told_by_one_array_a_column_and_not_cut_into_parts(store: Store
 @pytest.mark.parametrize(
     ("look", "index"),
     [
-        (lambda tx: queue.having(tx, [SimpleNamespace(seq=1)], queue.returned(0.0)), "request_by_epoch"),
+        (lambda tx: queue.having(tx, [SimpleNamespace(seq=1)], queue.returned(), 0.0), "request_by_epoch"),
         (
-            lambda tx: tx.execute(queue.returned(0.0).where(schema.request.c.job_id == "job")),
+            lambda tx: tx.execute(
+                queue.returned().where(schema.request.c.job_id == "job"), queue.due_at(0.0)
+            ),
             "request_by_epoch",
         ),
         (lambda tx: choice.passed_over(tx, "job", start=3, limit=10), "request_passed_over"),

@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from conserve.store.books import catalog, leases, queue, saved_tokens, spans, suspects
+from conserve.store.books.looks import looks
 from conserve.store.books.queue import Returned, UnclaimableRows
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.connection import chunks
@@ -31,6 +32,15 @@ def test_claims_walk_through_a_job_and_no_row_is_given_out_twice(store: Store) -
     assert (positions(first), positions(second)) == ([0, 1, 2], [3, 4])
     assert first.epoch != second.epoch
     assert claim(store) is None
+
+
+def test_statements_of_a_claim_are_made_once_whatever_their_values() -> None:
+    assert looks(["one"], "small")[0] is looks(["other", "third"], "large")[0]
+    assert len({id(looks(only, model)[0]) for only in (None, []) for model in (None, "")}) == 4
+    wanted = queue.returned()
+    assert queue.returned() is wanted
+    assert queue.returned(True) is not wanted
+    assert queue.jobs_with(wanted) is queue.jobs_with(queue.returned())
 
 
 def test_the_highest_priority_goes_first_then_the_oldest_job(store: Store) -> None:

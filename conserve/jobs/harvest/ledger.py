@@ -67,7 +67,7 @@ class Ledger:
         self._observer = observer or Observer()
         self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
-        self._fruitless = False  # the last claim found nothing
+        self._fruitless = self.nothing = False  # the last claim found nothing; it saw that without claiming
         self._next_at: float | None = None  # when the first row in backoff may run
         self._recover_at = 0.0
         self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)
@@ -119,10 +119,10 @@ class Ledger:
         if self._rebind:
             self._bind_all()
         self._elsewhere.free(self.model)
-        if self._fruitless and not self.claimable():
-            self._note_busy(False)
-            return []
-        if self._shares is None or suspect:
+        self.nothing = self._fruitless and not self.claimable()
+        if self.nothing:
+            works: list[ReadyRow] = []
+        elif self._shares is None or suspect:
             works = self._claim_whole(limit, suspect, identity)
         else:
             works = self._claim_shared(self._shares, limit, identity)

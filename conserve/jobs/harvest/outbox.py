@@ -47,6 +47,11 @@ class OutboxWriter:
         self.held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
         self.writing = asyncio.Lock()  # held for a write and until `held` knows of it
 
+    @property
+    def is_at_work(self) -> bool:
+        """True if outcomes are being written or wait for it."""
+        return bool(self.outbox) or self.writing.locked()
+
     def finish(self, work: ReadyRow, result: Result) -> None:
         """Add the result of a row."""
         self.outbox.saved.pop(work.key, None)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, exists, func, insert, or_, select, text, update
+from sqlalchemy import Connection, bindparam, exists, func, insert, or_, select, text, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
 from conserve.store.books.journal import complete
-from conserve.store.books.lateness import is_late, kept_deadline
+from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES, resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
@@ -21,6 +21,9 @@ from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
 
 job, lease, meta, request = schema.job, schema.lease, schema.meta, schema.request
+
+OF_ID = select(job).where(job.c.id == bindparam("id"))
+TIMES = select(func.count()).where(job.c.id == bindparam("id"))
 
 COUNTERS = (
     "succeeded",
@@ -140,7 +143,7 @@ def add(
 
 def taken(tx: Connection, job_id: str) -> bool:
     """True if a job has this id already."""
-    return tx.scalar(select(func.count()).where(job.c.id == job_id)) != 0
+    return tx.scalar(TIMES, {"id": job_id}) != 0
 
 
 def lock_ids(tx: Connection) -> None:
@@ -167,7 +170,7 @@ def named(tx: Connection, name: str) -> list[str]:
 
 def get(tx: Connection, job_id: str) -> JobRecord:
     """The job with this id or batch id, or the only one whose id begins so; else raises `JobNotFound`."""
-    row = tx.execute(select(job).where(job.c.id == get_id(tx, job_id))).one_or_none()
+    row = tx.execute(OF_ID, {"id": get_id(tx, job_id)}).one_or_none()
     return get(tx, job_id) if row is None else to_job(row._mapping)  # removed between the two statements
 
 
@@ -184,7 +187,7 @@ def get_id(tx: Connection, job_id: str) -> str:
 
 def record(tx: Connection, job_id: str) -> dict[str, Any]:
     """Columns of a job's row, unchecked."""
-    return dict(tx.execute(select(job).where(job.c.id == job_id)).one()._mapping)
+    return dict(tx.execute(OF_ID, {"id": job_id}).one()._mapping)
 
 
 def everything(tx: Connection) -> list[JobRecord]:
@@ -286,7 +289,7 @@ def expire(tx: Connection, *, now: float) -> list[str]:
 
 def late(tx: Connection, *, now: float) -> list[str]:
     """Ids of the jobs that are to expire."""
-    return list(tx.scalars(select(job.c.id).where(is_late(tx, now))))
+    return list(tx.scalars(late_ids(tx.dialect.name), {"now": now}))
 
 
 def set_deadline(

@@ -6,6 +6,7 @@ still is in exactly one place, and the windows of several harvesters need not kn
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -33,7 +34,7 @@ PLACE = "window"  # its key in `meta`
 def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
     """Runnable jobs with rows that were never leased, all of the highest priority that has any."""
     left = {c.seq for c in runnable if c.next_position < c.num_rows}
-    skipped = having(tx, [c for c in runnable if c.seq not in left], skipped_rows())
+    skipped = having(tx, [c for c in runnable if c.seq not in left], skipped_rows(), 0.0)
     for _, level in groupby(runnable, key=lambda candidate: candidate.priority):
         if found := [c for c in level if c.seq in left or c.seq in skipped]:
             return found
@@ -46,6 +47,7 @@ def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | Non
     return tx.scalars(rows.limit(limit)).all()
 
 
+@cache
 def skipped_rows() -> Select[Any]:
     """Positions of rows that were passed over, ascending."""
     return select(request.c.position).where(PASSED_OVER).order_by(request.c.position)
@@ -65,7 +67,7 @@ def reclaim(
 ) -> Lease | None:
     """Lease rows that came back, of the first runnable job with at least this priority that has any."""
     high = [candidate for candidate in runnable if candidate.priority >= priority]
-    waiting = having(tx, high, returned(terms.now, passed_over_too=False))
+    waiting = having(tx, high, returned(passed_over_too=False), terms.now)
     for candidate in high:
         if candidate.seq not in waiting:
             continue

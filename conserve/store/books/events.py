@@ -45,6 +45,8 @@ class Event(StrEnum):
 ENDS = (Event.COMPLETED, Event.FAILED, Event.EXPIRED, Event.CANCELLED)
 """Events that a hook is told of unless it names others."""
 
+LISTENING = select(hook).where(hook.c.ended_at.is_(None)).order_by(hook.c.seq)
+
 _OPEN = {
     JobState.QUEUED: Event.IN_PROGRESS,
     JobState.PAUSED: Event.PAUSED,
@@ -73,7 +75,7 @@ def of_batches(tx: Connection, batch_ids: Collection[str], *, now: float) -> Non
 
 def listening(tx: Connection) -> Sequence[Any]:
     """Hooks that are told of events."""
-    return tx.execute(select(hook).where(hook.c.ended_at.is_(None)).order_by(hook.c.seq)).all()
+    return tx.execute(LISTENING).all()
 
 
 def standing(tx: Connection, condition: ColumnElement[bool]) -> Sequence[Any]:

@@ -21,6 +21,8 @@ from conserve.store.database.wakeup import wake
 
 job, lease, request = schema.job, schema.lease, schema.request
 
+OWNERS = select(lease.c.owner).distinct()
+
 
 class LeasedRow(NamedTuple):
     """One row under a lease."""
@@ -133,7 +135,7 @@ def end_silent(tx: Connection, over: Sequence[Sign], *, mine: str | None = None)
 
 def owners(tx: Connection) -> set[str]:
     """Owners of all leases."""
-    return set(tx.scalars(select(lease.c.owner).distinct()))
+    return set(tx.scalars(OWNERS))
 
 
 def jobs(tx: Connection, *, now: float) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from conserve.store.books import catalog, spans
 from conserve.store.database import schema
@@ -19,7 +19,10 @@ from conserve.store.files.digests import Seal
 from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
 
-request, journal = schema.request, schema.journal
+POSITIONS = [
+    select(table.c.position).where(table.c.job_id == bindparam("job_id"))
+    for table in (schema.request, schema.journal)
+]
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 NONE: Positions = np.zeros(0, np.int64)
@@ -56,9 +59,7 @@ def times_found(tx: Connection, job: catalog.JobRecord, shards: Iterable[Positio
     which is damage.
     """
     found = [*shards, *(np.array(each.positions, np.int64) for each in spans.of_jobs(tx, [job.id]))]
-    for table in (request, journal):
-        rows = tx.scalars(select(table.c.position).where(table.c.job_id == job.id))
-        found.append(np.fromiter(rows, np.int64))
+    found += (np.fromiter(tx.scalars(rows, {"job_id": job.id}), np.int64) for rows in POSITIONS)
     every = np.concatenate(found)
     return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=cursor(job))
 

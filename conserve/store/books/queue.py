@@ -6,6 +6,7 @@ but the one it takes rows of, and leaves out rows that another claim is just tak
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -15,7 +16,6 @@ from sqlalchemy import (
     Update,
     and_,
     bindparam,
-    case,
     func,
     insert,
     literal,
@@ -28,6 +28,7 @@ from sqlalchemy import (
 
 from conserve.store.books import spans
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
+from conserve.store.books.looks import looks
 from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
@@ -39,26 +40,15 @@ job, lease, request, span = schema.job, schema.lease, schema.request, schema.spa
 
 LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 
+IS_DUE = or_(request.c.available_at <= bindparam("now"), request.c.available_at > bindparam("set_back"))
+"""Condition that a row's backoff is over: its time has come, or the clock was set back since."""
+
 WAITING_ORDER = (request.c.epoch, request.c.position)
 """Order of a job's waiting rows, which have no epoch.
 
 PostgreSQL does not see that `epoch is null` leaves one value of the index's first column. So an order by position
 alone would read and sort all of a job's waiting rows at each claim, instead of the first ones of the index.
 """
-
-RUNNABLE = (
-    *(
-        job.c.id,
-        job.c.seq,
-        job.c.priority,
-        job.c.next_position,
-        job.c.num_rows,
-        job.c.deadline,
-        job.c.on_late,
-    ),
-    *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
-)
-"""Columns of a job that its turn follows from."""
 
 
 def waiting_row(job_id: str, position: int, available_at: float = 0.0) -> dict[str, Any]:
@@ -113,7 +103,7 @@ def claim(
     """
     terms = Terms(owner, now, lease_s, model)
     candidates = runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs
-    waiting = having(tx, candidates, returned(now, suspect))
+    waiting = having(tx, candidates, returned(suspect), now)
     for candidate in candidates:
         back: list[LeasedRow] = []
         if candidate.seq in waiting:
@@ -167,15 +157,14 @@ def runnable_jobs(
 
     `locked` is for a transaction that chooses rows of several of them.
     """
-    jobs = select(*RUNNABLE).where(is_runnable(model))
-    if only is not None:
-        jobs = jobs.where(job.c.id.in_(only))
-    if locked:  # by id, as commits lock jobs too, so that none deadlock
-        jobs = jobs.order_by(by_bytes(tx, job.c.id)).with_for_update(key_share=True)
-    else:
-        jobs = jobs.order_by(job.c.priority.desc(), job.c.seq)
-    found = tx.execute(jobs).all()
-    return sorted(found, key=lambda row: (-row.priority, row.seq)) if locked else found
+    found, parameters = looks(only, model)
+    if not locked:
+        return tx.execute(found.jobs, parameters).all()
+    by_id = found.jobs.order_by(None).order_by(
+        by_bytes(tx, job.c.id)
+    )  # as commits lock jobs, so that none deadlock
+    rows = tx.execute(by_id.with_for_update(key_share=True), parameters)
+    return sorted(rows, key=lambda row: (-row.priority, row.seq))
 
 
 def lock_runnable(tx: Connection, job_id: str, model: str | None) -> bool:
@@ -203,21 +192,29 @@ def may_answer(model: str) -> ColumnElement[bool]:
     return or_(job.c.model.is_(None), job.c.model == model)
 
 
-def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any]) -> set[int]:
+def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any], now: float) -> set[int]:
     """The `seq` of those of these jobs that have a row as `wanted`.
 
     One statement looks each of hundreds of jobs up: a claim holds up all writers of SQLite.
     """
-    there = wanted.where(request.c.job_id == job.c.id).limit(1).correlate(job).scalar_subquery()
     found: set[int] = set()
     for some in chunks([candidate.seq for candidate in jobs]):
-        found.update(tx.scalars(select(job.c.seq).where(job.c.seq.in_(some), there.is_not(None))))
+        found.update(tx.scalars(jobs_with(wanted), {"some": some, **due_at(now)}))
     return found
 
 
-def returned(now: float, suspect: bool = False, *, passed_over_too: bool = True) -> Select[Any]:
-    """Positions of waiting rows that may run; rows that were passed over only with `passed_over_too`."""
-    waiting = request.c.epoch.is_(None), is_due(now), request.c.suspect == suspect
+@cache
+def jobs_with(wanted: Select[Any]) -> Select[Any]:
+    """Statement for the `seq` of those of `:some` jobs that have a row as `wanted`, which is made once."""
+    there = wanted.where(request.c.job_id == job.c.id).limit(1).correlate(job).scalar_subquery()
+    some = job.c.seq.in_(bindparam("some", expanding=True))
+    return select(job.c.seq).where(some, there.is_not(None))
+
+
+@cache
+def returned(suspect: bool = False, *, passed_over_too: bool = True) -> Select[Any]:
+    """Positions of rows that wait and may run `due_at` a time; those passed over only with `passed_over_too`."""
+    waiting = request.c.epoch.is_(None), IS_DUE, request.c.suspect == suspect
     rows = select(request.c.position).where(*waiting).order_by(*WAITING_ORDER)
     return rows if passed_over_too else rows.where(not_(schema.PASSED_OVER))
 
@@ -238,7 +235,7 @@ def take_back(
     """
     if not lock_runnable(tx, job_id, model):
         return []
-    rows = returned(now, suspect, passed_over_too=passed_over_too).where(request.c.job_id == job_id)
+    rows = returned(suspect, passed_over_too=passed_over_too).where(request.c.job_id == job_id)
     waiting = rows.with_only_columns(request).limit(limit).with_for_update(skip_locked=True)
     return [
         LeasedRow(
@@ -250,13 +247,13 @@ def take_back(
             r.suspect,
             r.deaths or 0,
         )
-        for r in tx.execute(waiting)
+        for r in tx.execute(waiting, due_at(now))
     ]
 
 
-def is_due(now: float) -> ColumnElement[bool]:
-    """Condition that a row's backoff is over: its time has come, or the clock was set back since."""
-    return or_(request.c.available_at <= now, request.c.available_at > now + LONGEST_WAIT_S)
+def due_at(now: float) -> dict[str, float]:
+    """Parameters of `IS_DUE`."""
+    return {"now": now, "set_back": now + LONGEST_WAIT_S}
 
 
 def fresh(tx: Connection, candidate: Any, now: float, limit: int, model: str | None = None) -> range:
@@ -374,14 +371,6 @@ def backlog(
     model: str | None = None,
 ) -> UnclaimableRows:
     """Count the live rows of queued jobs, `but` of these; with a model, only of jobs that it may answer."""
-    waiting = request.c.epoch.is_(None)
-    counted = (
-        func.count(request.c.epoch),
-        func.count(case((waiting, 1))),
-        func.min(case((waiting, request.c.available_at))),
-    )
-    ours = is_runnable(model), true() if only is None else job.c.id.in_(only), job.c.id.not_in(but)
-    live = select(*counted).join(job, job.c.id == request.c.job_id).where(*ours)
-    in_spans = select(func.sum(span.c.held)).join(job, job.c.id == span.c.job_id).where(*ours)
-    leased, back, next_at = tx.execute(live).one()
-    return UnclaimableRows(leased + int(tx.scalar(in_spans) or 0), back, next_at)
+    found, parameters = looks(only, model, but)
+    leased, back, next_at = tx.execute(found.live, parameters).one()
+    return UnclaimableRows(leased + int(tx.scalar(found.in_spans, parameters) or 0), back, next_at)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from conserve.store.books.queue import is_due, runnable_jobs
+from conserve.store.books.queue import IS_DUE, due_at, runnable_jobs
 from conserve.store.database import schema
 
 request = schema.request
@@ -30,8 +30,8 @@ def go_ahead(
 
 def waiting(tx: Connection, *, now: float, suspect: bool) -> set[str]:
     """Jobs with waiting rows whose backoff is over: with suspects, or with others."""
-    due = request.c.epoch.is_(None), request.c.suspect == suspect, is_due(now)
-    return set(tx.scalars(select(request.c.job_id).distinct().where(*due)))
+    due = request.c.epoch.is_(None), request.c.suspect == suspect, IS_DUE
+    return set(tx.scalars(select(request.c.job_id).distinct().where(*due), due_at(now)))
 
 
 def turn(job: Any, now: float) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from conserve.store.files.objects import FilePath, ObjectPath
 
 DATA = "data"  # its key in `meta`
 meta = schema.meta
+PLACE = select(meta.c.value).where(meta.c.key == DATA)
 
 
 def root_of(home: Path, place: str | None, store_id: str) -> FilePath:
@@ -43,7 +44,7 @@ def settled(tx: Connection, home: Path, given: str | None) -> str | None:
 
 def recorded(tx: Connection) -> str | None:
     """Place that the database names."""
-    found = tx.scalar(select(meta.c.value).where(meta.c.key == DATA))
+    found = tx.scalar(PLACE)
     return None if found is None else str(found)
 
 

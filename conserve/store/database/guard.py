@@ -16,6 +16,7 @@ LITERAL = re.compile("'((?:[^']|'')*)'")  # of SQL: a trigger has one, its sente
 
 meta = schema.meta
 STANDING = select(meta.c.key, meta.c.value).where(or_(meta.c.key == "version", meta.c.key == moves.KEY))
+MARK = select(meta.c.value).where(meta.c.key == moves.KEY)
 
 
 def is_store(tx: Connection) -> bool:
@@ -34,15 +35,14 @@ def version_here(tx: Connection) -> int:
 
 def mark_text(tx: Connection) -> str | None:
     """The stored mark of a move; None if there is none."""
-    return tx.scalar(select(meta.c.value).where(meta.c.key == moves.KEY))
+    return tx.scalar(MARK)
 
 
 def mark_of(tx: Connection, *, locked: bool = False) -> MoveMark | None:
     """Mark of a move, None also without tables; if `locked`, no other transaction changes it meanwhile."""
     if not is_store(tx):
         return None
-    found = select(meta.c.value).where(meta.c.key == moves.KEY)
-    return moves.parse(tx.scalar(found.with_for_update() if locked else found))
+    return moves.parse(tx.scalar(MARK.with_for_update() if locked else MARK))
 
 
 def require_here(tx: Connection) -> None:

@@ -40,6 +40,7 @@ from conserve.store.database import first_schema, schema
 from conserve.store.database.versions import LATEST, number, too_new
 
 STORE_ID = "store_id"  # its key in `meta`
+ID = select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID)
 
 
 def m001_first_tables(tx: Connection) -> None:
@@ -251,7 +252,7 @@ def lock(tx: Connection) -> None:
 
 def store_id(tx: Connection) -> str:
     """The store's own id, which its job folders carry too."""
-    return str(tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID)) or "")
+    return str(tx.scalar(ID) or "")
 
 
 def remember(tx: Connection, number: int) -> None:
