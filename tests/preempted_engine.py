@@ -142,6 +142,11 @@ class Answer(NamedTuple):
     ] = ()  # logprobs of tokens that the request names, for places of its prompt
 
 
+def asked_for(ask: Ask) -> tuple[object, ...]:
+    """What an answer follows from."""
+    return (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter, pickle.dumps(ask.media))
+
+
 class PreemptedEngine:
     """An engine and the orders that its worker gets."""
 
@@ -311,19 +316,37 @@ class PreemptedEngine:
         return answers
 
     def undisturbed(self, asked: Sequence[Ask]) -> dict[str, Answer]:
-        """Each on its own, with nothing cached; an engine computes an answer once."""
+        """Each as on its own, with nothing cached; an engine computes an answer once.
+
+        New ones are computed all at once, in a fraction of the iterations, and one of them on its own, which must
+        not differ. Each is computed on its own where KV is copied, or requests take each other's memory.
+        """
         self.orders.follow(None)
-        answers: dict[str, Answer] = {}
-        for ask in asked:
-            media = pickle.dumps(ask.media)
-            what = (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter, media)
-            if what not in self._undisturbed:
-                self.forget()
-                self.add(ask)
-                self._undisturbed[what] = self.drain()[ask.name]
-            answers[ask.name] = self._undisturbed[what]
+        of = {ask.name: asked_for(ask) for ask in asked}
+        new = {of[ask.name]: ask for ask in asked if of[ask.name] not in self._undisturbed}
+        apart = len(new) < 2 or self.scheduler.connector is not None
+        at_once = None if apart else self._apart(*new.values())
+        own = random.Random(len(self._undisturbed)).choice([*new]) if new else None
+        for what, ask in new.items():
+            if at_once is None or what is own:
+                alone = self._apart(ask)
+                assert alone is not None
+                self._undisturbed[what] = alone[ask.name]
+                assert at_once is None or at_once[ask.name] == alone[ask.name], (
+                    "together it has another answer"
+                )
+            else:
+                self._undisturbed[what] = at_once[ask.name]
         self.forget()
-        return answers
+        return {name: self._undisturbed[what] for name, what in of.items()}
+
+    def _apart(self, *asked: Ask) -> dict[str, Answer] | None:
+        """Answers to these with nothing else in the engine; None if any of several lost its memory."""
+        self.forget()
+        lost = self.lost
+        self.add(*asked)
+        answers = self.drain()
+        return answers if self.lost == lost or len(asked) == 1 else None
 
     def together(self, asked: Sequence[Ask]) -> dict[str, Answer]:
         """All at once, the online ones an iteration ahead."""
