@@ -673,10 +673,10 @@ def test_a_job_whose_input_changed_is_refused_and_can_be_resumed(
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(store: Store, queue_up: Callable[..., str]) -> None:
-    job_id = queue_up(*(f"row {n}" for n in range(1200)))
+    job_id = queue_up(*(f"row {n}" for n in range(400)))
     with store.engine.connect() as connection:
         pages = connection.exec_driver_sql("pragma page_count").scalar()
-    limit = f"pragma max_page_count = {pages + 20}"
+    limit = f"pragma max_page_count = {pages + 7}"
 
     def small_disk(connection: object, _: object) -> None:
         connection.execute(limit)  # type: ignore[attr-defined]
@@ -688,7 +688,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(store: Store, queue_up: Cal
     event.remove(store.engine, "connect", small_disk)
     store.engine.dispose()
     harvest(store, FakeEndpoint())
-    assert [row[0] for row in results(store, job_id)] == list(range(1200))
+    assert [row[0] for row in results(store, job_id)] == list(range(400))
 
 
 def test_an_endpoint_that_cannot_serve_ends_the_run_and_blames_no_row(
