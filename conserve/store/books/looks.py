@@ -43,7 +43,7 @@ class Looks(NamedTuple):
 def looks(
     only: Collection[str] | None, model: str | None, but: Collection[str] = ()
 ) -> tuple[Looks, dict[str, Any]]:
-    """Statements and their parameters: of all queued jobs or of these, `but` some; with a model, of those it answers."""
+    """Statements and their parameters: of all queued jobs or of these, `but` some; with a model, of its own."""
     parameters: dict[str, Any] = {} if model is None else {"model": model}
     if only is not None:
         parameters["only"] = list(only)
