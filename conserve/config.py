@@ -19,6 +19,7 @@ UTILITY = 0.9
 LOG_FORMATS = ("text", "json")
 SECRETS = ("api_key", "harvest_key")
 ADDRESSES = ("store", "endpoint", "endpoints", "otlp_endpoint")  # may have a password in them
+MADE_BY_MAKE = Path(__file__).parents[1] / ".demo" / "models"  # in a clone, after `make demo`
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
@@ -43,7 +44,7 @@ class Settings:
     harvest_key: str | None = None
     """The harvester's key of a server that co-serves: its rows may go on from saved tokens."""
     models: Path | None = None
-    """Folder of the converted demo model; the platform's cache folder unless set."""
+    """Folder of the converted demo model; `.demo/models` of a clone with one, else the platform's cache folder."""
     engine_args: str = ""
     """Flags for vLLM, as on its command line; the FLAGS of `conserve run -- FLAGS` come after them."""
     lease_s: float = 60.0
@@ -146,6 +147,8 @@ class Settings:
         """Folder of the converted demo model, for all stores of the user."""
         if self.models is not None:
             return self.models
+        if MADE_BY_MAKE.is_dir():
+            return MADE_BY_MAKE
         from platformdirs import user_cache_path
 
         return user_cache_path("conserve") / "models"

@@ -90,12 +90,14 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
     """Tokenizer of a model on this machine, and what the embedded engine refuses."""
+    from conserve.engine.vllm.model.demo_model import is_to_convert
     from conserve.engine.vllm.model.tokenizer import folder_tokens
     from conserve.engine.vllm.requests.refused import refusal
 
     tokens = folder_tokens(model, settings.models_folder, flags)
+    later = "; the first run puts it there" if is_to_convert(model, settings.models_folder) else ""
     why = (
-        f"no tokenizer of {model} is on this machine"
+        f"no tokenizer of {model} is on this machine{later}"
         if tokens is None
         else f"the chat template of {model} does not take them"
     )

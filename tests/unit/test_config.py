@@ -5,6 +5,7 @@ from urllib.parse import quote
 
 import pytest
 
+from conserve import config
 from conserve.api.running import ProfileFlags, check_endpoint
 from conserve.config import Settings, load, sqlite_file, sqlite_url
 from conserve.endpoints.exchange import AnswerLimits
@@ -167,3 +168,18 @@ def test_a_line_break_behind_a_secret_is_none_of_it(tmp_path: Path) -> None:
     environ = {"CONSERVE_STORE": "postgresql://db/x\n", "CONSERVE_API_KEY": "key\n"}
     said = load({}, environ, tmp_path)
     assert (said.store, said.api_key) == ("postgresql://db/x", "key")
+
+
+def test_a_clone_has_the_demo_model_where_make_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "clone" / ".demo" / "models"
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert "CONSERVE_MODELS ?= $(CURDIR)/.demo/models\n" in makefile
+    assert Path(__file__).parents[2] / ".demo" / "models" == config.MADE_BY_MAKE
+    monkeypatch.setattr(config, "MADE_BY_MAKE", made)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert load({}, {}, tmp_path).models_folder == tmp_path / "cache" / "conserve" / "models"
+    made.mkdir(parents=True)
+    assert load({}, {}, tmp_path).models_folder == made
+    assert load({}, {"CONSERVE_MODELS": "/other"}, tmp_path).models_folder == Path("/other")

@@ -7,6 +7,9 @@ import pytest
 
 from conserve.engine import service
 from conserve.engine.service import ProcessCommand, Service, SupervisedProcess
+from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, server_step
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL
+from conserve.engine.vllm.server import process
 from conserve.errors import ServiceFailed
 from conserve.hosts import free_port
 
@@ -73,3 +76,18 @@ def test_a_start_is_read_from_its_own_beginning_of_the_log(tmp_path: Path) -> No
 
     asyncio.run(run())
     assert server.written() == "new\n"
+
+
+def test_a_start_says_that_it_converts_the_demo_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = []
+
+    def converts(model: str, folder: Path) -> str:
+        steps.append(server_step(capsys.readouterr().err))
+        return str(folder / model)
+
+    monkeypatch.setattr(process, "resolve_model", converts)
+    assert process.at_hand(DEMO_MODEL, tmp_path) == str(tmp_path / DEMO_MODEL)
+    assert process.at_hand("org/other", tmp_path) == str(tmp_path / "org/other")
+    assert steps == [CONVERTING, IMPORTING]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 IMPORTING = "importing vLLM"
 CONVERTING = "converting the demo model"
 PROCESSES = "starting its processes"
+CONVERTED = "the demo model is converted"
 LEARNING = "learning the machine's speed"
 TOLD = {
     "Starting to load model": "loading the weights",
@@ -14,6 +15,8 @@ TOLD = {
     "Capturing CUDA graph": "capturing CUDA graphs",
 }  # phrases of vLLM's log, in the order in which they appear, and the step that follows each
 SERVER_TOLD = {
+    CONVERTING: CONVERTING,
+    CONVERTED: IMPORTING,
     "Initializing a V1 LLM engine": PROCESSES,
     **TOLD,
     "learning how long iterations take": LEARNING,

@@ -38,7 +38,8 @@ from conserve.engine.vllm.launching.flags import (
     said_of_scheduling,
 )
 from conserve.engine.vllm.launching.number_format import read_config
-from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.launching.phases import CONVERTED, CONVERTING
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, resolve_model
 from conserve.engine.vllm.model.hub import require_on_hub
 from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
@@ -159,6 +160,16 @@ def allow_plugin() -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), "conserve"]))
 
 
+def at_hand(model: str, models_folder: Path) -> str:
+    """Folder or hub id of the model; the log tells of a conversion, for the steps of `conserve serve`."""
+    if not is_to_convert(model, models_folder):
+        return resolve_model(model, models_folder)
+    print(f"{CONVERTING}, once; {models_folder} keeps it", file=sys.stderr, flush=True)
+    path = resolve_model(model, models_folder)
+    print(CONVERTED, file=sys.stderr, flush=True)
+    return path
+
+
 def warn(sentence: str) -> None:
     """Tell the user of the server, before vLLM's log begins."""
     print(f"conserve: {sentence}", file=sys.stderr, flush=True)
@@ -175,7 +186,7 @@ def main(words: Sequence[str]) -> int:
         seconds_asked_for()  # a mistake in them is told before the model is loaded
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
-        require_on_hub(resolve_model(model, Path(models_folder)))
+        require_on_hub(at_hand(model, Path(models_folder)))
         quiet_warnings()
         allow_plugin()
         fork_server.start_early("the server")
