@@ -20,6 +20,7 @@ OTHERWISE = {
     "with": "the argument files",
     "memory": "the setting sql_memory",
     "timeout": "the setting sql_timeout_s",
+    "home": "the path of conserve.open()",
 }
 """Arguments that have other names than their flags."""
 

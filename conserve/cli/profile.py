@@ -116,6 +116,7 @@ def show(
     from conserve.errors import ProfileMissing
     from conserve.profiles.book import Book
     from conserve.profiles.correction import Correction
+    from conserve.store.files.home import refuse_no_folder
 
     context: Context = ctx.obj
     settings = context.settings()
@@ -123,6 +124,7 @@ def show(
     if profile is not None:
         found = book.named(profile)
     elif not (newest := book.all()):
+        refuse_no_folder(settings.home)
         raise ProfileMissing("nothing was profiled on this machine yet; run: conserve profile MODEL")
     else:
         found = newest[-1]

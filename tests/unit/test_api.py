@@ -36,6 +36,7 @@ from conserve.errors import (
     RowsLeftOut,
     RowsUnanswerable,
     SettingsError,
+    StoreError,
     UsageError,
 )
 from conserve.installation import install_line, uninstall_line
@@ -234,6 +235,11 @@ def test_commands_in_a_sentence_are_calls_where_there_is_one() -> None:
     assert in_python(said) == (
         "run: conserve run --endpoint URL; give api_key, or more with the setting sql_timeout_s"
     )
+
+
+def test_a_place_that_cannot_hold_a_store_is_that_of_the_call() -> None:
+    with pytest.raises(StoreError, match=r"; check the path of conserve\.open\(\) or CONSERVE_HOME"):
+        conserve.open("/proc/nope")
 
 
 def test_rows_that_cannot_be_sent_are_warned_of_where_they_were_submitted(opened: conserve.Store) -> None:

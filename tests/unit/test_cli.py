@@ -268,3 +268,41 @@ def test_the_shell_completes_commands_and_jobs(write_input: WriteInput) -> None:
     assert completed("conserve check eve") == [job_id]
     assert completed("conserve status eve") == [job_id]
     assert completed("conserve cancel eve") == [job_id]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("jobs",),
+        ("jobs", "--json"),
+        ("status",),
+        ("status", "last"),
+        ("run", "--endpoint", "fake:"),
+        ("run", "--dry-run"),
+        ("harvest", "--endpoint", "http://127.0.0.1:9"),
+        ("forecast",),
+        ("top", "--once"),
+        ("submit", "rows.csv", "--prompt", "{{ q }}"),
+        ("results", "last"),
+        ("sql", "select 1 from jobs"),
+        ("eval", "list"),
+        ("eval", "report", "last"),
+        ("profile", "show"),
+    ],
+    ids=" ".join,
+)
+def test_a_home_that_is_no_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("q\na\n")
+    for home in ("rows.csv", "rows.csv/below"):
+        done = conserve(*command, CONSERVE_HOME=home)
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        said = f"{tmp_path / home} cannot be used: it is no folder, or lies in none; check --home or CONSERVE_HOME"
+        assert said in done.stderr
+
+
+def test_a_home_that_is_yet_to_be_made_is_an_empty_store(tmp_path: Path) -> None:
+    done = conserve("jobs", CONSERVE_HOME=str(tmp_path / "not" / "yet"))
+    assert (done.returncode, "no jobs yet" in done.stderr) == (0, True)

@@ -268,6 +268,10 @@ def untaken(settings: Settings, job_id: str) -> list[int]:
 def opened(settings: Settings) -> Iterator[Query | None]:
     """Yield a function that queries the store within one read transaction; None where there is no store yet."""
     if (path := settings.sqlite_file) is not None:
+        if not path.exists():
+            from conserve.store.files.home import refuse_no_folder
+
+            refuse_no_folder(settings.home)
         with opened_sqlite(path) as query:
             yield query
     else:

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TypeVar, cast
 
 from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable, first_line
@@ -54,6 +55,25 @@ def refuse_backup(home: Path) -> None:
             f"{home} is a backup, which commands only read; make a store of it: conserve --home NEW store restore "
             f"{home} (or remove its {BACKUP}, and it is a store from then on)"
         )
+
+
+def refuse_no_folder(home: Path) -> None:
+    """Raise `StoreError` for a home that is a file, or lies below one; one that is missing may be made yet."""
+    try:
+        if S_ISDIR(home.stat().st_mode):
+            return
+    except NotADirectoryError:
+        pass
+    except OSError:  # whatever opens it tells of others
+        return
+    raise no_folder(home)
+
+
+def no_folder(where: FilePath) -> StoreError:
+    """The error of a place that is no folder."""
+    return StoreError(
+        f"{where} cannot be used: it is no folder, or lies in none; check --home or CONSERVE_HOME"
+    )
 
 
 def jobs_folder(data: P) -> P:
@@ -253,7 +273,6 @@ def explained(where: FilePath) -> Iterator[None]:
                 f"{where} cannot be written; make it writable or set CONSERVE_HOME"
             ) from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise StoreError(
-                f"{where} cannot be used: it is no folder, or lies in none; check CONSERVE_HOME"
-            ) from error
-        raise StoreError(f"{where} cannot be used: {error}; check CONSERVE_HOME") from error
+            raise no_folder(where) from error
+        why = error.strerror or error
+        raise StoreError(f"{where} cannot be used: {why}; check --home or CONSERVE_HOME") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve import owners
+from conserve.store.files.home import refuse_no_folder
 
 EVALS = "evals"
 RECORD = "run.json"
@@ -68,6 +69,7 @@ def is_ended(owner: str) -> bool:
 
 def records(home: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of runs, the oldest first; one that cannot be read is left out."""
+    refuse_no_folder(home)
     found = []
     for path in runs_folder(home).glob(f"*/{RECORD}"):
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -232,6 +232,6 @@ def format_of(path: Path | None, wanted: Format | None) -> Format:
         return Format.JSONL
     if named is None:
         raise UsageError(
-            f"-o {path} names no format; end it in {', '.join(SUFFIXES)}, or give --format: {', '.join(Format)}"
+            f"{path} names no format; end it in {', '.join(SUFFIXES)}, or give --format: {', '.join(Format)}"
         )
     return named
