@@ -10,8 +10,18 @@ PATH=$PWD/.venv/bin:$PATH
 # What is shown is what is run.
 show() { printf '\n$ %s\n' "$1" >&2; eval "$1"; }
 
-job=$(show 'conserve submit examples/questions.parquet --prompt "{{ question }}" --max-tokens 96 --temperature 0')
-echo "$job"
+home=${CONSERVE_HOME#"$PWD"/}
+printf "The demo's store: CONSERVE_HOME=%s .venv/bin/conserve status\n" "$home" >&2
+
+# An interrupted demo is gone on with.
+job=$(conserve jobs --json | python -c 'import json, sys
+print(*[job["id"] for job in json.load(sys.stdin) if job["state"] in ("queued", "running")][:1])')
+if [ -n "$job" ]; then
+    printf '\n%s is not done yet: the demo goes on with it\n' "$job" >&2
+else
+    job=$(show 'conserve submit examples/questions.parquet --prompt "{{ question }}" --max-tokens 96 --temperature 0')
+    echo "$job"
+fi
 
 show "conserve run $job"
 
@@ -19,4 +29,4 @@ show "conserve sql --job $job \"select row_index, i.question, r.text as answer
   from results r join inputs i using (job_id, row_index) order by row_index limit 3\""
 
 printf '\nThe answers as a file: CONSERVE_HOME=%s .venv/bin/conserve results %s -o answers.parquet\n' \
-    "${CONSERVE_HOME#"$PWD"/}" "$job" >&2
+    "$home" "$job" >&2

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import conserve
+
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 CONTROL = re.compile(r"\x1b\[\??(\d*)(?:;\d+)*([A-Za-z])")
@@ -132,6 +134,17 @@ def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert "\x1b" not in printed
     assert "right_answers" in score(home)
     assert shape(printed, home=str(home)) == shape(readme_block(), home=".demo/store")
+
+
+def test_a_demo_goes_on_with_one_that_was_interrupted(tmp_path: Path) -> None:
+    home = str(tmp_path / "store")
+    (tmp_path / "rows.csv").write_text("question\nJanet?\n")
+    left = conserve(
+        "submit", str(tmp_path / "rows.csv"), "--prompt", "{{ question }}", CONSERVE_HOME=home
+    ).stdout.strip()
+    printed = demo(Path(home), CONSERVE_ENDPOINT="fake:")
+    assert f"{left} is not done yet: the demo goes on with it\n\n$ conserve run {left}\n" in printed
+    assert "conserve submit" not in printed
 
 
 @pytest.mark.parametrize(
