@@ -7,7 +7,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.status_report import document, table
+from conserve.cli.status_report import document, no_jobs, table
 from conserve.store.books.readings import JobReading, read_jobs
 
 EXAMPLE = """
@@ -27,7 +27,8 @@ def jobs(
 ) -> None:
     """List all jobs, the newest first."""
     context: Context = ctx.obj
-    everything = read_jobs(context.settings(), now=time.time())[::-1]
+    settings = context.settings()
+    everything = read_jobs(settings, now=time.time())[::-1]
     readings = [job for job in everything if all(has_tag(job, wanted) for wanted in tag or [])]
     if as_json:
         output.data_json([document(job) for job in readings])
@@ -36,7 +37,7 @@ def jobs(
     elif everything:
         output.say(f"none of {output.count(len(everything), 'job')} has the tag {' and '.join(tag or [])}")
     else:
-        output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
+        output.say(no_jobs(settings))
 
 
 def has_tag(job: JobReading, wanted: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
 from conserve.config import Settings
-from conserve.store.books.readings import JobReading, job_named, read_harvested, read_jobs
+from conserve.store.books.readings import FIRST_JOB, JobReading, job_named, read_harvested, read_jobs
 from conserve.store.books.states import JobState
 
 WATCH_S = 1.0
@@ -28,14 +28,14 @@ def answer(settings: Settings, question: StatusArguments) -> None:
     """Print the jobs' progress, once, or until no job has rows left and no server runs."""
     job, as_json = question.job, question.as_json
     if not question.watch:
-        show(selected(settings, job), server_status.read_servers(settings), job, as_json)
+        show(settings, selected(settings, job), server_status.read_servers(settings), job, as_json)
         return
     job = job_named(settings, read_jobs(settings, now=time.time()), job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
         seen, servers = selected(settings, job), server_status.read_servers(settings)
         repaint.before([*server_status.lines(servers), *lines(seen, job)] if not as_json else [])
-        show(seen, servers, job, as_json)
+        show(settings, seen, servers, job, as_json)
         over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
         if over and (job is not None or not servers):
             return
@@ -100,7 +100,9 @@ def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None
     return None if row_index is None else Oldest(row_index, now - reading.submitted_at)
 
 
-def show(seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_json: bool) -> None:
+def show(
+    settings: Settings, seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_json: bool
+) -> None:
     """Print the servers and the readings."""
     if as_json:
         documents = [document(reading) for reading in seen.readings]
@@ -108,7 +110,12 @@ def show(seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_jso
     elif seen.readings or servers:
         output.data("\n".join([*server_status.lines(servers), *lines(seen, job)]))
     else:
-        output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
+        output.say(no_jobs(settings))
+
+
+def no_jobs(settings: Settings) -> str:
+    """Sentence on a store without jobs, which names the store: the jobs may be in another one."""
+    return f"no jobs yet in {settings.place}; {FIRST_JOB}"
 
 
 def lines(seen: ShownJobs, job: str | None) -> list[str]:

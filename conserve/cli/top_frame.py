@@ -16,7 +16,7 @@ from conserve.cli.bars import bar, course, cut, short
 from conserve.cli.forecast_report import IDLE, none_runs, queue_sentence, when
 from conserve.cli.output import STATE_COLOURS
 from conserve.jobs.deadlines.queue import LIKELY
-from conserve.store.books.readings import JobReading
+from conserve.store.books.readings import FIRST_JOB, JobReading
 
 WIDTH, HEIGHT = 80, 24
 NAME, BAR = 16, 8  # cells of a job's id and its progress, in a frame of 80
@@ -174,7 +174,7 @@ def jobs(
 ) -> list[Text]:
     """Table of jobs around the chosen one."""
     if not found:
-        return [Text(' no jobs yet; queue one with: conserve submit data.parquet --prompt "..."', style=DIM)]
+        return [Text(f" no jobs yet; {FIRST_JOB}", style=DIM)]
     name_width = NAME + max(0, min(NAME, (width - WIDTH) // 2))
     bar_width = BAR + max(0, width - WIDTH - (name_width - NAME))
     names = f"  {'JOB':<{name_width}} {'STATE':<9} {'PROGRESS':<{bar_width + 5}} {'ROWS':>13} {'FAIL':>5}"

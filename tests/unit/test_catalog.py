@@ -20,6 +20,7 @@ from conserve.errors import (
 from conserve.store.books import catalog, readings
 from conserve.store.books.catalog import InputFile, Source
 from conserve.store.books.readings import (
+    FIRST_JOB,
     JOBS,
     JobReading,
     data,
@@ -574,7 +575,7 @@ def test_a_job_called_last_or_like_the_beginning_of_another_is_found_by_its_name
         (KNOWN, "gsn-aaaa", "there is no job 'gsn-aaaa'; did you mean gsm-aaaa?"),
         (KNOWN, "xyz", "there is no job 'xyz'; run: conserve jobs"),
         (KNOWN, "", "there is no job ''; run: conserve jobs"),
-        ([], "last", "there is no job 'last'; run: conserve jobs"),
+        ([], "last", f"there is no job 'last', for there are no jobs yet; {FIRST_JOB}"),
     ],
 )
 def test_what_names_no_job_or_several_is_said(known: list[str], wanted: str, said: str) -> None:

@@ -304,5 +304,14 @@ def test_a_home_that_is_no_folder_is_refused(
 
 
 def test_a_home_that_is_yet_to_be_made_is_an_empty_store(tmp_path: Path) -> None:
-    done = conserve("jobs", CONSERVE_HOME=str(tmp_path / "not" / "yet"))
-    assert (done.returncode, "no jobs yet" in done.stderr) == (0, True)
+    home = str(tmp_path / "not" / "yet")
+    for command in ("jobs", "status"):
+        done = conserve(command, CONSERVE_HOME=home)
+        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stderr.startswith(f"no jobs yet in {home}; queue one with: conserve submit ")
+    for command in ("status", "results", "retry"):
+        done = conserve(command, "last", CONSERVE_HOME=home)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert (
+            "there is no job 'last', for there are no jobs yet; queue one with: conserve sub" in done.stderr
+        )

@@ -75,6 +75,9 @@ largest, since waiting rows lie in front of it."""
 BATCHES = "select id, job_id from batch where substr(id, 1, :length) = :wanted order by seq limit 9"
 """Batches of the Batch API whose id begins so, and their jobs; each job of `conserve submit` has one too."""
 
+FIRST_JOB = 'queue one with: conserve submit data.parquet --prompt "..."'
+"""The next step in a store without jobs."""
+
 BATCH = "batch_"
 """Beginning of each batch's id."""
 
@@ -384,6 +387,8 @@ def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str 
         if not matches[name]:
             raise JobNotFound(f"{name} has no job: its input is still checked, or was refused")
         return matches[name]
+    if not known:
+        raise JobNotFound(f"there is no job {wanted!r}, for there are no jobs yet; {FIRST_JOB}")
     import difflib
 
     nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
