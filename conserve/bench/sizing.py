@@ -133,10 +133,11 @@ class Sized:
         answer = _mean([one.output_tokens for one in requests])
         ttft_ms, tbt_ms = p99s_ms(self.forecasts)
         slo = "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s"
+        takes = f"about {max(1, round(self.takes_s / 60))} min once the engines are ready"
         return (
             f"{how}: {self.rate:.3g} requests/s, prompts of {prompt:.0f} and answers of {answer:.0f} tokens on "
             f"average, {blocks}, SLO {slo}; expected of online-only: engine busy {self.load.busy:.0%}, "
-            f"P99 TTFT {ttft_ms:,.0f} ms, TBT {tbt_ms:,.0f} ms; takes about {max(1, round(self.takes_s / 60))} min"
+            f"P99 TTFT {ttft_ms:,.0f} ms, TBT {tbt_ms:,.0f} ms; takes {takes}"
         )
 
 

@@ -37,8 +37,10 @@ def forecast(
     elif not shown:
         output.say("no job has rows to run" if wanted is None else f"job {wanted} has no rows to run")
     elif not found:
-        ran = f"rows have run for less than {LEAST_BUSY_S:g} s in each quarter of an hour here"
-        output.say(f"no forecast yet: {ran}; run: conserve run")
+        output.say(
+            f"no forecast yet: it follows once rows have run for {LEAST_BUSY_S:g} s within a quarter of an hour; "
+            "run: conserve run"
+        )
     else:
         rows = [row(one, found[one.id], now) for one in shown if one.id in found]
         output.data("\n".join(output.columns(header(), rows, right=(1, 5))))

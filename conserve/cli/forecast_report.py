@@ -11,6 +11,7 @@ from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
 
 FAR = "weeks away"
+WEEKS = "weeks from now"  # in a sentence
 IDLE = "if rows run from now on"  # where `none_runs`
 
 
@@ -48,7 +49,7 @@ def document(job: JobReading, found: Forecast | None) -> Mapping[str, Any]:
 
 def sentence(found: Forecast, deadline: float | None, now: float) -> str:
     """Forecast of a job in words."""
-    done = f"done by {when(found.done_50, now)} (50 %), {when(found.done_90, now)} (90 %)"
+    done = f"done {both(found.done_50, found.done_90, now)}"
     if deadline is None or found.in_time is None:
         return done
     return f"{done}; in time with {percent(found)}"
@@ -60,7 +61,7 @@ def queue_sentence(found: Mapping[str, Forecast], now: float) -> str:
         max((at(one, name) for one in found.values()), key=lambda end: (end is None, end or 0.0))
         for name in ("done_50", "done_90")
     ]
-    words = f"all done by {when(ends[0], now)} (50 %), {when(ends[1], now)} (90 %)"
+    words = f"all done {both(ends[0], ends[1], now)}"
     late = [job_id for job_id, one in found.items() if one.in_time is not None and one.in_time < LIKELY]
     return f"{words}; may miss its deadline: {', '.join(late)}" if late else words
 
@@ -76,7 +77,19 @@ def warning(found: Forecast, deadline: float, now: float) -> str | None:
     if found.in_time is None or found.in_time >= LIKELY:
         return None
     verb = "will not make it" if found.is_late else "may not make it"
-    return f"{verb}: {percent(found)} by {when(deadline, now)} (done by {when(found.done_90, now)} with 90 %)"
+    return f"{verb}: {percent(found)} by {when(deadline, now)} (done {by(found.done_90, now)} with 90 %)"
+
+
+def both(done_50: float | None, done_90: float | None, now: float) -> str:
+    """Both moments of a forecast in words."""
+    if done_50 is None:
+        return f"{WEEKS} (50 and 90 %)"
+    return f"by {when(done_50, now)} (50 %), {WEEKS if done_90 is None else when(done_90, now)} (90 %)"
+
+
+def by(moment: float | None, now: float) -> str:
+    """A moment by which a job is done, in words."""
+    return WEEKS if moment is None else f"by {when(moment, now)}"
 
 
 def percent(found: Forecast) -> str:

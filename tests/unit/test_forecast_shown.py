@@ -11,7 +11,9 @@ import pytest
 
 import conserve as package
 from conserve.batch_api.foresight import KEPT_S, Foresight
+from conserve.cli.forecast_report import queue_sentence, sentence, warning, when
 from conserve.errors import UsageError
+from conserve.jobs.deadlines.forecast import Forecast
 from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.states import JobState, OnLate
@@ -61,10 +63,27 @@ def test_a_store_that_harvested_nothing_says_so(store: Store, words: list[str]) 
     done = conserve(*words, "--within", "9h", "--strict")
     assert done.returncode == 0
     assert "no forecast" in done.stderr
-    assert conserve("forecast").stderr.startswith("no forecast yet: rows have run for less than 15 s")
+    assert conserve("forecast").stderr.startswith(
+        "no forecast yet: it follows once rows have run for 15 s within"
+    )
     (shown,) = json.loads(conserve("forecast", "--json").stdout)
     assert shown["done_50"] is None
     assert "forecast" not in conserve("status").stdout
+
+
+def test_a_job_that_is_done_weeks_from_now_is_said_in_words() -> None:
+    now = time.time()
+    soon, far = (
+        Forecast(done_50=now, done_90=None, in_time=0.4),
+        Forecast(done_50=None, done_90=None, in_time=0.0),
+    )
+    at = when(now, now)
+    assert sentence(far, None, now) == "done weeks from now (50 and 90 %)"
+    assert sentence(soon, None, now) == f"done by {at} (50 %), weeks from now (90 %)"
+    assert queue_sentence({"a": soon, "b": far}, now).startswith(
+        "all done weeks from now (50 and 90 %); may miss"
+    )
+    assert f"by {at} (done weeks from now with 90 %)" in str(warning(soon, now, now))
 
 
 def test_a_deadline_that_will_not_be_kept_is_warned_of_and_strictly_refused(

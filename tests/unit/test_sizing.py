@@ -169,7 +169,7 @@ def test_what_is_set_is_said_in_one_line() -> None:
         f"{sized.rate:.3g} requests/s",
         f"1 x 4 blocks of {sized.design.block_s:g} s",
         f"busy {forecast.busy:.0%}",
-        f"about {sized.takes_s / 60:.0f} min",
+        f"about {sized.takes_s / 60:.0f} min once the engines are ready",
         f"P99 TTFT {p99s_ms([forecast])[0]:,.0f} ms",
         "SLO 1 x online-only's P99s",
     ):
