@@ -14,6 +14,7 @@ from conserve.cli.options import JOB
 from conserve.config import Settings
 from conserve.errors import UsageError
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import JobState
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
@@ -29,6 +30,8 @@ conserve results gsm8k-k3f9 --format dataset -o s3://team/answers
 """
 
 FORMATS = ("parquet", "jsonl", "csv", "openai")
+NEXT = {JobState.QUEUED: "run", JobState.PAUSED: "resume", JobState.EXPIRED: "retry"}
+"""Commands by which a job without all answers goes on."""
 TABLES = ("dataset", "delta")  # folders of files
 
 
@@ -92,7 +95,10 @@ def tell(job: "JobRecord", rows: int, out: Path | None, settings: Settings) -> N
     if rows < job.num_rows:
         so_far = f"{rows:,} of {output.count(job.num_rows, 'row')} so far"
         states = [reading.state for reading in read_jobs(settings, now=time.time(), only=[job.id])]
-        output.say(f"job {job.id} is {states[0] if states else job.state}: {so_far}")
+        state = states[0] if states else job.state
+        goes_on = NEXT.get(state)
+        go_on = f"; go on with: conserve {goes_on} {job.id}" if goes_on else ""
+        output.say(f"job {job.id} is {state}: {so_far}{go_on}")
     if out is not None:
         output.say(f"wrote {output.count(rows, 'row')} to {shown(out)}")
 

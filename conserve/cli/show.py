@@ -81,6 +81,8 @@ def document(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> 
 
 def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> list[str]:
     """Lines on the row for a reader."""
+    from conserve.store.books.too_long import TOO_LONG, helps_too_long
+
     result = stands.result
     head = [
         f"{job.id} row {asked.request.row_index:,}: {output.state(stands.state)}",
@@ -95,6 +97,7 @@ def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> lis
     parts = [head, section("prompt", asked.prompt)]
     parts += [section("answer", answer(result))] if result is not None and not result.failed else []
     parts += [section(f"error ({kind})", error)] if kind else []
+    parts += [section("what helps", helps_too_long(job.id))] if kind == TOO_LONG else []
     return [line for part in parts for line in part]
 
 

@@ -218,9 +218,22 @@ class TestShow:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
+    def test_a_row_that_was_too_long_is_shown_with_what_helps(self, store: Store, job: str) -> None:
+        lease = leased(store, limit=2)
+        finish(store, lease, of=[0], failed=(0,), error_type="too_long")
+        finish(store, lease, of=[1])
+        said = conserve("show", job, "0").stdout
+        assert (
+            f"what helps:\nthe row fails again unless the context is longer: conserve retry {job}, then"
+            in said
+        )
+        assert "what helps" not in conserve("show", job, "1").stdout
+
     def test_a_row_on_its_way(self, store: Store, job: str) -> None:
         row = self.shown(job, "5")
         assert (row["state"], row["where"]) == ("waiting", "not taken yet; 5 rows of its job go first")
+        assert self.shown(job, "1")["where"] == "not taken yet; 1 row of its job goes first"
+        assert self.shown(job, "0")["where"] == "not taken yet; it is the next of its job"
         lease = leased(store, limit=4)
         row = self.shown(job, "1")
         assert (row["state"], row["where"], row["attempts"]) == ("running", "leased by ann", 1)

@@ -132,7 +132,7 @@ def test_the_standing_of_a_row_without_a_record_names_its_owner(store: Store) ->
     found = [standing(store, job(store), position) for position in (1, 2)]
     assert [(row.state, row.where, row.attempts) for row in found] == [
         ("running", "leased by ann", 1),
-        ("waiting", "not taken yet; 0 rows of its job go first", 0),
+        ("waiting", "not taken yet; it is the next of its job", 0),
     ]
 
 

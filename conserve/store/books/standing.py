@@ -47,9 +47,15 @@ def standing(store: Store, job: JobRecord, position: int) -> RowStanding:
     if entry is not None:
         return finished(decode(entry.payload), "in the journal") if is_whole(entry) else lost("the journal")
     if position >= next_position:
-        ahead = f"{position - next_position:,} rows of its job go first"
-        return waiting(job, f"not taken yet; {ahead}", 0)
+        return waiting(job, f"not taken yet; {ahead(position - next_position)}", 0)
     return in_shards(store.data, files, position)
+
+
+def ahead(rows: int) -> str:
+    """Words for the rows of the job in front of one."""
+    if not rows:
+        return "it is the next of its job"
+    return "1 row of its job goes first" if rows == 1 else f"{rows:,} rows of its job go first"
 
 
 def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:

@@ -33,3 +33,11 @@ def fails_again(job_id: str, row_indexes: Sequence[int]) -> str:
         f"{job_id}: {rows} too long for the model's context (row {min(row_indexes):,}), and {they} will fail "
         "again unless the next run's context is longer"
     )
+
+
+def helps_too_long(job_id: str) -> str:
+    """Sentence on what helps such a row."""
+    return (
+        f"the row fails again unless the context is longer: conserve retry {job_id}, then conserve run with a "
+        "model of a longer context, or a larger --max-model-len behind --; or shorten the row and submit it anew"
+    )
