@@ -20,6 +20,7 @@ LOG_FORMATS = ("text", "json")
 SECRETS = ("api_key", "harvest_key")
 ADDRESSES = ("store", "endpoint", "endpoints", "otlp_endpoint")  # may have a password in them
 MADE_BY_MAKE = Path(__file__).parents[1] / ".demo" / "models"  # in a clone, after `make demo`
+KINDS = {Path: "a path", int: "a whole number", float: "a number", str: "text"}
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
@@ -187,7 +188,7 @@ def model_name(model: str) -> str:
     try:
         model.encode()
     except UnicodeEncodeError as error:
-        raise SettingsError(f"{model!r} is no name of a model; correct --model") from error
+        raise SettingsError(f"{model!r} is no name of a model; correct it") from error
     try:
         folder = Path(model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else model
@@ -211,7 +212,18 @@ def load(
     values = {name: value for name, value in values.items() if value != UNSET or name not in MAY_BE_UNSET}
     if "home" not in values:
         values["home"] = default_home()
-    return Settings(**{name: convert(name, value) for name, value in values.items()})
+    return Settings(**{name: converted(name, value, environ, cwd) for name, value in values.items()})
+
+
+def converted(name: str, value: Any, environ: Mapping[str, str], cwd: Path | None) -> Any:
+    """Convert `value` as `convert` does; the error names the variable or the file that says it."""
+    try:
+        return convert(name, value)
+    except SettingsError as error:
+        source = source_of(name, value, environ, cwd)
+        raise SettingsError(
+            f"{error}" if source.startswith("--") else f"{error}; correct {source}"
+        ) from error
 
 
 def variables() -> dict[str, str]:
@@ -291,4 +303,5 @@ def convert(name: str, value: Any) -> Any:
     except (TypeError, ValueError):
         pass
     shown = type(value).__name__ if name in (*SECRETS, *ADDRESSES) else repr(value)
-    raise SettingsError(f"{name} must be {wanted.__name__}, not {shown}")
+    unit = " of seconds" if name.endswith("_s") else ""
+    raise SettingsError(f"{name} must be {KINDS[wanted]}{unit}, not {shown}")

@@ -27,8 +27,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
         raise UsageError("give --prompt or --prompt-file, not both")
     try:
         return prompt_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the template {prompt_file}: {error}") from error
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no file {prompt_file} with the template; check the path") from error
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the template {prompt_file}: {error.strerror}; check the path and its permissions"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the template {prompt_file} is not UTF-8; convert it") from error
 
 
 def read_params(pairs: list[str]) -> dict[str, Any]:

@@ -100,6 +100,28 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
     assert "conserve run" not in nothing.stderr
 
 
+def test_answers_of_a_job_that_is_not_done_come_with_the_command_that_goes_on(
+    write_input: WriteInput,
+) -> None:
+    job_id = submit(write_input(q=["a"] * 2))
+    so_far = f"job {job_id} is {{}}: 0 of 2 rows so far; go on with: conserve {{}} {job_id}\n"
+    assert conserve("results", "last").stderr == so_far.format("queued", "run")
+    conserve("pause", job_id)
+    assert conserve("results", "last").stderr == so_far.format("paused", "resume")
+
+
+def test_a_template_that_cannot_be_read_is_named_once(write_input: WriteInput, tmp_path: Path) -> None:
+    rows, latin = str(write_input(q=["a"])), tmp_path / "latin.txt"
+    latin.write_bytes("für {{ q }}".encode("latin-1"))
+    for path, said in (
+        ("nope.txt", "there is no file nope.txt with the template; check the path"),
+        (tmp_path, f"cannot read the template {tmp_path}: Is a directory; check the path"),
+        (latin, f"the template {latin} is not UTF-8; convert it"),
+    ):
+        done = conserve("submit", rows, "--prompt-file", str(path))
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
 def test_an_interrupted_run_names_the_command_that_goes_on(
     write_input: WriteInput, forked: StartForked
 ) -> None:

@@ -73,8 +73,8 @@ def test_an_endpoint_is_taken_back_and_a_refusal_names_who_set_it(
     ("toml", "message"),
     [
         ('modle = "x"', "'modle', which is no setting"),
-        ("model = 3", "model must be str"),
-        ('lease_s = "soon"', "lease_s must be float"),
+        ("model = 3", "model must be text, not 3; correct .*conserve.toml"),
+        ('lease_s = "soon"', "lease_s must be a number of seconds, not 'soon'; correct .*conserve.toml"),
         ("max_attempts = 0", "at least 1"),
         ("lease_s = 0.5", "lease_s must be at least 1 second"),
         ("lease_s = nan", "lease_s must be at least 1 second"),
@@ -95,7 +95,9 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path: Path, toml: str, message:
 
 
 def test_a_variable_of_the_wrong_type_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="max_attempts must be int, not 'many'"):
+    with pytest.raises(
+        SettingsError, match="max_attempts must be a whole number, not 'many'; correct CONSERVE_M"
+    ):
         load({}, {"CONSERVE_MAX_ATTEMPTS": "many"}, tmp_path)
 
 

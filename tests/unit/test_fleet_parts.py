@@ -331,7 +331,7 @@ def test_a_fleet_says_which_step_it_is_at_until_a_server_is_ready() -> None:
         await fleet.close()
         assert steps == [
             "waiting for a first server",
-            f"asking {A} what they serve",
+            f"asking {A} what it serves",
             "asking 2 servers what they serve",
             None,
         ]
@@ -1178,7 +1178,7 @@ def test_a_server_with_a_password_in_its_address_is_known_without_it() -> None:
         fleet = Fleet(Joined([changing]), make)
         fleet.drain([A])
         await fleet._look()
-        assert fleet.doing == f"asking {A} what they serve"
+        assert fleet.doing == f"asking {A} what it serves"
         assert [(seen.url, seen.state) for seen in fleet.sightings()] == [(A, "drained")]
         await fleet.start()
         changing.urls = [B]

@@ -36,7 +36,7 @@ def offline() -> Exception:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (not_found, "the hub has no model no/such-model"),
+        (not_found, "the hub has no model no/such-model, or not for this user; correct its name"),
         (lambda: httpx.ConnectError("Name or service not known"), "and the hub cannot be reached"),
         (lambda: ConnectionRefusedError(), "and the hub cannot be reached"),
         (offline, "HF_HUB_OFFLINE keeps it from the hub"),

@@ -59,6 +59,13 @@ BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("truncated.parquet", b"PAR1 and no more", PROMPT, "damaged or truncated"),
     ("named.parquet", "text", PROMPT, "is not a Parquet file"),
     ("bad.jsonl", '{"q": "a"}\n{"q": "b"\n', PROMPT, "line 2 of .*bad.jsonl is not JSON"),
+    ("none.parquet", "", PROMPT, "none.parquet is empty, which no Parquet file is; write it again"),
+    (
+        "program",
+        b"\x7fELF\x02\x00\x01",
+        PROMPT,
+        "program is no text in UTF-8: it has bytes 0, as binary files",
+    ),
     ("sheet.xlsx", b"PK\x03\x04\x14", PROMPT, "is a workbook, .*; save its sheet as CSV and submit that"),
     (
         "tabs.txt",

@@ -93,7 +93,11 @@ class Fleet:
         urls = [member.url for member in self.servers]
         if not urls:
             return "waiting for a first server"
-        return f"asking {urls[0] if len(urls) == 1 else f'{len(urls)} servers'} what they serve"
+        return (
+            f"asking {urls[0]} what it serves"
+            if len(urls) == 1
+            else f"asking {len(urls)} servers what they serve"
+        )
 
     @property
     def in_flight(self) -> InFlight:

@@ -159,6 +159,8 @@ def form_of(path: Path, name: str, wanted: FileFormat | None, *, from_stdin: boo
             f"{name} is a workbook, as Excel saves it, or a ZIP; save its sheet as CSV and submit that"
         )
     form = wanted or (FileFormat.PARQUET if is_parquet else named or FileFormat.JSONL)
+    if form is FileFormat.PARQUET and not head:
+        raise InputError(f"{name} is empty, which no Parquet file is; write it again")
     if form is FileFormat.PARQUET and not is_parquet:
         raise InputError(f"{name} is not a Parquet file; write it again, or say what it is: --format")
     if is_parquet and packing(path) is not None:

@@ -115,6 +115,8 @@ class JsonLines(TextRows):
                 try:
                     row = decode(line)
                 except (msgspec.DecodeError, ValueError) as error:  # not UTF-8, or a number of 5,000 digits
+                    if first and b"\0" in line:
+                        raise no_text(name) from error
                     if first and line.lstrip().startswith(b"["):
                         raise one_array(path, name) from error
                     row = row_with_halves(line)
@@ -267,6 +269,13 @@ def one_array(path: Path, name: str) -> InputError:
     return InputError(
         f"{name} is one JSON array; write one object a line, or submit a file of this machine with "
         f'--sql "{query}"'
+    )
+
+
+def no_text(name: str) -> InputError:
+    """The error for a file with bytes that no text in UTF-8 has."""
+    return InputError(
+        f"{name} is no text in UTF-8: it has bytes 0, as binary files and UTF-16 do; submit JSONL, CSV or Parquet"
     )
 
 

@@ -34,11 +34,11 @@ def require_on_hub(model: str) -> None:
     except GatedRepoError:
         return  # vLLM says what is to be done
     except RepositoryNotFoundError as error:
-        said = f"the hub has no model {model}, or not for this user; correct --model, or set HF_TOKEN"
+        said = f"the hub has no model {model}, or not for this user; correct its name, or set HF_TOKEN"
         raise EndpointUnusable(said) from error
     except Exception as error:
         if any(kind.__name__ in UNREACHED for kind in type(error).__mro__):
-            said = f"{missing}, and the hub cannot be reached; name a model folder, or correct --model"
+            said = f"{missing}, and the hub cannot be reached; name a model folder, or correct the name"
             raise EndpointUnusable(said) from error
         # Whatever else is wrong, vLLM may get by.
 
