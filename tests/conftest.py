@@ -28,7 +28,7 @@ from tests import commands, postgres, reach, shared_imports
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked, Forks
-from tests.distribution import KINDS, SERVERS, Together, kind_of
+from tests.distribution import KINDS, Together, kind_of, starts_servers
 from tests.tiers import in_full
 
 StartForked = Callable[..., Forked]
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start vLLM's processes, and let those that fork come first."""
     items.sort(key=lambda item: -KINDS.index(kind_of(item.nodeid)))
     for item in items:
-        if item.path.stem in SERVERS:
+        if starts_servers(item.path):
             item.add_marker(pytest.mark.server)
 
 

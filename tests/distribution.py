@@ -24,7 +24,7 @@ SERVERS = frozenset(
         "test_serve_under_pressure",
     }
 )
-"""Modules whose tests start vLLM's engine in processes of its own."""
+"""Modules of `integration` whose tests start vLLM's engine in processes of its own."""
 
 IMPORT_VLLM = frozenset(
     {
@@ -67,7 +67,7 @@ class Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         module, _, _ = nodeid.partition("::")
-        if Path(module).stem in SERVERS:
+        if starts_servers(Path(module)):
             return "servers"
         if module.startswith("tests/integration/"):
             return nodeid.partition("[")[0].rpartition("::")[0]  # the class, or the module
@@ -89,6 +89,11 @@ class Together(LoadScopeScheduling):
         scope = self._split_scope(self.registered_collections[node][item_index])
         if all(self.assigned_work[node][scope].values()):
             del self.assigned_work[node][scope]
+
+
+def starts_servers(module: Path) -> bool:
+    """True for a module of `SERVERS`; a unit test may have the same name."""
+    return module.stem in SERVERS and module.parent.name == "integration"
 
 
 KINDS = ("engine", "plain", "command")

@@ -112,3 +112,9 @@ def test_rewritten_modules_are_kept_while_they_are_collected_alone(monkeypatch: 
         with shared_imports.kept():
             assert not shared_imports.sys.dont_write_bytecode
         assert shared_imports.sys.dont_write_bytecode is before
+
+
+def test_a_unit_test_named_as_a_module_of_servers_starts_none() -> None:
+    name = sorted(distribution.SERVERS)[0]
+    assert distribution.starts_servers(Path(f"tests/integration/{name}.py"))
+    assert not distribution.starts_servers(Path(f"tests/unit/{name}.py"))
