@@ -329,7 +329,7 @@ def test_a_claim_that_was_rolled_back_binds_nothing(store: Store) -> None:
 
 
 def test_a_name_that_is_no_text_is_no_model() -> None:
-    with pytest.raises(SettingsError, match="--model"):
+    with pytest.raises(SettingsError, match="is no name of a model; correct it"):
         model_name("a\udcff")
 
 

@@ -692,7 +692,9 @@ def test_a_refusal_waits_for_a_commit_of_its_lease(store: Store) -> None:
     lease = leased(store, owner=ledger.owner)
     with store.write() as tx:
         journal.commit(tx, [Finished(lease.epoch, "job-1", 0, result(0))], now=0.0)
-        thread = threading.Thread(target=ledger._refuse, args=("job-1", "its input changed", lease.epoch))
+        thread = threading.Thread(
+            target=ledger._turned_away.add, args=("job-1", "its input changed", lease.epoch)
+        )
         thread.start()
         until(lambda: waits_for_a_lock(tx))
     thread.join()

@@ -157,9 +157,14 @@ def test_looking_for_rows_to_claim_locks_nothing(store: Store, monkeypatch: pyte
 
     said: list[str] = []
 
-    def execute(query: Any) -> Any:
+    class NoRows(list[Any]):
+        def all(self) -> list[Any]:
+            return self
+
+    def execute(query: Any, parameters: Any) -> Any:
+        assert parameters == {}
         said.append(str(query.compile(dialect=postgresql.dialect())))
-        return SimpleNamespace(all=list)
+        return NoRows()
 
     tx: Any = SimpleNamespace(execute=execute, dialect=postgresql.dialect())
     for locked in (True, False):

@@ -206,7 +206,7 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 5, not 99"):
+    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 6, not 99"):
         recorded(json.dumps({**said, "version": 99}).encode())
 
 

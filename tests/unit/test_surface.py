@@ -31,6 +31,7 @@ from tests.installed import needs
 SAID: dict[str, Any] = {
     "policy": "conserve",
     "slo": {"ttft_ms": 1500.0, "tbt_ms": None, "harm": 0.1},
+    "live_prefixes": {"kept_blocks": 31, "prompt_tokens": 5000, "found_tokens": 1200, "lost_tokens": 160},
     "pushing": {"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2, "tokens": 900},
     "latency_model": {"name": "conserve"},
     "online": {
@@ -190,6 +191,10 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_harm_limit": 0.1,
         "conserve_slo_scale": 1.25,
         "conserve_pushed_tokens_total": 900,
+        "conserve_live_prompt_tokens_total": 5000,
+        "conserve_live_prefix_tokens_found_total": 1200,
+        "conserve_live_prefix_tokens_lost_total": 160,
+        "conserve_live_prefix_blocks": 31,
         "conserve_harm_ratio/estimate/ttft/p50": 1.05,
         "conserve_harm_ratio/low/ttft/p50": 0.9,
         "conserve_promised_seconds/ttft/p99": 1.5,
@@ -199,7 +204,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_leave_reaction_seconds/0.99": 0.014,
         **FORMER_NAMES,
     }
-    assert len(COUNTS) == 21
+    assert len(COUNTS) == 24
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]
