@@ -454,7 +454,9 @@ def test_a_wait_is_reported_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     os.close(reader)
     os.close(writer)
     assert heard[-1] is None
-    assert all(waited_s is not None and waited_s > 0 for waited_s in heard[:-1])
+    first = heard[: heard.index(None)]  # a child that is slow to end is waited for once more
+    assert len(first) >= 2
+    assert all(waited_s is not None and waited_s > 0 for waited_s in first)
 
 
 def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> None:
