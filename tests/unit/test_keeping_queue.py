@@ -143,15 +143,43 @@ def test_whatever_happens_each_block_is_free_once_or_in_use(steps: list[tuple[st
     assert sorted(names(pool.get_new_blocks(BLOCKS))) == [*range(1, BLOCKS + 1)]
 
 
-def test_a_cache_that_is_off_keeps_nothing() -> None:
+def prefixes_of(*, caches: bool = True) -> tuple[Any, Any]:
+    """Live prefixes of a pool with blocks of four tokens, and what vLLM's manager says of it."""
     from vllm.v1.core.block_pool import BlockPool
 
     from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 
-    pool = BlockPool(BLOCKS + 1, enable_caching=False, hash_block_size=4)
+    pool = BlockPool(BLOCKS + 1, enable_caching=caches, hash_block_size=4)
     kinds = [SimpleNamespace(block_size=4, req_to_blocks={})]
-    manager = SimpleNamespace(block_pool=pool, coordinator=SimpleNamespace(single_type_managers=kinds))
+    manager = SimpleNamespace(
+        block_pool=pool,
+        coordinator=SimpleNamespace(single_type_managers=kinds),
+        prefix_cache_lookup_enabled=lambda request: caches,
+    )
     prefixes = LivePrefixes(manager, share=0.5)
     prefixes.follow(on=True)
+    return prefixes, manager
+
+
+@pytest.mark.parametrize(("computed", "lost"), [(12, 12), (9, 8), (3, 0)])
+def test_what_an_aborted_request_did_not_compute_is_not_lost(computed: int, lost: int) -> None:
+    prefixes, manager = prefixes_of()
+    one: Any = SimpleNamespace(
+        request_id="one",
+        priority=0,
+        num_prompt_tokens=13,
+        num_computed_tokens=computed,
+        block_hashes=[b"a", b"b", b"c"],
+    )
+    (kind,) = manager.coordinator.single_type_managers
+    kind.req_to_blocks["one"] = hashed(manager.block_pool.get_new_blocks(3))
+    prefixes.end(one, now=0.0)
+    again: Any = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="one", num_computed_tokens=0)])
+    prefixes.start(again, {"one": one}, now=1.0)
+    assert (prefixes.report()["lost_tokens"], prefixes.report()["prompt_tokens"]) == (lost, 13)
+
+
+def test_a_cache_that_is_off_keeps_nothing() -> None:
+    prefixes, _ = prefixes_of(caches=False)
     assert not prefixes.on
     assert prefixes.kept == 0

@@ -166,7 +166,8 @@ class LivePrefixes:
         left = [block for blocks in held for block in blocks if block.block_hash is not None]
         if not left:
             return
-        self._reuse.used(request.block_hashes, now=now)
+        computed = request.num_computed_tokens // self._hashed  # an aborted prompt may not be
+        self._reuse.used(request.block_hashes[:computed], now=now)
         self._learn()
         if self.on and self._queue is not None:
             self._queue.keep(reversed(left), now=now)
