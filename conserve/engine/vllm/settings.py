@@ -231,10 +231,15 @@ def push_scale_of(section: Mapping[str, Any]) -> float:
 
 def live_prefixes_of(section: Mapping[str, Any]) -> float:
     """Share of the KV blocks that may be kept for live requests to find; raises `SettingsError`."""
-    share = section.get("live_prefixes", LIVE_PREFIXES)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= MOST_PREFIXES:
+    return share_of(section, "live_prefixes", LIVE_PREFIXES, most=MOST_PREFIXES)
+
+
+def share_of(section: Mapping[str, Any], key: str, usual: float, *, most: float) -> float:
+    """A share in the section, `usual` where there is none; raises `SettingsError` if it is not from 0 to `most`."""
+    share = section.get(key, usual)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= most:
         raise SettingsError(
-            f"additional_config.conserve.live_prefixes takes a share from 0 to {MOST_PREFIXES:g}, not {share!r}"
+            f"additional_config.conserve.{key} takes a share from 0 to {most:g}, not {share!r}"
         )
     return float(share)
 
@@ -261,11 +266,8 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     by_default = not promises.any and "harm" not in section
     if by_default:
         promises = Promises(harm=HARM)
-    receipt = section.get("receipt", 0.0 if section.get("control") else SHARE)  # a benchmark is not paused
-    if isinstance(receipt, bool) or not isinstance(receipt, int | float) or not 0 <= receipt <= LARGEST_SHARE:
-        raise SettingsError(
-            f"additional_config.conserve.receipt takes a share from 0 to {LARGEST_SHARE:g}, not {receipt!r}"
-        )
+    usual = 0.0 if section.get("control") else SHARE  # a benchmark is not paused
+    receipt = share_of(section, "receipt", usual, most=LARGEST_SHARE)
     policy = section.get("policy", "conserve")
     try:
         named(policy)
