@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, bindparam, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, bindparam, case, func, or_, select
 
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -55,9 +55,7 @@ def looks(
 @cache
 def made(*, of_model: bool, of_some: bool, but_some: bool) -> Looks:
     """Statements of a kind."""
-    ours: list[ColumnElement[bool]] = [job.c.state == JobState.QUEUED.value]
-    if of_model:
-        ours.append(or_(job.c.model.is_(None), job.c.model == bindparam("model")))
+    ours = [is_runnable(bindparam("model") if of_model else None)]
     if of_some:
         ours.append(job.c.id.in_(bindparam("only", expanding=True)))
     if but_some:
@@ -73,3 +71,14 @@ def made(*, of_model: bool, of_some: bool, but_some: bool) -> Looks:
         select(*counted).join(job, job.c.id == request.c.job_id).where(*ours),
         select(func.sum(span.c.held)).join(job, job.c.id == span.c.job_id).where(*ours),
     )
+
+
+def is_runnable(model: Any) -> ColumnElement[bool]:
+    """Condition that a job is queued, and that the model (a name or a parameter) may answer it, if any is given."""
+    queued = job.c.state == JobState.QUEUED.value
+    return queued if model is None else and_(queued, may_answer(model))
+
+
+def may_answer(model: Any) -> ColumnElement[bool]:
+    """Condition that a job is bound to this model, or to none yet."""
+    return or_(job.c.model.is_(None), job.c.model == model)

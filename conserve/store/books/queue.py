@@ -10,11 +10,9 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Select,
     Update,
-    and_,
     bindparam,
     func,
     insert,
@@ -28,10 +26,9 @@ from sqlalchemy import (
 
 from conserve.store.books import spans
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
-from conserve.store.books.looks import looks
+from conserve.store.books.looks import is_runnable, looks
 from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
-from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, finish, matching
 from conserve.store.database.connection import by_bytes, chunks
@@ -160,9 +157,8 @@ def runnable_jobs(
     found, parameters = looks(only, model)
     if not locked:
         return tx.execute(found.jobs, parameters).all()
-    by_id = found.jobs.order_by(None).order_by(
-        by_bytes(tx, job.c.id)
-    )  # as commits lock jobs, so that none deadlock
+    # As commits lock jobs, so that none deadlock.
+    by_id = found.jobs.order_by(None).order_by(by_bytes(tx, job.c.id))
     rows = tx.execute(by_id.with_for_update(key_share=True), parameters)
     return sorted(rows, key=lambda row: (-row.priority, row.seq))
 
@@ -179,17 +175,6 @@ def rows_left(tx: Connection, only: Collection[str] | None) -> int:
     if only is not None:
         left = left.where(job.c.id.in_(only))
     return int(tx.scalar(left) or 0)
-
-
-def is_runnable(model: str | None) -> ColumnElement[bool]:
-    """Condition that a job is queued, and that the model may answer it, if one is given."""
-    queued = job.c.state == JobState.QUEUED.value
-    return queued if model is None else and_(queued, may_answer(model))
-
-
-def may_answer(model: str) -> ColumnElement[bool]:
-    """Condition that a job is bound to this model, or to none yet."""
-    return or_(job.c.model.is_(None), job.c.model == model)
 
 
 def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any], now: float) -> set[int]:
