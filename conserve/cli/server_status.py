@@ -84,18 +84,14 @@ def held_back(server: dict[str, Any]) -> list[str]:
 
     said, others = [], []
     for latency in late:
-        alone, promised = server.get("alone"), promises_of(server, latency)
-        name = latency.removesuffix("_ms").upper()
-        if (why := why_broken(latency, promised, alone)) is None:
+        promised, name = promises_of(server, latency), latency.removesuffix("_ms").upper()
+        if (why := why_broken(latency, promised, server.get("alone"))) is None:
             others.append(name)
-            continue
-        said.append(f"  {name} of {smallest_ms(promised):g} ms cannot be kept: {why}")
+        else:
+            said.append(f"  {name} of {smallest_ms(promised):g} ms cannot be kept: {why}")
     if others:
-        which = (
-            "which is late too often to keep its SLO; raise it"
-            if len(others) == 1
-            else ("which are late too often; raise the SLOs")
-        )
+        one = "which is late too often to keep its SLO; raise it"
+        which = one if len(others) == 1 else "which are late too often; raise the SLOs"
         said.append(
             f"  rows add about {HARM:.0%} at most to {' and '.join(others)}, {which}, or add a server"
         )
@@ -107,8 +103,7 @@ def promises_of(server: dict[str, Any], latency: str) -> dict[str, float]:
     late = [one["slo"] for one in server.get("classes", {}).values() if latency in one.get("held_back", ())]
     found: dict[str, float] = {}
     for slo in late or [server["slo"]]:
-        bounds = slo.get("promises", {}).get(latency) or {"p99": slo[latency]}
-        for name, ms in bounds.items():
+        for name, ms in bounds_of(slo, latency).items():
             if ms is not None:
                 found[name] = min(ms, found.get(name, ms))
     return found
@@ -230,9 +225,14 @@ def pair(latency: dict[str, float | None], of: str) -> str:
     return f"{latency['p50']:,.0f}/{latency['p99']:,.0f}{of} ms"
 
 
+def bounds_of(slo: dict[str, Any], latency: str) -> dict[str, float | None]:
+    """All promises of a latency in one report; an older server tells its P99 alone."""
+    return slo.get("promises", {}).get(latency) or {"p99": slo[latency]}
+
+
 def promised(slo: dict[str, Any], name: str) -> str:
     """The promises of one latency; a P99 alone without its name."""
-    bounds = slo.get("promises", {}).get(name) or {"p99": slo[name]}
+    bounds = bounds_of(slo, name)
     if set(bounds) == {"p99"}:
         return f" of {bounds['p99']:,.0f}" if bounds["p99"] is not None else ""
     return " of " + ", ".join(f"{quantile} {ms:,.0f}" for quantile, ms in bounds.items())
