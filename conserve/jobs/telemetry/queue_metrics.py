@@ -91,6 +91,7 @@ class StoreLook:
         self._lock = threading.Lock()
         self._at: float | None = None
         self._seen: QueueSeen | None = None
+        self._name = ""  # which a store keeps
 
     def __call__(self) -> QueueSeen | None:
         """The queue as it was at most `KEPT_S` ago; None while the store cannot be read."""
@@ -104,12 +105,12 @@ class StoreLook:
         try:
             jobs = read_jobs(self._settings, now=now)
             slots = read_harvested(self._settings)
-            name = read_queue_name(self._settings)
+            self._name = self._name or read_queue_name(self._settings)
         except ConserveError:
             return None
         waiting = queued(jobs, now=now)
         return QueueSeen(
-            name=name,
+            name=self._name,
             states=Counter(job.state for job in jobs),
             rows_waiting=rows_waiting(jobs),
             jobs_waiting=len(waiting),
