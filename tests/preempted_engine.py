@@ -143,7 +143,7 @@ class Answer(NamedTuple):
 
 
 def asked_for(ask: Ask) -> tuple[object, ...]:
-    """What an answer follows from."""
+    """All of a request that decides its answer."""
     return (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter, pickle.dumps(ask.media))
 
 

@@ -179,9 +179,7 @@ class PolicyComparison:
     policies: Mapping[str, PolicyOutcome]
     ratios: Mapping[str, Ratios]
     harm: Mapping[str, Harm]
-    rows: Mapping[str, RowRates] = field(
-        default_factory=dict
-    )  # empty where live work left behind has no price
+    rows: Mapping[str, RowRates] = field(default_factory=dict)  # empty where the engine's speed is unknown
 
     def document(self) -> dict[str, Any]:
         """Comparison as JSON."""

@@ -1,4 +1,4 @@
-"""What live requests alone would find in a prefix cache, and how far back they reach."""
+"""Blocks that live requests alone would find in a prefix cache, and the distance back to them."""
 
 from collections import OrderedDict
 

@@ -175,7 +175,7 @@ class View:
     free_blocks: int
     kept_blocks: int = 0  # of these, with KV that live requests may find: no row takes them
     reserved_blocks: int = (
-        0  # of the free ones, for online requests to come; evicting rows that are saved can make up for them
+        0  # of the free ones, for requests to come; evicting saved rows can make up for them
     )
     used_blocks: int | None = None  # blocks that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs

@@ -11,7 +11,7 @@ MOST = 1 << 14  # reused blocks after which all counts are halved: traffic chang
 
 
 class Reach(NamedTuple):
-    """How far back live requests reach for the KV of earlier ones."""
+    """Distance back to the KV that live requests find, in blocks and in time."""
 
     blocks: int  # used since, at most
     age_s: float
