@@ -107,7 +107,13 @@ def run(
     )
     section = {**promises, "push_slo_scale": SCALE}
     with _engine(
-        machine, policy, iter(lengths), window=setting.window, promises=section, separable=True
+        machine,
+        policy,
+        iter(lengths),
+        window=setting.window,
+        promises=section,
+        separable=True,
+        checkpoints=False,
     ) as engine:
         began_s, given, plain, until = engine.clock.now, 0, engine.request, engine.go_on_until
 
