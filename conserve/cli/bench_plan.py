@@ -16,6 +16,7 @@ from conserve.engine.policy.checkpointing import ADAPTIVE
 if TYPE_CHECKING:
     from conserve.bench.presets import Preset
     from conserve.bench.servers.servers import ServersPlan
+    from conserve.engine.service import ProcessCommand
 
 
 def own_plan(
@@ -42,6 +43,11 @@ def own_plan(
         preset=preset,
         rows=rows.make_rows(own, preset, seed),
         server=server_command,
-        harvester=harvester_command,
+        harvester=logged_harvester,
         say=output.say,
     )
+
+
+def logged_harvester(settings: Settings, url: str, *more: str) -> "ProcessCommand":
+    """Command of a harvester whose words go to a file in its home: its rows are no job of the user's."""
+    return replace(harvester_command(settings, url, *more), log=settings.home / "harvester.log")

@@ -231,7 +231,8 @@ class Service:
         while True:
             code = await child.ended()
             pause_s = child.pause_s()
-            self._say(f"the {child.command.name} ended ({code}); starting it again in {pause_s:.0f} s")
+            where = log_of(child.command)
+            self._say(f"the {child.command.name} ended ({code}){where}; starting it again in {pause_s:.0f} s")
             await asyncio.sleep(pause_s)
             await child.start()
 
@@ -252,8 +253,12 @@ def why_ended(child: SupervisedProcess, code: int) -> str:
     cause = last_error(tail)
     why = f": {cause[:300]}" if cause else ""
     killed = f" by signal {-code}" if code < 0 else ""
-    where = f"; its log is {command.log}" if command.log else ""
-    return f"the {command.name} ended{killed or f' with code {code}'}{why}{where}"
+    return f"the {command.name} ended{killed or f' with code {code}'}{why}{log_of(command)}"
+
+
+def log_of(command: ProcessCommand) -> str:
+    """Where the process's words are, to end a sentence; nothing if they are among ours."""
+    return f"; its log is {command.log}" if command.log else ""
 
 
 def python(module: str, *words: str) -> list[str]:

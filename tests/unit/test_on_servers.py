@@ -320,6 +320,14 @@ def test_every_block_and_test_run_on_the_same_servers_has_prompts_of_its_own(
     assert len(seeds) == len(set(seeds)) == 10
 
 
+def test_harvesters_of_a_comparison_write_into_their_own_folder(tmp_path: Path) -> None:
+    """Their rows are no job of the user's, who would be told to go on with them."""
+    plan = own_plan(Settings(home=tmp_path), [], PAIR.policies, CPU, tmp_path / "store", seed=0)
+    command = plan.harvester(plan.settings, "http://127.0.0.1:1", "--steady")
+    assert command.log == tmp_path / "store" / "harvester.log"
+    assert "--steady" in command.words
+
+
 def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(seeds: list[int]) -> None:
     async def runs() -> None:
         for _ in range(2):

@@ -42,6 +42,25 @@ class StartingServer:
         return 3
 
 
+def test_a_harvester_that_is_started_again_names_its_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = tmp_path / "harvester.log"
+    command = ProcessCommand(name="harvester", words=service.python("conserve", "--nonsense"), log=log)
+    kept = Service(command, None, url="http://127.0.0.1:1", say=said.append)
+
+    async def keep() -> None:
+        child = SupervisedProcess(command)
+        await child.start()
+        keeping = asyncio.create_task(kept._keep(child))
+        while not said:
+            await asyncio.sleep(0.01)
+        keeping.cancel()
+
+    asyncio.run(keep())
+    assert said == [f"the harvester ended (2); its log is {log}; starting it again in 1 s"]
+    assert "--nonsense" in log.read_text()
+
+
 def test_a_start_says_its_steps_and_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "READY_S", 0.0)
     said: list[str] = []
