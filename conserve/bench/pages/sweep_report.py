@@ -12,6 +12,7 @@ from conserve.bench.pages.report import NOTHING, CellTable, percent, times
 from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
 from conserve.bench.sweep import ranked
+from conserve.words import count
 
 FAILED = "failed"
 LATENCIES = {
@@ -64,7 +65,7 @@ def lead_of(policies: Sequence[str]) -> str:
 
 def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> CellTable:
     """The worst cell under each policy, then medians and worst figures over all cells."""
-    lead, count = lead_of(policies), len(measured)
+    lead, over = lead_of(policies), count(len(measured), "cell")
     order = [lead, *(name for name in policies if name != lead)]
     worst_cell = ranked(measured, lead)[0]
     rows = [
@@ -72,12 +73,11 @@ def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) 
         for name in order
     ]
     rows += [
-        [f"median of {count} cells" if name == lead else "", name, *_over(measured, name, statistics.median)]
+        [f"median of {over}" if name == lead else "", name, *_over(measured, name, statistics.median)]
         for name in order
     ]
     rows += [
-        [f"worst of {count} cells" if name == lead else "", name, *_over(measured, name, None)]
-        for name in order
+        [f"worst of {over}" if name == lead else "", name, *_over(measured, name, None)] for name in order
     ]
     return CellTable(HEADER, rows)
 
@@ -232,7 +232,7 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     larger = worst(first, lead)
     has = "answers no live request" if larger == inf else f"has a P99 {larger:.2f} times online-only's"
     return (
-        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) {has}. "
+        f"Under {lead} the worst of {count(len(measured), 'cell')} ({Cell.of(first).name}) {has}. "
         f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
         f"{middle['tbt_p99']} times{queue}."
     )
