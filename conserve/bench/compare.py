@@ -52,9 +52,9 @@ async def alternate(
 ) -> AsyncIterator[Block]:
     """Play every round's arrivals under every policy, and yield each block as it ends.
 
-    The order of the policies turns from round to round. Online-only comes first, since its latencies are the
-    others' SLO; each further block of it refines them. Its first block is `judged`, which may raise to end the
-    comparison.
+    The order of the policies turns from round to round, since a policy's place in a round may count. Online-only
+    comes first in the first one: its latencies are the others' SLO, and each further block of it refines them. Its
+    first block is `judged`, which may raise to end the comparison.
     """
     blocks: list[Block] = []
     for number in range(design.rounds):
@@ -73,12 +73,11 @@ async def alternate(
 
 
 def order(policies: Sequence[str], number: int) -> list[str]:
-    """Policies in another order every round, the reference first."""
+    """Policies in another order every round; in the first one the reference comes first."""
     alone = alone_of(policies)
-    others = [policy for policy in policies if policy != alone]
-    turn = number % max(len(others), 1)
-    first = [alone] if alone is not None else []
-    return [*first, *others[turn:], *others[:turn]]
+    first = sorted(policies, key=lambda policy: policy != alone)
+    turn = number % len(first)
+    return [*first[turn:], *first[:turn]]
 
 
 def slo_of(design: Design, blocks: Sequence[Block]) -> LatencyLimits | None:
