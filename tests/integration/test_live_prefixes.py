@@ -43,7 +43,7 @@ Make = Callable[..., Any]
 def make(tmp_path: Path, clock: Any) -> Make:
     """Engines on which rows fill the memory."""
 
-    def make(share: float, *, rows: bool = True, **settings: Any) -> Any:
+    def make(share: float, *, rows: bool = True, window: int = 12, **settings: Any) -> Any:
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
         from tests.bare_scheduler import MODEL, engine_config
 
@@ -62,7 +62,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
             layers=4,
             num_blocks=BLOCKS,
             offline=cycle([(400, 8)]) if rows else iter(()),
-            window=12,
+            window=window,
             scatter=0.0,
             seed=0,
         )
@@ -98,6 +98,26 @@ def test_nothing_is_kept_where_live_requests_reuse_nothing(make: Make) -> None:
     said = play(make(0.5), ALONE)
     assert said["found_tokens"] == said["lost_tokens"] == 0
     assert said["kept_blocks"] == said["most_blocks"] == 0
+
+
+def test_before_any_reuse_is_seen_rows_leave_nothing_and_take_what_live_requests_left_last(
+    make: Make,
+) -> None:
+    engine = make(0.5, window=1)
+    assert play(engine, ALONE[:3])["kept_blocks"] == 0
+    taken = engine.offline_tokens
+    engine.go_on_until(engine.clock.now + 60.0)
+    assert engine.offline_tokens - taken > 3 * BLOCK * BLOCKS, "more than the memory, several times"
+    said = play(engine, [ALONE[0]._replace(turn=1)])
+    assert (said["found_tokens"], said["lost_tokens"]) == (FIRST, 0)
+
+
+def test_more_is_kept_than_rows_leave_where_they_do_not_need_it(make: Make) -> None:
+    """Rows leave a tenth; few of them run, so that nine turns out of ten find what no row had a use for."""
+    alone = play(make(0.5, rows=False))
+    kept = play(make(0.1, window=1))
+    assert kept["most_blocks"] <= 0.1 * BLOCKS
+    assert kept["found_tokens"] >= 0.9 * alone["found_tokens"]
 
 
 def test_no_more_is_kept_than_the_share_and_rows_go_on(make: Make) -> None:

@@ -46,8 +46,16 @@ def test_nothing_is_reached_for_before_anything_is_found() -> None:
     assert reuse.reach(SHARE) == (0, 0.0)
 
 
+def test_it_is_early_until_as_much_is_used_as_the_cache_holds() -> None:
+    reuse = PrefixReuse(6)
+    used(reuse, "abcde")
+    assert reuse.early
+    used(reuse, "a")
+    assert not reuse.early
+
+
 def test_the_reach_covers_what_was_used_between_and_the_time() -> None:
-    reuse = PrefixReuse(1000)
+    reuse = PrefixReuse(104)
     used(reuse, "abcd", now=10.0)
     for n in range(20):
         reuse.used([f"{n}-{place}" for place in range(5)], now=20.0)
@@ -58,7 +66,7 @@ def test_the_reach_covers_what_was_used_between_and_the_time() -> None:
 
 
 def test_a_rare_long_reach_is_left_out() -> None:
-    reuse = PrefixReuse(1000)
+    reuse = PrefixReuse(101)
     used(reuse, "z", now=0.0)
     for n in range(100):
         used(reuse, "a", now=float(n))
@@ -69,7 +77,7 @@ def test_a_rare_long_reach_is_left_out() -> None:
 
 
 def test_what_is_forgotten_is_not_found_and_the_reach_stays() -> None:
-    reuse = PrefixReuse(100)
+    reuse = PrefixReuse(2)
     used(reuse, "ab")
     reuse.found("ab", now=3.0)
     reach = reuse.reach(SHARE)

@@ -64,6 +64,11 @@ class PrefixReuse:
         """Distance and age below which this share of reused blocks were found; zeros while none was."""
         return Reach(ceil(self._distances.quantile(share)), self._ages_s.quantile(share))
 
+    @property
+    def early(self) -> bool:
+        """True until live requests have used as many blocks as the cache has: long reuses cannot have been seen."""
+        return self._uses < self._blocks
+
     def forget(self) -> None:
         """Empty the cache; what was learned stays."""
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Live prefixes: KV that live requests will find in the prefix cache, which rows do not take (docs/adr/0034).
+"""Live prefixes: KV that live requests will find in the prefix cache, which rows take last or not (docs/adr/0034).
 
 vLLM gives out the free block that was used longest ago. Beside rows, which take and free blocks all the time, live
 requests would find next to nothing of what earlier ones have left.
@@ -17,7 +17,8 @@ from vllm.v1.request import Request
 from conserve.engine.runtime.prefix_reuse import PrefixReuse, Reach
 from conserve.engine.vllm.lane import is_online
 
-REUSED = 0.95  # share of the blocks that live requests reuse, which is to be kept
+REUSED = 0.98  # share of the blocks that live requests reuse, which is to be kept
+EARLY_S = 600.0  # time for which an unused block is kept while it is too early to have seen long reuses
 
 
 class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
@@ -111,7 +112,7 @@ class LivePrefixes:
     """
 
     def __init__(self, manager: Any, *, share: float) -> None:
-        """`share`: of the KV blocks that may be kept at most."""
+        """`share`: of the KV blocks that rows leave at most. Beyond it rows take what they need."""
         pool = manager.block_pool
         self._manager, self._pool, self._share = manager, pool, share
         self._kinds = manager.coordinator.single_type_managers
@@ -122,12 +123,13 @@ class LivePrefixes:
         self._queue: KeepingQueue | None = None
         self._prompt_tokens = self._found_tokens = self._lost_tokens = 0
         self._limit = 0, 0.0  # blocks to keep, and seconds for which an unused one is kept
+        self._left = 0  # of these, which rows leave
         self.on = False
 
     @property
     def kept(self) -> int:
         """Free blocks that rows do not take."""
-        return self._queue.kept if self._queue is not None else 0
+        return min(self._left, self._queue.kept) if self._queue is not None else 0
 
     def follow(self, *, on: bool) -> None:
         """Keep blocks or not, from now on."""
@@ -182,17 +184,20 @@ class LivePrefixes:
     def _learn(self) -> None:
         """Look how much is to be kept, and for how long."""
         reach = self._reuse.reach(REUSED) if self.on else Reach(0, 0.0)
-        blocks = min(self._share * self._pool.num_gpu_blocks, reach.blocks * self._blocks_of_name)
-        self._limit = round(blocks), reach.age_s
+        blocks = round(reach.blocks * self._blocks_of_name)
+        self._left = min(round(self._share * self._pool.num_gpu_blocks), blocks)
+        early = self.on and self._reuse.early
+        self._limit = (
+            (self._pool.num_gpu_blocks, max(reach.age_s, EARLY_S)) if early else (blocks, reach.age_s)
+        )
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, and what is kept now."""
-        most, age_s = self._limit
         return {
             "share": self._share if self.on else 0.0,
             "kept_blocks": self.kept,
-            "most_blocks": most,
-            "most_age_s": age_s,
+            "most_blocks": self._left,
+            "most_age_s": self._limit[1],
             "prompt_tokens": self._prompt_tokens,
             "found_tokens": self._found_tokens,
             "lost_tokens": self._lost_tokens,
