@@ -371,8 +371,8 @@ def test_stock_policies_have_servers_of_their_own_which_end_before_the_next_star
     done = stopped(world, "--policies", "conserve,online-only,non-preemptive", "--json")
     assert done.returncode == 0, done.stderr
     plugged, stock = "conserve.engine.vllm.server.process", "conserve.engine.vllm.server.stock"
-    # online-only, conserve, non-preemptive; then in another order: online-only, non-preemptive, conserve
-    assert world.started == [plugged, stock, plugged, stock, stock, stock, plugged]
+    # online-only, conserve, non-preemptive; then in another order: conserve, non-preemptive, online-only
+    assert world.started == [plugged, stock, plugged, stock, plugged, stock, stock]
     found = json.loads(done.stdout)
     assert found["policies"]["online-only"]["offline_tokens_per_s"] == 0
     assert found["harm"].keys() == {"conserve", "non-preemptive"}
