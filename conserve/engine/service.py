@@ -257,7 +257,7 @@ def why_ended(child: SupervisedProcess, code: int) -> str:
 
 
 def log_of(command: ProcessCommand) -> str:
-    """Where the process's words are, to end a sentence; nothing if they are among ours."""
+    """End of a sentence that names the file of a process's words; nothing if they are among ours."""
     return f"; its log is {command.log}" if command.log else ""
 
 

@@ -43,21 +43,23 @@ class StartingServer:
 
 
 def test_a_harvester_that_is_started_again_names_its_log(tmp_path: Path) -> None:
-    said: list[str] = []
     log = tmp_path / "harvester.log"
     command = ProcessCommand(name="harvester", words=service.python("conserve", "--nonsense"), log=log)
-    kept = Service(command, None, url="http://127.0.0.1:1", say=said.append)
 
-    async def keep() -> None:
+    async def first_sentence() -> str:
+        said = asyncio.Queue[str]()
         child = SupervisedProcess(command)
         await child.start()
+        kept = Service(command, None, url="http://127.0.0.1:1", say=said.put_nowait)
         keeping = asyncio.create_task(kept._keep(child))
-        while not said:
-            await asyncio.sleep(0.01)
+        sentence = await said.get()
         keeping.cancel()
+        assert said.empty()
+        return sentence
 
-    asyncio.run(keep())
-    assert said == [f"the harvester ended (2); its log is {log}; starting it again in 1 s"]
+    assert asyncio.run(first_sentence()) == (
+        f"the harvester ended (2); its log is {log}; starting it again in 1 s"
+    )
     assert "--nonsense" in log.read_text()
 
 

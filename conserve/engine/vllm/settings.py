@@ -36,7 +36,7 @@ WORKER = "conserve.vllm.Worker"
 OLD_WORKERS = ("conserve.engine.vllm.Worker", "conserve.engine.vllm.worker.Worker")  # until the next release
 OUR_WORKERS = (WORKER, *OLD_WORKERS)
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
-LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks kept for live requests: usual, at most
+LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks left to live requests: usual, at most
 PREEMPTION = "prompt"  # default of `preemption`
 RECORDED = ("record_views", "record_arrivals")  # files of the section
 WRITTEN = (
@@ -71,7 +71,7 @@ class Pacing:
     )
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
-    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that may be kept for live requests to find
+    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that rows leave to live ones at most
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
     control: bool = False  # True: policy and SLO may be changed over HTTP
@@ -149,7 +149,7 @@ class EngineSettings:
     record_arrivals: Path | None = None  # file that times and lengths of live requests are written to
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
     push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
-    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that may be kept for live requests to find
+    live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that rows leave to live ones at most
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -230,7 +230,7 @@ def push_scale_of(section: Mapping[str, Any]) -> float:
 
 
 def live_prefixes_of(section: Mapping[str, Any]) -> float:
-    """Share of the KV blocks that may be kept for live requests to find; raises `SettingsError`."""
+    """Share of the KV blocks that rows leave at most for live requests to find; raises `SettingsError`."""
     return share_of(section, "live_prefixes", LIVE_PREFIXES, most=MOST_PREFIXES)
 
 

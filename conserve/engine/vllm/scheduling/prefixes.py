@@ -1,4 +1,4 @@
-"""Live prefixes: KV that live requests will find in the prefix cache, which rows take last or not (docs/adr/0034).
+"""Live prefixes: KV that live requests will find in the prefix cache, left by rows or taken last (docs/adr/0034).
 
 vLLM gives out the free block that was used longest ago. Beside rows, which take and free blocks all the time, live
 requests would find next to nothing of what earlier ones have left.
@@ -122,14 +122,14 @@ class LivePrefixes:
         self._reuse = PrefixReuse(round((pool.num_gpu_blocks - 1) / self._blocks_of_name))
         self._queue: KeepingQueue | None = None
         self._prompt_tokens = self._found_tokens = self._lost_tokens = 0
-        self._limit = 0, 0.0  # blocks to keep, and seconds for which an unused one is kept
-        self._left = 0  # of these, which rows leave
+        self._most, self._age_s = 0, 0.0  # blocks to keep, and seconds for which an unused one is kept
+        self._withheld = 0  # of the kept blocks, those that no row takes, at most
         self.on = False
 
     @property
     def kept(self) -> int:
         """Free blocks that rows do not take."""
-        return min(self._left, self._queue.kept) if self._queue is not None else 0
+        return min(self._withheld, self._queue.kept) if self._queue is not None else 0
 
     def follow(self, *, on: bool) -> None:
         """Keep blocks or not, from now on."""
@@ -143,8 +143,7 @@ class LivePrefixes:
     def _drop(self, *, now: float) -> None:
         """Let go of blocks that live requests are not seen to reuse any more."""
         if self._queue is not None:
-            most, age_s = self._limit
-            self._queue.drop(most=most, before=now - age_s)
+            self._queue.drop(most=self._most, before=now - self._age_s)
 
     def start(self, output: SchedulerOutput, requests: dict[str, Request], *, now: float) -> None:
         """Count what live requests find that start in this iteration."""
@@ -184,20 +183,18 @@ class LivePrefixes:
     def _learn(self) -> None:
         """Look how much is to be kept, and for how long."""
         reach = self._reuse.reach(REUSED) if self.on else Reach(0, 0.0)
-        blocks = round(reach.blocks * self._blocks_of_name)
-        self._left = min(round(self._share * self._pool.num_gpu_blocks), blocks)
-        early = self.on and self._reuse.early
-        self._limit = (
-            (self._pool.num_gpu_blocks, max(reach.age_s, EARLY_S)) if early else (blocks, reach.age_s)
-        )
+        self._most, self._age_s = round(reach.blocks * self._blocks_of_name), reach.age_s
+        self._withheld = min(round(self._share * self._pool.num_gpu_blocks), self._most)
+        if self.on and self._reuse.early:
+            self._most, self._age_s = self._pool.num_gpu_blocks, max(reach.age_s, EARLY_S)
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, and what is kept now."""
         return {
             "share": self._share if self.on else 0.0,
             "kept_blocks": self.kept,
-            "most_blocks": self._left,
-            "most_age_s": self._limit[1],
+            "most_blocks": self._withheld,
+            "most_age_s": self._age_s,
             "prompt_tokens": self._prompt_tokens,
             "found_tokens": self._found_tokens,
             "lost_tokens": self._lost_tokens,
