@@ -7,6 +7,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context, job_ids
+from conserve.cli.takers import taker, what_runs
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
@@ -45,7 +46,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
     from conserve.store.books.shards import retry_failed
 
     context: Context = ctx.obj
-    back = False
+    taken: list[str | None] = []  # URL of the server that takes its rows, for each job
     with context.store() as store:
         with store.read() as tx:
             wanted = [catalog.get(tx, job) for job in jobs]
@@ -54,13 +55,13 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
             if not rows and not (job.state == "expired" and job.unanswered):
                 output.data(f"{job.id}: there is nothing to retry")
                 continue
-            back = True
+            taken.append(taker(context.settings(), store, job.model))
             left = f"{output.count(job.unanswered, 'row')} left and " if job.state == "expired" else ""
             output.data(f"{job.id}: {left}{output.count(rows, 'failed row')} back in the queue")
             with store.read() as tx:
                 say_if_undated(job, catalog.get(tx, job.id))
-    if back:
-        output.say("run them with: conserve run")
+    if taken:
+        output.say(what_runs(taken[0] if all(taken) else None))
 
 
 def move(context: Context, jobs: list[str], verb: str) -> None:

@@ -36,3 +36,10 @@ def taker(settings: Settings, store: "Store", model: str | None) -> str | None:
         if server.url in shown and fed and server.drained_at is None and model in (None, server.model):
             return shown[server.url]
     return None
+
+
+def what_runs(served_at: str | None) -> str:
+    """Clause on what runs queued rows: the server at this URL, or a command that the user has yet to give."""
+    if served_at is None:
+        return "run them with: conserve run"
+    return f"{served_at} takes them; watch with: conserve status --watch"

@@ -388,6 +388,16 @@ def test_a_submit_names_the_server_that_takes_the_rows(store: Store) -> None:
         assert said() == by_hand
 
 
+def test_a_retry_names_the_server_that_takes_the_rows(store: Store) -> None:
+    job_id = conserve("submit", "-", "--prompt", "{{ q }}", stdin='{"q": "REJECT"}\n').stdout.strip()
+    assert conserve("run", "--endpoint", "fake:").returncode == 5
+    here = "http://127.0.0.1:8000"
+    note(store, sighting(here, model="fake"), now=time.time())
+    with services.announce(load(), here):
+        said = conserve("retry", job_id).stderr.splitlines()
+    assert said == [f"{here} takes them; watch with: conserve status --watch"]
+
+
 def test_draining_by_name_and_its_mistakes(store: Store) -> None:
     note(store, sighting(), now=time.time())
     done = conserve("fleet", "drain", "gpu-a")
