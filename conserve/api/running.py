@@ -76,6 +76,8 @@ class Outcome:
         """Rows and tokens per second in a sentence."""
         if not self.ready:
             return "stopped before any row was sent"
+        if not self.done:
+            return f"this run answered no row (ready after {duration(self.start_s)})"
         return (
             f"{count(self.done, 'row')} in {duration(self.work_s)}, {self.tokens_per_s:,.0f} tokens/s "
             f"(ready after {duration(self.start_s)})"

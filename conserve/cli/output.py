@@ -178,6 +178,12 @@ def width() -> int | None:
         return None
 
 
+def height(line: str) -> int:
+    """Rows of the terminal that a line takes; one where stdout is none. The line may carry colour codes."""
+    room = width()
+    return 1 if room is None else max(1, -(-places(STYLE.sub("", line)) // room))
+
+
 def places(text: str) -> int:
     """Places that a text takes on a terminal: two for a letter of Chinese, say, and none for an accent over one."""
     if text.isascii():

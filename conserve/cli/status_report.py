@@ -221,7 +221,7 @@ def document(reading: JobReading) -> dict[str, Any]:
 
 
 class Repaint:
-    """Lines that overwrite the last ones on a terminal."""
+    """Lines that overwrite the last ones on a terminal, those among them that its width breaks into several."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -231,4 +231,4 @@ class Repaint:
         """Clear the last lines, so that the next ones take their place."""
         if self._enabled and self._height:
             sys.stdout.write(f"\x1b[{self._height}F\x1b[J")
-        self._height = len(picture)
+        self._height = sum(map(output.height, picture))

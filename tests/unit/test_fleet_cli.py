@@ -90,6 +90,14 @@ def test_a_narrow_terminal_shortens_addresses_and_names_in_the_middle() -> None:
     assert len({line.partition(" ")[0] for line in lines(alike)[1:]}) == 2, "told apart"
 
 
+@pytest.mark.usefixtures("narrow")
+def test_a_picture_covers_the_lines_that_a_narrow_terminal_broke(capsys: pytest.CaptureFixture[str]) -> None:
+    repaint = status_report.Repaint(enabled=True)
+    repaint.before(["a" * 80, f"\x1b[31m{'b' * 81}\x1b[0m", ""])
+    repaint.before([])
+    assert capsys.readouterr().out == "\x1b[4F\x1b[J"
+
+
 def test_nothing_is_shortened_where_nobody_reads_along() -> None:
     assert LONG.format("a") in lines([named(LONG.format("a"), model="m" * 50)])[1]
 
