@@ -43,8 +43,9 @@ def known_model() -> dict[str, Any]:
     }
 
 
-def let_see(engine: SchedulerAlone, embeddings: int) -> None:
-    """Have the engine take images, with an encoder cache of so many embeddings."""
+def let_see(engine: Any, embeddings: int, embedding_ms: float = 0.0) -> None:
+    """Have the engine take images, with an encoder cache of so many embeddings, each of which takes so long."""
+    engine.embedding_ms = embedding_ms
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=embeddings)
     engine.scheduler.max_num_encoder_input_tokens = embeddings
 
@@ -70,7 +71,9 @@ class Executed(NamedTuple):
 
 
 class BareEngine(SchedulerAlone):
-    """Requests in, iterations one by one, which take what `MODEL` says."""
+    """Requests in, iterations one by one, which take what `MODEL` says, and the time of their images."""
+
+    embedding_ms = 0.0
 
     def __init__(self, config: VllmConfig, **rest: Any) -> None:
         super().__init__(config, **rest)
@@ -102,8 +105,15 @@ class BareEngine(SchedulerAlone):
             context = requests[name].num_computed_tokens - tokens
             slices.append(Slice(tokens, context, tokens == 1 and context >= requests[name].num_prompt_tokens))
         self._under_way[id(output)] = Executed(
-            MODEL.predict(Batch.of(slices)) if slices else 0.0,
+            (MODEL.predict(Batch.of(slices)) if slices else 0.0) + self._encoder_ms(output),
             [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens],
+        )
+
+    def _encoder_ms(self, output: SchedulerOutput) -> float:
+        return self.embedding_ms * sum(
+            self.scheduler.requests[name].get_num_encoder_embeds(number)
+            for name, numbers in output.scheduled_encoder_inputs.items()
+            for number in numbers
         )
 
     def finish(self, output: SchedulerOutput) -> Mapping[int, EngineCoreOutputs]:

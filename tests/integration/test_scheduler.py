@@ -640,6 +640,11 @@ def beside_rows_with_images(make: Make, policy: str, size: int = IMAGE) -> Any:
 
     engine = make(policy, slo={"harm": 0.1, "preemption": "off"})
     let_see(engine, IMAGE + 500)
+    seen = engine.request(size + 100, 1)
+    show(seen, {10: "seen"}, size)
+    engine.scheduler.add_request(seen)
+    while engine.scheduler.requests:
+        engine.step()  # and the scheduler knows how long images take: no time
     engine.add(100, 2000)
     for _ in range(3):
         row = engine.request(5 * size + 100, 20, offline=True)

@@ -20,7 +20,7 @@ from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import POLICIES, SERVING
 from conserve.engine.policy.priority import Priority
 from conserve.engine.policy.recorded import line_of, recorded
-from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.view import Candidate, Image, Slo, View
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LatencyModel, LinearModel
@@ -226,8 +226,7 @@ class Judged:
             planned[more.name] = planned.get(more.name, 0) + tokens
         requests = [(self.all[name], count) for name, count in planned.items()]
         batch = Batch.of([Slice(count, request.context, request.decode) for request, count in requests])
-        surcharge_ms = sum(count * request.surcharge_ms for request, count in requests)
-        return self.view.model.predict(batch) + surcharge_ms
+        return self.view.model.predict(batch) + sum(request.beyond_ms(count) for request, count in requests)
 
     def served(self, request: Candidate) -> bool:
         """True if the request got all its tokens, also if from host memory."""
@@ -393,9 +392,53 @@ def test_offline_tokens_add_no_more_than_the_harm_that_is_promised(view: View, h
     theirs = [judged.all[name] for name in plan.tokens if name in online]
     if reached("offline tokens beside online requests", plan.limit_ms is not None and theirs):
         slices = [Slice(plan.tokens[one.name], one.context, one.decode) for one in theirs]
-        surcharge_ms = sum(plan.tokens[one.name] * one.surcharge_ms for one in theirs)
+        alone_ms = view.model.predict(Batch.of(slices)) + sum(
+            one.beyond_ms(plan.tokens[one.name]) for one in theirs
+        )
+        assert judged.ms() <= (1 + harm) * alone_ms * ROUNDING
+
+
+def with_images(view: View, image_ms: float) -> View:
+    """The view with two images in each prompt of a row."""
+
+    def seeing(rows: Iterable[Candidate]) -> list[Candidate]:
+        return [
+            row._replace(images=(Image(row.tokens // 3, image_ms), Image(row.tokens // 2, image_ms)))
+            if not row.decode and not row.restorable
+            else row
+            for row in rows
+        ]
+
+    return replace(view, offline=seeing(view.offline), waiting_offline=seeing(view.waiting_offline))
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    st.one_of(views(), views_with_room()),
+    st.sampled_from([0.1, 0.5, 2.0]),
+    st.sampled_from([2.0, 10.0, 80.0]),
+)
+def test_images_of_rows_add_no_more_than_the_harm_that_is_promised(
+    view: View, harm: float, image_ms: float
+) -> None:
+    view = with_images(view, image_ms)
+    judged = Judged(view, Conserve().plan(replace(view, slo=Slo(harm=harm))))
+    plan, online = judged.plan, {request.name for request in (*view.online, *view.waiting_online)}
+    theirs = {name: tokens for name, tokens in plan.tokens.items() if name in online}
+    if reached("offline tokens beside online requests", plan.limit_ms is not None and theirs):
+        slices = [Slice(n, judged.all[name].context, judged.all[name].decode) for name, n in theirs.items()]
+        surcharge_ms = sum(judged.all[name].beyond_ms(tokens) for name, tokens in theirs.items())
         alone_ms = view.model.predict(Batch.of(slices)) + surcharge_ms
         assert judged.ms() <= (1 + harm) * alone_ms * ROUNDING
+
+
+@settings(max_examples=EXAMPLES)
+@given(views_with_room(), st.sampled_from([2.0, 80.0]))
+def test_rows_alone_get_on_with_their_images(view: View, image_ms: float) -> None:
+    view = replace(with_images(view, image_ms), online=(), waiting_online=())
+    judged = Judged(view, Conserve().plan(view))
+    if reached("rows wait with nothing beside them", view.offline or judged.waiting):
+        assert judged.plan.tokens or judged.plan.restored or view.free_blocks < 50
 
 
 @settings(max_examples=EXAMPLES)

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from conserve.engine.policy.composer import Composer
-from conserve.engine.policy.view import Candidate
+from conserve.engine.policy.view import Candidate, Image
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.hygen import HyGenModel
@@ -13,6 +13,7 @@ from conserve.profiles.model import smallest_ms
 from tests.policy_views import FRESH, MS_PER_TOKEN, decodes, view_of
 
 ROWS = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
+SEEING = Candidate("seeing", 100, 0, images=(Image(20, 40.0), Image(60, 40.0)))
 DEAR = Candidate("dear", 10, 0, surcharge_ms=4.0)  # 5 ms a token
 
 
@@ -135,6 +136,66 @@ class TestTime:
         (step,) = decodes(1)
         assert composer.token_budget(step, 11.0) == 1
         assert composer.token_budget(step._replace(decode=False), 11.0) == 0
+
+    @pytest.mark.parametrize(
+        ("limit_ms", "tokens"),
+        [
+            (10.0, 0),
+            (25.0, 15),
+            (30.0, 20),  # up to the first image, of 40 ms
+            (70.0, 20),
+            (71.0, 21),
+            (100.0, 50),
+            (130.0, 60),  # up to the second one
+            (151.0, 61),
+            (500.0, 100),
+            (inf, 100),
+        ],
+    )
+    def test_a_row_gets_the_tokens_before_the_first_image_that_finds_no_time(
+        self, limit_ms: float, tokens: int
+    ) -> None:
+        composer = Composer(view_of())
+        composer.is_turn = True
+        assert composer.row_budget(SEEING, limit_ms) == tokens
+        assert composer.token_budget(SEEING, limit_ms) == max(tokens, min(100, limit_ms - 10))
+        composer.add(SEEING, tokens)
+        assert composer.predicted_ms <= limit_ms
+
+    def test_one_image_may_take_longer_where_no_live_request_waits(self) -> None:
+        composer = Composer(view_of())
+        composer.begin_offline(50.0)
+        assert composer.row_budget(SEEING, 50.0) == 40
+        assert composer.row_budget(SEEING, 80.0) == 60, "the second one has to fit"
+        composer.add(SEEING, 40)
+        assert composer.predicted_ms == 10 + 40 + 40
+        assert composer.row_budget(SEEING._replace(name="other"), 115.0) == 20
+
+    def test_an_image_can_be_encoded_if_it_fits_beside_the_live_requests_alone(self) -> None:
+        for limit_ms, fits in ((53.9, False), (54.0, True), (inf, True)):
+            composer = Composer(view_of())
+            composer.add_all(decodes(3))
+            composer.begin_offline(limit_ms)
+            composer.add_all(decodes(20, "row"))
+            assert composer.can_encode(SEEING) == fits
+            assert composer.can_encode(FRESH)
+
+    def test_an_image_of_a_live_request_takes_the_time_of_rows(self) -> None:
+        composer = Composer(view_of())
+        composer.add(SEEING, 100)
+        composer.begin_offline(240.0)
+        assert composer.predicted_ms == 190
+        assert not composer.can_encode(SEEING._replace(name="row", images=(Image(0, 50.0),)))
+        assert composer.can_encode(SEEING._replace(name="row", images=(Image(0, 49.0),)))
+        assert composer.alone_ms(SEEING) == composer.longer_ms(SEEING, 100) + 10 == 190
+        assert composer.longer_ms(SEEING, 20) == 20
+
+    def test_an_image_is_taken_out_with_the_tokens_that_reach_it(self) -> None:
+        composer = Composer(view_of())
+        composer.is_turn = True
+        composer.add(SEEING, 30)
+        composer.extend(SEEING, 100.0)
+        assert (composer.tokens["seeing"], composer.predicted_ms) == (50, 100)
 
     def test_a_model_that_corrects_itself_plans_without_a_limit_too(self) -> None:
         """A corrected model has no margin for an infinite time."""

@@ -14,13 +14,14 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.policy.recorded import BY_CLASS, READ_ON, VERSION, line_of, read, recorded
-from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Lazy, Slo
+from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Image, Lazy, Slo
 from conserve.engine.runtime.recording import MOST_QUEUED, LineAppender
 from conserve.profiles.batch import Batch
 from conserve.profiles.correction import CorrectedModel, FrozenModel, Residual
 from conserve.profiles.model import TIMELESS
 from tests.policy_views import FRESH, MS_PER_TOKEN, ROW, decodes, view_of
 
+IMAGES = (Image(7, 12.5), Image(30, 12.5))
 SHARED = [b"a", b"ab", b"abc"]
 BUSY: dict[str, Any] = {
     "online": [*decodes(2), Candidate("prompt", 300, 16, age_ms=12.5)],
@@ -87,6 +88,15 @@ def test_only_lines_with_classes_are_new_to_an_earlier_conserve() -> None:
     without, with_classes = map(json.loads, lines)
     assert (without["version"], with_classes["version"]) == (1, 2), "files have these numbers"
     assert with_classes["view"].keys() - without["view"].keys() == {*BY_CLASS}
+
+
+def test_images_are_recorded_in_lines_that_are_new_to_an_earlier_conserve() -> None:
+    seeing = {**BUSY, "waiting_offline": [ROW, FRESH._replace(images=IMAGES, prefix=SHARED)]}
+    line = line_of(view_of(**seeing), None, policy="conserve", at=0.0)
+    assert json.loads(line)["version"] == 7
+    row, fresh = recorded(line).view.waiting_offline
+    assert (row.images, fresh.images, len(fresh.prefix)) == ((), IMAGES, 3)
+    assert line_of(recorded(line).view, None, policy="conserve", at=0.0) == line
 
 
 def test_a_line_of_an_earlier_conserve_lacks_the_numbers_that_came_later() -> None:
@@ -206,7 +216,7 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 6, not 99"):
+    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 7, not 99"):
         recorded(json.dumps({**said, "version": 99}).encode())
 
 

@@ -34,9 +34,12 @@ class Composer:
         self.restored: list[str] = []
         self.evicted: list[str] = []
         self.pushed: dict[str, int] = {}  # of the tokens, those beyond the usual limit
-        self.surcharge_ms = 0.0
+        self.surcharge_ms = 0.0  # of the batch's tokens beyond the model's prediction
+        self._encodes = False  # the batch has an image
+        self.is_turn = False  # live requests wait for an iteration of rows alone
         self.limit_ms: float | None = None  # longest iteration allowed; set by `begin_offline`
         self._online_requests: int | None = None  # requests in the batch before the first offline one
+        self._online_batch, self._online_surcharge_ms = Batch(), 0.0  # the batch then
         self.tokens_left = view.max_tokens  # of vLLM's own token budget (max_num_batched_tokens)
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
@@ -76,6 +79,12 @@ class Composer:
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""
         self.limit_ms, self._online_requests = limit_ms, self.batch.requests
+        self._online_batch, self._online_surcharge_ms = replace(self.batch), self.surcharge_ms
+
+    @property
+    def _live_waits(self) -> bool:
+        """True if live requests wait for the end of the iteration, in it or for their turn."""
+        return bool(self._online_requests) or self.is_turn
 
     def leave_kept(self) -> None:
         """Take no KV block from here on that live requests may find."""
@@ -95,16 +104,19 @@ class Composer:
     def alone_ms(self, candidate: Candidate) -> float:
         """Predicted time of an iteration that computes all tokens of the request and nothing else."""
         whole = Batch.of([Slice(candidate.tokens, candidate.context, candidate.decode)])
-        return self._model.predict(whole) + candidate.tokens * candidate.surcharge_ms
+        return self._model.predict(whole) + candidate.beyond_ms(candidate.tokens)
 
     def longer_ms(self, candidate: Candidate, tokens: int) -> float:
         """Predicted time that this many tokens of the request add to the batch."""
         batch = replace(self.batch)
         batch.add(tokens, candidate.context, candidate.decode)
-        return self._model.predict(batch) - self._model.predict(self.batch) + tokens * candidate.surcharge_ms
+        return self._model.predict(batch) - self._model.predict(self.batch) + candidate.beyond_ms(tokens)
 
     def token_budget(self, candidate: Candidate, limit_ms: float) -> int:
-        """Token budget of a request: the most of its tokens that the iteration takes within `limit_ms`."""
+        """Token budget of a request: the most of its tokens that the iteration takes within `limit_ms`.
+
+        Images in them are left out: a live request has its image encoded at once.
+        """
         most = min(candidate.tokens, self.tokens_left)
         if most < 1:
             return 0
@@ -123,6 +135,32 @@ class Composer:
             return self._model.can_schedule(self.batch, Slice(tokens, candidate.context), left_ms) < tokens
 
         return _most(most, exceeds)
+
+    def row_budget(self, candidate: Candidate, limit_ms: float) -> int:
+        """Token budget of a row: that of a request, up to the first image which the iteration has no time for.
+
+        An image is encoded whole. Where no live request waits for the iteration, one image may take longer than
+        `limit_ms`: rows would not get on with it otherwise.
+        """
+        tokens = self.token_budget(candidate, limit_ms)
+        if not candidate.images or limit_ms == inf:
+            return tokens
+        spare = 0 if self._live_waits or self._encodes else 1
+        reached = sum(before < tokens for before, _ in candidate.images)
+        for images in range(reached, spare, -1):
+            before = candidate.images[images - 1].before
+            left_ms = limit_ms - sum(ms for _, ms in candidate.images[spare:images])
+            if (fitting := self.token_budget(candidate, left_ms)) > before:
+                return min(tokens, fitting)
+            tokens = min(tokens, before)
+        return tokens
+
+    def can_encode(self, candidate: Candidate) -> bool:
+        """True if each image of a row would find time in this iteration with no other row in it."""
+        if not candidate.images or not self._live_waits or self.limit_ms in (inf, None):
+            return True
+        left_ms = self.limit_ms - max(image.ms for image in candidate.images) - self._online_surcharge_ms
+        return self._model.can_schedule(self._online_batch, Slice(1, candidate.context), left_ms) > 0
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
         """KV blocks that the request needs beyond the ones it has."""
@@ -143,18 +181,19 @@ class Composer:
         self.tokens[candidate.name] = tokens
         self.tokens_left -= tokens
         self.free_blocks -= self.blocks_for(candidate, tokens)
-        self.surcharge_ms += tokens * candidate.surcharge_ms
+        self.surcharge_ms += candidate.beyond_ms(tokens)
+        self._encodes = self._encodes or any(before < tokens for before, _ in candidate.images)
 
     def extend(self, candidate: Candidate, limit_ms: float) -> None:
         """Give a prompt of the batch as many more tokens as `limit_ms` and the free KV blocks allow."""
         had = self.tokens[candidate.name]
         self.batch.remove(had, candidate.context, candidate.decode)
         self.tokens_left += had
-        self.surcharge_ms -= had * candidate.surcharge_ms
+        self.surcharge_ms -= candidate.beyond_ms(had)
         # A request that waited has the blocks of its whole prompt.
         kept = self.blocks_for(candidate, candidate.tokens if candidate.name in self.admitted else had)
         self.free_blocks += kept
-        tokens = max(had, self.token_budget(candidate, limit_ms))
+        tokens = max(had, self.row_budget(candidate, limit_ms))
         if self.blocks_for(candidate, tokens) > max(kept, self.free_blocks):
             tokens = had
         self.free_blocks -= max(0, kept - self.blocks_for(candidate, tokens))

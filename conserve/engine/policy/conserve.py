@@ -37,7 +37,7 @@ class Conserve:
         composer = Composer(view)
         limit_ms = arrival_limit_ms(view)
         if turn_ms := offline_turn_ms(view, limit_ms):
-            running = list(view.offline)
+            composer.is_turn, running = True, list(view.offline)
             serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
                 if view.pushed:

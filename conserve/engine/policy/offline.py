@@ -32,11 +32,14 @@ def serve_offline(
     prompts = [request for request in running if not request.decode]
     while prompts:
         request = prompts.pop(0)
-        tokens = composer.token_budget(request, limit_ms)
+        tokens = composer.row_budget(request, limit_ms)
+        passed = not composer.can_encode(request)
+        if not tokens and passed:
+            continue
         if not tokens or not composer.make_room(prompts, composer.blocks_for(request, tokens)):
             return
         composer.add(request, tokens)
-        if tokens < request.tokens:
+        if tokens < request.tokens and not passed:
             return
     if running:
         composer.leave_kept()
@@ -85,7 +88,7 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
         if row.name in before:
             composer.extend(row, limit_ms)
     for row in prompts:
-        tokens = 0 if row.name in before else composer.token_budget(row, limit_ms)
+        tokens = 0 if row.name in before else composer.row_budget(row, limit_ms)
         if tokens and composer.blocks_for(row, tokens) <= composer.free_blocks:
             composer.add(row, tokens)
     _admit(composer, (row for row in waiting if row.name not in before), limit_ms, first=False)
@@ -161,6 +164,7 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     # A request that was evicted in this plan waits again: do not admit it at once.
     waiting = (request for request in waiting if request.name not in composer.evicted)
     deferred: list[Candidate] = []
+    passed = 0
     for request in waiting:
         if composer.free_slots <= composer.reserved_slots:
             return
@@ -168,7 +172,12 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        tokens = composer.token_budget(request, limit_ms)
+        if not composer.can_encode(request):  # it would hold its memory while it waits for time
+            passed += 1
+            if passed == MOST_DEFERRED:
+                break
+            continue
+        tokens = composer.row_budget(request, limit_ms)
         if not tokens:
             return
         if composer.computes_next_of(request):
@@ -187,7 +196,9 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        tokens = composer.token_budget(request, limit_ms)
+        if not composer.can_encode(request):
+            return
+        tokens = composer.row_budget(request, limit_ms)
         if not tokens or not _has_room(composer, request, first=first):
             return
         composer.admit(request, tokens)

@@ -16,7 +16,7 @@ import msgspec
 
 from conserve.engine.policy.kv_groups import KvGroup
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import BY_CLASS, QUEUES, Candidate, Lazy, Slo, View
+from conserve.engine.policy.view import BY_CLASS, QUEUES, Candidate, Image, Lazy, Slo, View
 from conserve.profiles.batch import Batch
 from conserve.profiles.correction import CorrectedModel, FrozenModel
 from conserve.profiles.model import TIMELESS, LatencyModel, LinearModel
@@ -30,11 +30,13 @@ VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
 VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
-NEWEST = VERSION_OF_KEPT
+VERSION_OF_IMAGES = 7  # of views with images or sounds to encode
+NEWEST = VERSION_OF_IMAGES
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
 BLOCKS = ("coming", "computing")
+PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are
 NUMBERS = [
     field.name
     for field in fields(View)
@@ -80,19 +82,24 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
     Waiting requests are read further than the policy may have read them: as many as another policy could admit.
     """
+    most = max(0, view.free_slots) + READ_ON
+    waiting = (_read(view.waiting_online, most), _read(view.waiting_offline, most))
+    queues = (view.online, view.offline, *waiting, view.held)
     return msgspec.json.encode(
         {
-            "version": version_of(view),
+            "version": version_of(view, queues),
             "at": at,
             "policy": policy,
-            "view": _view(view),
+            "view": _view(view, queues),
             "plan": _plan(plan),
         }
     )
 
 
-def version_of(view: View) -> int:
+def version_of(view: View, queues: Iterable[Iterable[Candidate]]) -> int:
     """The oldest version that plans the view as this one."""
+    if any(one.images for queue in queues for one in queue):
+        return VERSION_OF_IMAGES
     if view.kept_blocks:
         return VERSION_OF_KEPT
     if view.kv_groups or view.adapters:
@@ -126,10 +133,8 @@ def read(path: Path) -> Iterator[RecordedIteration]:
                 yield recorded(line)
 
 
-def _view(view: View) -> dict[str, Any]:
+def _view(view: View, queues: Sequence[Iterable[Candidate]]) -> dict[str, Any]:
     blocks = _Blocks()
-    most = max(0, view.free_slots) + READ_ON
-    queues = (view.online, view.offline, _read(view.waiting_online, most), _read(view.waiting_offline, most))
     return {
         "model": _model(view.model),
         "slo": _slo(view.slo),
@@ -139,17 +144,15 @@ def _view(view: View) -> dict[str, Any]:
         **({"adapters": _of_recorded(view.adapters, queues)} if view.adapters else {}),
         **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
         **{
-            name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
-            for name, queue in zip(QUEUES, (*queues, view.held), strict=True)
+            name: [_candidate(one, blocks) for one in queue]
+            for name, queue in zip(QUEUES, queues, strict=True)
         },
         **{name: blocks.runs(sorted(getattr(view, name), key=blocks.place)) for name in BLOCKS},
     }
 
 
 def _view_of(said: Mapping[str, Any]) -> View:
-    queues: dict[str, Any] = {
-        name: [Candidate._make((*one[:-1], _blocks_of(one[-1]))) for one in said[name]] for name in QUEUES
-    }
+    queues: dict[str, Any] = {name: [_candidate_of(one) for one in said[name]] for name in QUEUES}
     queues |= {name: frozenset(_blocks_of(said.get(name, ()))) for name in BLOCKS}
     return View(
         model=_model_of(said["model"]),
@@ -163,6 +166,17 @@ def _view_of(said: Mapping[str, Any]) -> View:
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )
+
+
+def _candidate(one: Candidate, blocks: _Blocks) -> list[Any]:
+    """The candidate's fields, without its images where it has none, as before there were any."""
+    return [*one[:PREFIX], blocks.runs(one.prefix), *([one.images] if one.images else [])]
+
+
+def _candidate_of(said: Sequence[Any]) -> Candidate:
+    runs, *images = said[PREFIX:]
+    seen = tuple(map(Image._make, images[0])) if images else ()
+    return Candidate._make((*said[:PREFIX], _blocks_of(runs), seen))
 
 
 def _by_class(view: View, queues: Iterable[Iterable[Candidate]]) -> dict[str, Any]:

@@ -22,6 +22,13 @@ QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")  # f
 BY_CLASS = ("slos", "classes", "served")  # the same
 
 
+class Image(NamedTuple):
+    """An image or a sound in a prompt: the iteration that computes its first token encodes all of it."""
+
+    before: int  # tokens to compute before its first one
+    ms: float  # predicted time of the encoder
+
+
 class Candidate(NamedTuple):
     """One request that could compute something in the next iteration."""
 
@@ -36,6 +43,13 @@ class Candidate(NamedTuple):
     saved: bool = False  # host memory has its KV, so that an eviction costs next to nothing
     restorable: int = 0  # first tokens after `context` with their KV in host memory
     prefix: Sequence[Hashable] = ()  # one name per full KV block; equal names mean equal tokens up to there
+    images: Sequence[Image] = ()  # and sounds, in their order, that are not encoded yet
+
+    def beyond_ms(self, tokens: int) -> float:
+        """Time that so many of its tokens take beyond the latency model's prediction, images in them included."""
+        if not self.images:
+            return tokens * self.surcharge_ms
+        return tokens * self.surcharge_ms + sum(ms for before, ms in self.images if before < tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

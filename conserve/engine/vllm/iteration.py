@@ -64,7 +64,7 @@ class Iteration:
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing
-    encodes: frozenset[str] = frozenset()  # names of the images and sounds that its encoders see
+    encodes: Mapping[str, int] = field(default_factory=dict)  # image or sound -> embeddings that it becomes
     surcharged: int = 0  # of the tokens, prompt tokens with logprobs, whose time no latency model knows
     stalled: bool = False  # the plan gave tokens, and vLLM could use none of them
     # Stamped, if rows may leave.

@@ -12,15 +12,32 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from conserve.engine.policy.view import Image
 from conserve.engine.vllm.lane import is_online, is_running
 
 
-def encoded_by(scheduler: Any, output: SchedulerOutput) -> frozenset[str]:
-    """Names of the inputs that the iteration encodes."""
-    return frozenset(
-        scheduler.requests[name].mm_features[number].identifier
+def encoded_by(scheduler: Any, output: SchedulerOutput) -> dict[str, int]:
+    """Names of the inputs that the iteration encodes, and their embeddings."""
+    return {
+        (request := scheduler.requests[name]).mm_features[number].identifier: request.get_num_encoder_embeds(
+            number
+        )
         for name, numbers in output.scheduled_encoder_inputs.items()
         for number in numbers
+    }
+
+
+def to_encode(
+    scheduler: Any, request: Request, context: int, ms_of: Callable[[int], float]
+) -> tuple[Image, ...]:
+    """Images and sounds of a prompt behind so many tokens with KV; `ms_of` is the time of so many embeddings."""
+    if scheduler.is_encoder_decoder and context:
+        return ()  # the encoder has seen all of it
+    cached = () if scheduler.is_encoder_decoder else scheduler.encoder_cache_manager.cached
+    return tuple(
+        Image(max(0, feature.mm_position.offset - context), ms_of(embeddings))
+        for (name, embeddings), feature in zip(_inputs(request), request.mm_features, strict=True)
+        if feature.mm_position.offset + feature.mm_position.length > context and name not in cached
     )
 
 

@@ -12,6 +12,7 @@ from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.encoders import EncoderTimes
 from conserve.profiles.fit import fit
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
@@ -22,6 +23,7 @@ SAVE_S = 30.0  # between two saves of what was learned
 SURCHARGE = (
     3.0  # time of a prompt token with logprobs beyond one without, in times of the latter, until measured
 )
+ENCODER = 1.0  # time of an image, in times of as many prompt tokens, until one was measured
 SURCHARGE_SHARE = 0.2  # weight of the newest iteration in what was measured
 
 
@@ -38,6 +40,7 @@ class Iterations:
         self._correction_file = installed.correction_file
         self._source = installed.source
         self._surcharge_ms: float | None = None
+        self.encoders = EncoderTimes()
         self._ended = 0.0  # monotonic seconds, of the last iteration
         self._busy_s = 0.0  # time in iterations
         self._save_at = time.monotonic() + SAVE_S
@@ -50,6 +53,12 @@ class Iterations:
         tokens = 512
         whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
         return SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
+
+    def encoder_ms(self, embeddings: int) -> float:
+        """Time of encoding an image or a sound of so many embeddings, in ms; a guess until one was encoded."""
+        if self.encoders.known or self.model is None:
+            return self.encoders.predict(embeddings)
+        return ENCODER * self.model.predict(Batch.of([Slice(embeddings, 0)]))
 
     def end(self, iteration: Iteration, ended: float) -> None:
         """Note the time that the iteration took, and learn from it if all of its tokens were computed."""
@@ -92,6 +101,7 @@ class Iterations:
             "coefficients": linear.coefficients,
             "scale": self.model.scale,
             "off": {"iterations": len(off), **quantiles(off)},
+            "encoders": self.encoders.document(),
         }
 
     def report(self) -> dict[str, Any]:
@@ -107,9 +117,11 @@ class Iterations:
         if iteration.limit_ms is not None:
             self.planned += 1
             self.overruns += ms > iteration.limit_ms
-        if iteration.encodes:  # the time of encoders is in no model
-            return
-        if self.model is None:
+        if iteration.encodes:
+            if self.model is not None and not iteration.surcharged:
+                beyond_ms = ms - self.model.predict(batch)
+                self.encoders.observe(len(iteration.encodes), sum(iteration.encodes.values()), beyond_ms)
+        elif self.model is None:
             if self.warm_up is not None:
                 self.warm_up.add(batch, ms)
         elif iteration.surcharged:

@@ -11,10 +11,20 @@ from vllm.v1.request import Request
 
 from conserve.engine.policy.fairness import fair_order
 from conserve.engine.policy.kv_groups import KvGroup, blocks_taken
-from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY, Candidate, Lazy, ReadOnly, Slo, View
+from conserve.engine.policy.view import (
+    DEFAULT_CLASS,
+    OFFLINE_PRIORITY,
+    Candidate,
+    Image,
+    Lazy,
+    ReadOnly,
+    Slo,
+    View,
+)
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online
+from conserve.engine.vllm.scheduling.encoders import to_encode
 from conserve.profiles.model import LatencyModel
 
 MOST_PASSED = (
@@ -222,7 +232,12 @@ class Picture:
             saved,
             restorable,
             self._prefix(request),
+            self._images(request, context) if request.mm_features else (),
         )
+
+    def _images(self, request: Request, context: int) -> tuple[Image, ...]:
+        """Images and sounds of a prompt that the encoders have not seen."""
+        return to_encode(self._scheduler, request, context, self._scheduler._iterations.encoder_ms)
 
     def context_of(self, request: Request) -> int:
         """Tokens of a waiting request with their KV on the device."""

@@ -308,7 +308,7 @@ class CoServing:
         plan, tokens = iteration.plan, output.num_scheduled_tokens
         iteration.tokens, iteration.encodes = tokens, encoded_by(self, output)
         self._unplanned += plan is None
-        if plan is None and not self._offline and not iteration.ahead and not self._learns_anyway():
+        if plan is None and not self._offline and not iteration.ahead and not self._teaches(iteration):
             return
         iteration.batch = plan.batch if plan is not None and tokens == plan.tokens else self._batch(tokens)
         iteration.surcharged = sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
@@ -332,8 +332,8 @@ class CoServing:
     def _settle(self, iteration: Iteration) -> None:
         settle(self, iteration)
 
-    def _learns_anyway(self) -> bool:
-        return self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
+    def _teaches(self, iteration: Iteration) -> bool:
+        return bool(iteration.encodes) or self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
 
     def _batch(self, tokens: Mapping[str, int]) -> Batch:
         """The batch that was scheduled just now; the requests' counters have moved on by it already."""
