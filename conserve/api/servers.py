@@ -20,6 +20,8 @@ PATH = "/v1/conserve"
 WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404
 ENDED = "does not answer (starting, or ended)"  # nothing listens at its address
+WANTS_KEY = "wants another key; set CONSERVE_API_KEY"
+REFUSES_LOGIN = "refuses the login in its address"
 STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
 
 
@@ -97,7 +99,7 @@ def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[
 def unanswered(error: Exception, login: tuple[str, str] | None = None) -> str:
     """Reason that a server did not answer a request with this login, or with a key."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
-        return "refuses the login in its address" if login else "wants another key; set CONSERVE_API_KEY"
+        return REFUSES_LOGIN if login else WANTS_KEY
     cause = getattr(error, "reason", error)  # a URLError's
     if isinstance(cause, socket.gaierror):
         return "runs there, and has no address that is known here"

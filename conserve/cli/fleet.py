@@ -1,16 +1,22 @@
 """`conserve fleet`: the servers that harvesters feed, and which of them get no rows."""
 
 import time
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.fleet_report import Sight, document, lines, sights, well
-from conserve.errors import ServiceFailed
+from conserve.cli.fleet_report import Sight, document, lines, sights, unfed, well
+from conserve.errors import ServiceFailed, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+
     from conserve.store.database.store import Store
 
 EXAMPLE = """
@@ -36,15 +42,19 @@ def show(
         bool,
         typer.Option(
             "--check",
-            help="Exit 1 if a server is down or suspected, or breaks its SLO; or if there is none.",
+            help="Exit 1 if a server is down, silent or suspected, or breaks its SLO; or if none is fed.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """List the servers that harvesters feed: how each is, what it harvests, and whether its live SLO is kept."""
+    from conserve.store.books import queue
+
     context: Context = ctx.obj
     settings = context.settings()
     with context.store_to_read() as store:
+        with store.read() as tx:
+            waiting = queue.rows_left(tx, None)
         found = sights(read(store), settings, now=time.time())
     if as_json:
         output.data_json([document(one) for one in found])
@@ -52,7 +62,11 @@ def show(
         output.say("no harvester has seen a server yet; run: conserve harvest --endpoint URL")
     else:
         output.data("\n".join(lines(found)))
-    if check and not (found and all(map(well, found))):
+    starved = bool(found) and waiting > 0 and unfed(found)
+    if starved:
+        rows = output.count(waiting, "row")
+        output.say(f"no harvester feeds a server, and {rows} wait; run: conserve harvest --endpoint URL")
+    if check and (starved or not found or not all(well(one, rows_wait=waiting > 0) for one in found)):
         raise typer.Exit(exits.FAILED)
 
 
@@ -69,8 +83,7 @@ def drain(
 
     context: Context = ctx.obj
     with context.store() as store:
-        with store.write() as tx:
-            urls = servers.drain(tx, host, now=time.time())
+        urls = under_both_names(store, host, partial(servers.drain, now=time.time()))
         for url in urls:
             output.say(f"{url} is drained: its rows end or go elsewhere within seconds")
         if wait:
@@ -82,10 +95,27 @@ def undrain(ctx: typer.Context, host: Host) -> None:
     from conserve.store.books import servers
 
     context: Context = ctx.obj
-    with context.store() as store, store.write() as tx:
-        urls = servers.undrain(tx, host)
+    with context.store() as store:
+        urls = under_both_names(store, host, servers.undrain)
     for url in urls:
         output.say(f"{url} gets rows again")
+
+
+def under_both_names(
+    store: "Store", host: str, change: "Callable[[Connection, str], list[str]]"
+) -> list[str]:
+    """Change the servers of this name, and those that are known by this machine's name too; returns their URLs.
+
+    A store that moved to a database which machines share has a server at a loopback address under both.
+    """
+    from conserve.jobs.harvest.notes import of_this_machine
+
+    with store.write() as tx:
+        urls = change(tx, host)
+    for other in sorted({of_this_machine(url) for url in urls} - {*urls}):
+        with suppress(UsageError), store.write() as tx:  # it has one name
+            urls += change(tx, other)
+    return urls
 
 
 def read(store: "Store") -> list[Sight]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ENDED, ask, logins
+from conserve.api.servers import ENDED, REFUSES_LOGIN, WANTS_KEY, ask, logins
 from conserve.cli import output
 from conserve.cli.server_status import measured
 from conserve.config import Settings
@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from conserve.store.books.servers import Feeding, SeenServer
 
 ASKED_AT_ONCE = 16
-BAD = ("down", "suspected")
+SILENT = "silent"  # its scheduler does not answer
+SILENT_S = 60.0  # age of its last report from then on: the figures in it are of another minute
+UNSEEN = (WANTS_KEY, REFUSES_LOGIN)  # answers that leave its SLO unknown, until the user does something
+BAD = ("down", "suspected", SILENT)
+NOT_FED = "not fed"  # no harvester feeds it
 GONE = "gone"  # no harvester feeds it, and nothing listens there: it was stopped, perhaps for good
-COLOURS = {"serving": "green", "drained": "yellow", "draining": "yellow", "down": "red", "suspected": "red"}
+COLOURS = {
+    "serving": "green",
+    "drained": "yellow",
+    "draining": "yellow",
+    **dict.fromkeys(BAD, "red"),
+}
 WORST_FIRST = ("suspected", "down", "busy", "starting", "leaving", "serving", "other model")
 ATTAINED = 0.99  # share of live requests within the SLO, from which on it counts as kept
 
@@ -45,19 +54,27 @@ class Sight:
         return sum(one.in_flight + one.waiting if one.noted_at >= since else 1 for one in fresh)
 
     @property
+    def silent_s(self) -> float | None:
+        """Seconds for which its scheduler has not answered; None if it has in the last minute, or tells no age."""
+        age_s: float | None = (self.report or {}).get("age_s")
+        return age_s if age_s is not None and age_s >= SILENT_S else None
+
+    @property
     def state(self) -> str:
-        """State of the server: the worst that a harvester sees, or whether it is there where none feeds it."""
+        """State of the server: its own, the worst that a harvester sees, or whether it is there where none does."""
+        if self.silent_s is not None:
+            return SILENT
         if self.server.drained_at is not None:
             return "draining" if self.rows_left(self.now) else "drained"
         states = {feeding.state for feeding in self.fresh}
-        unfed = GONE if self.error == ENDED else "not fed"
-        return next((state for state in WORST_FIRST if state in states), next(iter(states), unfed))
+        otherwise = GONE if self.error == ENDED else NOT_FED
+        return next((state for state in WORST_FIRST if state in states), next(iter(states), otherwise))
 
     @property
     def slo_kept(self) -> bool | None:
         """True if live requests had their SLO in the last minute; None if that is not known."""
         online = (self.report or {}).get("online")
-        if not online or not measured(online):
+        if not online or not measured(online) or self.silent_s is not None:
             return None
         promises = [one["kept"] for bounds in online.get("promises", {}).values() for one in bounds.values()]
         attained = online.get("attainment")
@@ -93,9 +110,18 @@ def ways(url: str) -> list[str]:
     return [url, parts._replace(netloc=f"{login}127.0.0.1{port}").geturl()]
 
 
-def well(sight: Sight) -> bool:
-    """True unless the server is down or suspected, or breaks its SLO."""
-    return sight.state not in BAD and sight.slo_kept is not False
+def well(sight: Sight, *, rows_wait: bool = True) -> bool:
+    """True unless the server is down or silent, or breaks its SLO, or keeps from the caller if it does.
+
+    One is suspected until it has answered a row, which it cannot without any: then that counts for nothing.
+    """
+    suspected = sight.state == "suspected" and not rows_wait
+    return (suspected or sight.state not in BAD) and sight.slo_kept is not False and sight.error not in UNSEEN
+
+
+def unfed(found: Sequence[Sight]) -> bool:
+    """True if a server is there that no harvester feeds, and none is fed."""
+    return not any(sight.fresh for sight in found) and any(sight.state == NOT_FED for sight in found)
 
 
 def document(sight: Sight) -> dict[str, Any]:
@@ -129,7 +155,11 @@ def document(sight: Sight) -> dict[str, Any]:
 
 
 def why(sight: Sight) -> str | None:
-    """Fault of a server, in the words of a harvester that sees it; of one that is gone, why it counts as that."""
+    """Fault of a server, in its own words or those of a harvester; of one that is gone, why it counts as that."""
+    if sight.silent_s is not None:
+        return f"its scheduler has not answered for {output.duration(sight.silent_s)}: does its engine hang?"
+    if sight.error in UNSEEN:
+        return f"{sight.error}, or its SLO is not seen" if sight.error == WANTS_KEY else sight.error
     if sight.state == GONE:
         return f"{sight.error}, and no harvester feeds it"
     said = Counter(one.why for one in sight.fresh if one.why and one.state in (*BAD, "busy"))

@@ -68,6 +68,9 @@ class Forks:
 
         So does its stdout if there is one for it, and its stdin comes from `source`, a file or a named pipe.
         """
+        for path in filter(None, (output, errors)):
+            if not path.exists():
+                path.touch()  # a fork may be killed before it opens them
         streams = [str(path or os.devnull) for path in (source, output, errors)]
         pid = self.ask(fork=list(arguments), env=dict(env), streams=streams)
         return Forked(self, pid, errors, output)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from conserve.api.servers import ENDED, STOCK
+from conserve.api.servers import ENDED, REFUSES_LOGIN, STOCK, WANTS_KEY
 from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
@@ -313,6 +313,59 @@ def test_an_slo_is_kept_broken_or_unknown() -> None:
     assert sight(report=online(promises=promised)).slo_kept is False
     assert [well(sight(feeding(), report=online(attainment=a))) for a in (1.0, 0.9)] == [True, False]
     assert not well(sight(feeding(state="down")))
+
+
+def test_a_server_whose_scheduler_is_silent_is_not_well_whatever_its_last_report_says() -> None:
+    said = {"online": {"attainment": 1.0, "tbt_ms": {"p50": 9.0, "p99": 9.0}, "promises": {}}}
+    fresh, stale = (sight(feeding(), report={**said, "age_s": age_s}) for age_s in (59.0, 97.0))
+    assert (fresh.state, fresh.slo_kept, well(fresh)) == ("serving", True, True)
+    assert (stale.state, stale.slo_kept, well(stale)) == ("silent", None, False)
+    assert lines([stale])[-1] == (
+        f"{A}: its scheduler has not answered for 1 min 37 s: does its engine hang?"
+    )
+    assert document(stale)["state"] == "silent"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(WANTS_KEY, f"{WANTS_KEY}, or its SLO is not seen"), (REFUSES_LOGIN, REFUSES_LOGIN)]
+)
+def test_a_server_that_refuses_the_caller_is_not_watched(error: str, said: str) -> None:
+    refused = sight(feeding(), error=error)
+    assert (refused.state, refused.slo_kept, well(refused)) == ("serving", None, False)
+    assert lines([refused])[-1] == f"{A}: {said}"
+
+
+def test_a_server_is_no_longer_suspected_where_no_row_could_clear_it() -> None:
+    suspected = sight(feeding(state="suspected"))
+    assert not well(suspected)
+    assert well(suspected, rows_wait=False)
+    assert not well(sight(feeding(state="down")), rows_wait=False)
+
+
+def test_rows_that_wait_while_no_harvester_feeds_a_server_are_said(
+    store: Store, server: ScriptedServer
+) -> None:
+    note(store, sighting(server.url), now=time.time() - 60)
+    assert conserve("fleet", "--check").returncode == 0, "no row waits"
+    conserve("submit", "-", "--prompt", "{{ q }}", stdin='{"q": "a"}\n{"q": "b"}\n')
+    done = conserve("fleet", "--check")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "no harvester feeds a server, and 2 rows wait; run: conserve harvest --endpoint URL"
+    ]
+    note(store, sighting(server.url), now=time.time())
+    assert conserve("fleet", "--check").returncode == 0
+
+
+def test_a_server_is_drained_under_the_name_of_the_machine_too(store: Store) -> None:
+    """A store that was moved has it under its loopback address, and a harvester notes it under the machine's."""
+    host = socket.gethostname()
+    note(store, sighting("http://localhost:8000", in_flight=0), now=time.time() - 300)
+    note(store, sighting(f"http://{host}:8000", in_flight=2), now=time.time())
+    waited = conserve("fleet", "drain", "localhost:8000", "--wait", "--within-s", "1")
+    assert waited.returncode == 1
+    assert f"http://{host}:8000 has" in waited.stderr
+    assert f"http://{host}:8000 gets rows again" in conserve("fleet", "undrain", "localhost:8000").stderr
 
 
 def test_what_is_wrong_stands_below_the_table() -> None:
