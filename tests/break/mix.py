@@ -77,9 +77,9 @@ AIMS = {
     ),
     "harvest": HARVESTED,
     "retry": (
-        Shot(at=f"{QUEUE}:waiting_row", after=True),
+        Shot(at=f"{SHARDS}:waiting_row", after=True),
         Shot(
-            at="pathlib:Path.unlink", since=f"{QUEUE}:waiting_row"
+            at="pathlib:Path.unlink", since=f"{SHARDS}:waiting_row"
         ),  # committed, and the shards are still there
         Shot(at=f"{SHARDS}:retry_failed", after=True),
     ),

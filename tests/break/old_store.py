@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from .audit import rows
+from .audit import in_spans, rows
 
 FIRST_TABLES = """
 create table meta ("key" text not null, value text not null, primary key ("key"));
@@ -51,6 +51,10 @@ def make_old(home: Path) -> None:
         target.execute("insert into meta values ('version', '1')")
         for table in TABLES:
             copy(source, target, table)
+        target.executemany(
+            "insert into request values (?, ?, ?, 1, 0, 0.0, 0, null, null, null)",
+            [(job_id, position, epoch) for job_id, epoch, position in in_spans(source)],
+        )
     for path in home.glob("conserve.db*"):
         path.unlink()
     old.rename(now)
