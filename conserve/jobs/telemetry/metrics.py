@@ -112,7 +112,11 @@ class HarvesterCollector(Collector):
         yield from (rows, tokens, outages)
         yield CounterMetricFamily("conserve_row_retries", "Attempts that put their row back.", tally.retried)
         yield CounterMetricFamily("conserve_leases_lost", "Leases that others ended.", tally.leases_lost)
-        yield GaugeMetricFamily("conserve_rows_in_flight", "Rows at the endpoint.", tally.in_flight)
+        yield GaugeMetricFamily(
+            "conserve_rows_in_flight",
+            "Rows that are sent, or wait in the harvester for a place at one of several servers.",
+            tally.in_flight,
+        )
         yield from self._states()
 
     def _states(self) -> Iterator[Metric]:
@@ -120,7 +124,7 @@ class HarvesterCollector(Collector):
         capacity = self._harvester.endpoint.capacity if ready else 0
         yield GaugeMetricFamily(
             "conserve_rows_in_flight_most",
-            "Rows that keep the endpoint busy; 0 before it is ready.",
+            "Rows that the harvester takes at a time, to keep its servers busy; 0 before one is ready.",
             capacity,
         )
         yield GaugeMetricFamily(
