@@ -8,7 +8,7 @@ import pytest
 
 from conserve.engine.runtime.spill_file import INDEX, LOCK
 from tests import patient
-from tests.integration.test_serve import KEY, Service
+from tests.integration.test_serve import KEY, MODEL, Service
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -37,7 +37,7 @@ def test_a_restarted_server_takes_in_what_rows_had(demo_cache: Path, tmp_path: P
     flags = ("--policy", "priority", "--kv-checkpoint", "adaptive", "--kv-spill", str(folder))
     service = Service(tmp_path / "home", demo_cache, *flags)
     try:
-        service.until(lambda: service.says("serving"))
+        service.until(lambda: service.says(f"serving {MODEL}"))
         (tmp_path / "second").mkdir()
         second = Service(tmp_path / "second" / "home", demo_cache, *flags)
         assert second.process.wait(600) == 2
@@ -58,7 +58,7 @@ def test_a_restarted_server_takes_in_what_rows_had(demo_cache: Path, tmp_path: P
     assert (folder / INDEX).exists()
     service = Service(tmp_path / "home", demo_cache, *flags)
     try:
-        service.until(lambda: service.says("serving"))
+        service.until(lambda: service.says(f"serving {MODEL}"))
         taken = service.report()["checkpoint"]["spill"]
         assert (taken["refused"], taken["why_off"]) == (None, None)
         assert taken["tokens_taken_in"] >= PROMPT_TOKENS * waiting // 2

@@ -73,7 +73,7 @@ def test_every_row_comes_once(demo_cache: Path, tmp_path: Path, monkeypatch: pyt
     service = Service(tmp_path / "home", demo_cache, *ours)
     restored = 0
     try:
-        service.until(lambda: service.says("serving"))
+        service.until(lambda: service.says(f"serving {MODEL}"))
         job_id = service.conserve("submit", str(rows_file(tmp_path)))
         with service.client() as client, bursts(client):
             for death in range(1, DEATHS + 1):
