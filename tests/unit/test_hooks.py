@@ -650,6 +650,32 @@ class TestDelivery:
         (record,) = caplog.records
         assert (record.getMessage(), bool(record.exc_info)) == (said, traced)
 
+    def test_an_outage_of_the_store_is_logged_once_and_a_later_one_again(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        looks: list[int] = []
+
+        def step(courier: Courier) -> None:
+            looks.append(len(looks))
+            if looks[-1] not in (3, 4):
+                raise StoreError(f"the store failed: look {looks[-1]}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Courier, "step", step)
+            with sending(store, look_s=0.001):
+                until(lambda: len(looks) > 8)
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["the store failed: look 0", "the store failed: look 5"]
+
+    def test_another_fault_than_that_of_the_look_before_is_logged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def step() -> None:
+            raise ZeroDivisionError
+
+        assert guarded(step, guarded(step, StoreError)) is ZeroDivisionError
+        assert len(caplog.records) == 1
+
     def test_so_many_messages_are_sent_at_a_time_and_no_more(
         self, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -28,6 +28,8 @@ KEPT_S = 30 * 86_400.0  # messages that are over, for `conserve hooks log`
 FORGET_S = 3600.0  # between two looks for messages that are older
 GONE = 410  # the receiver wants no more messages
 
+Fault = type[Exception] | None  # kind of a step's error; None for a step that was done
+
 MINUTE_S, HOUR_S = 60.0, 3600.0
 FIRST_PAUSES_S = (
     5.0,
@@ -200,13 +202,15 @@ def verdict(
 def sending(store: Store, *, look_s: float = LOOK_S, last_s: float = LAST_S) -> Iterator[None]:
     """Send messages beside the work of this process, and those of its end before it goes.
 
-    A store that cannot be reached now is asked again at the next look.
+    A store that cannot be reached now is asked again at the next look; a fault that lasts is logged once.
     """
     courier, over = Courier(store), threading.Event()
+    fault: Fault = None
 
     def look() -> None:
+        nonlocal fault
         while not over.wait(look_s):
-            guarded(courier.step)
+            fault = guarded(courier.step, fault)
 
     thread = threading.Thread(target=look, name="hooks", daemon=True)
     thread.start()
@@ -215,15 +219,20 @@ def sending(store: Store, *, look_s: float = LOOK_S, last_s: float = LAST_S) -> 
     finally:
         over.set()
         thread.join(last_s)
-        guarded(lambda: courier.finish(last_s))
+        guarded(lambda: courier.finish(last_s), fault)
         courier.stop()
 
 
-def guarded(step: Callable[[], None]) -> None:
-    """Do a step of a courier; a fault is logged, since the work beside goes on."""
+def guarded(step: Callable[[], None], before: Fault = None) -> Fault:
+    """Do a step of a courier; returns its fault. One like that of the step before has been logged then."""
     try:
         step()
-    except StoreError as error:
-        log.warning("%s", error)
-    except Exception:
-        log.exception("messages to hooks were not sent")
+    except StoreError as error:  # its words may change in the course of an outage
+        if before is not StoreError:
+            log.warning("%s", error)
+        return StoreError
+    except Exception as error:
+        if before is not type(error):
+            log.exception("messages to hooks were not sent")
+        return type(error)
+    return None
