@@ -142,7 +142,7 @@ def open_store(settings: Settings, *, wait: bool) -> "Store":
     from conserve.store.files.home import refuse_no_folder
 
     refuse_no_folder(settings.home)
-    outage = Outage(output.say)
+    outage = Outage(output.say, warn=output.trouble)
     while True:
         try:
             store = Store.open(settings)
@@ -191,6 +191,7 @@ def work(
         rebind=binding.rebind,
         follow=not until_empty,
         say=output.say,
+        warn=output.trouble,
         observer=watching.observer,
     )
     watching.watch(harvester)
@@ -228,6 +229,7 @@ def servers(
         model=settings.model if several else None,
         patient=patient,
         say=output.say,
+        warn=output.trouble,
     )
 
 

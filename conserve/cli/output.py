@@ -63,6 +63,11 @@ def visible(text: str, stream: TextIO) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def trouble(message: str) -> None:
+    """Print a sentence on what is wrong, as it is, on stderr; JSON logs have it as a warning."""
+    say(message, level="warning")
+
+
 def warn(message: str) -> None:
     """Print a warning on stderr."""
     say(message if json_lines else f"warning: {visible(message, sys.stderr)}", level="warning")

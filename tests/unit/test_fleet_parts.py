@@ -1129,11 +1129,16 @@ class Listed:
     """A membership over a list that a test changes, and what it says."""
 
     def __init__(self, *urls: str, model: str | None = None, **endpoints: ModelledServer) -> None:
-        self.urls, self.failure, self.said = list(urls), None, list[str]()
+        self.urls, self.failure, self.said, self.warned = list(urls), None, list[str](), list[str]()
         servers = {A: ModelledServer(A), B: ModelledServer(B), C: ModelledServer(C)} | {
             endpoint.url: endpoint for endpoint in endpoints.values()
         }
-        self.servers = Membership(self, servers.__getitem__, model=model, say=self.said.append)  # type: ignore[arg-type]
+        say = self.said.append
+        self.servers = Membership(self, servers.__getitem__, model=model, say=say, warn=self._warn)  # type: ignore[arg-type]
+
+    def _warn(self, line: str) -> None:
+        self.said.append(line)
+        self.warned.append(line)
 
     async def look(self) -> list[str]:
         return list(self.urls)
@@ -1211,7 +1216,21 @@ def test_a_list_that_cannot_be_read_is_told_at_each_beginning() -> None:
             listed.failure = failure  # type: ignore[assignment]
             await listed.servers.look()
         known = "; the servers that are known go on"
-        assert listed.said == [f"no file{known}", f"not UTF-8{known}", f"not UTF-8{known}"]
+        assert listed.warned == [f"no file{known}", f"not UTF-8{known}", f"not UTF-8{known}"]
+
+    virtual_time.run(run())
+
+
+def test_that_a_server_is_lost_is_a_warning_and_that_it_is_back_is_none() -> None:
+    async def run() -> None:
+        listed = await Listed(A, B).reached()
+        (first, _), ready = listed.servers, list(listed.said)
+        listed.servers.lost(first, "no route")
+        first.fail(EndpointUnavailable("no route"), now_s())
+        assert listed.warned == ["no route"]
+        assert await listed.servers.reach(first, now_s())
+        assert listed.said == [*ready, "no route", f"{first.url} is ready"]
+        assert listed.warned == ["no route"]
 
     virtual_time.run(run())
 

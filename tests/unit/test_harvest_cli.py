@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from conserve import logs
 from conserve.cli import harvest
 from conserve.config import Settings, load
 from conserve.jobs.harvest.tally import Tally
@@ -135,6 +136,22 @@ def test_a_server_that_is_not_there_is_waited_for_or_named(
     assert running.poll() is None
     running.send_signal(signal.SIGTERM)
     assert ended(running).returncode == 0
+
+
+def test_in_json_an_outage_is_a_warning_and_its_end_is_not(
+    server: ScriptedServer, write_input: WriteInput, forked: StartForked
+) -> None:
+    submit(write_input(q=["a"]))
+    server.down()
+    running = forked("harvest", "--endpoint", server.url, "--log-format", "json")
+    until(lambda: running.errors.exists() and "harvesting waits" in running.errors.read_text(), running)
+    server.up()
+    until(lambda: "harvesting goes on" in running.errors.read_text(), running)
+    running.send_signal(signal.SIGTERM)
+    lines = ended(running).stderr.splitlines()
+    said = [json.loads(line) for line in lines if logs.is_line(line)]  # not what libraries of the tests print
+    levels = [one["level"] for one in said if "harvesting " in one["message"]]
+    assert levels == ["warning", "info"]
 
 
 def test_without_a_server_the_next_command_is_named() -> None:

@@ -385,6 +385,19 @@ def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     assert outage.begin(StoreError("gone")) == 1.0
 
 
+def test_trouble_goes_to_the_warnings_and_its_end_does_not() -> None:
+    said: list[str] = []
+    warned: list[str] = []
+    outage, hold = Outage(said.append, warn=warned.append), Hold(Clock(), said.append, warn=warned.append)
+    outage.begin(StoreError("gone"))
+    hold.begin(EndpointUnavailable("no route"), 1.0)
+    assert warned == ["the store cannot be reached (gone); harvesting waits", "no route; harvesting waits"]
+    assert said == []
+    outage.end()
+    hold.end()
+    assert len(warned) == len(said) == 2
+
+
 def test_a_write_proves_that_the_store_works() -> None:
     outage = Outage(lambda _: None)
     written: list[Outbox] = []

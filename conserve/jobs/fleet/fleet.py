@@ -53,11 +53,12 @@ class Fleet:
         model: str | None = None,
         patient: bool = False,
         say: Callable[[str], None] = log.info,
+        warn: Callable[[str], None] | None = None,  # of lost servers; `say` by default
     ) -> None:
-        self.servers = Membership(roster, make, model=model, say=say)
+        self.servers = Membership(roster, make, model=model, say=say, warn=warn)
         self._dispatch = Dispatch(self.servers)
         self._care = Care(self.servers, self._dispatch)
-        self._patient, self._say = patient, say
+        self._patient, self._warn = patient, warn or say
         self._estimate, self._numbers = AnswerLength(), count()
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -137,7 +138,7 @@ class Fleet:
         error = self.servers.roster.failure or self.servers.none_left(now_s())
         if not self._patient:
             raise EndpointUnusable(str(error)) from error
-        self._say(f"{error}; waiting for one")
+        self._warn(f"{error}; waiting for one")
         await self._some_ready.wait()
 
     async def close(self) -> None:

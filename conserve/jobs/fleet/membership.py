@@ -21,8 +21,9 @@ class Membership:
         *,
         model: str | None,
         say: Callable[[str], None],
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        self.roster, self._make, self._say = roster, make, say
+        self.roster, self._make, self._say, self._warn = roster, make, say, warn or say
         self._given = model is not None
         self.model = model_name(model) if model else ""
         self.by_url: dict[str, Member] = {}
@@ -76,7 +77,7 @@ class Membership:
         """Read the list of servers; returns those that came back or left."""
         listed = await self.roster.look()
         if (failure := self.roster.failure) is not None:
-            self._say_once("", f"{failure}; the servers that are known go on")
+            self._say_once("", f"{failure}; the servers that are known go on", self._warn)
         else:
             self._said.pop("", None)
         return self._list(listed)
@@ -108,7 +109,7 @@ class Membership:
             if elsewhere:
                 self.lost(member, member.error)
             elif member.url not in self._said and len(self) > 1:  # of one server the caller is told
-                self._say_once(member.url, str(member.error))
+                self._say_once(member.url, str(member.error), self._warn)
             return False
         self._choose_model()
         if member.model == self.model:
@@ -123,12 +124,13 @@ class Membership:
 
     def lost(self, member: Member, why: object) -> None:
         """Say why a server is lost, and that its rows go elsewhere."""
-        self._say_once(member.url, f"{why}; its rows go elsewhere" if member.running else str(why))
+        said = f"{why}; its rows go elsewhere" if member.running else str(why)
+        self._say_once(member.url, said, self._warn)
 
-    def _say_once(self, about: str, said: str) -> None:
+    def _say_once(self, about: str, said: str, say: Callable[[str], None] | None = None) -> None:
         if self._said.get(about) != said:
             self._said[about] = said
-            self._say(said)
+            (say or self._say)(said)
 
     def _choose_model(self) -> None:
         """Take the model of the first server, and another one only once no server in the list has that."""

@@ -88,6 +88,7 @@ class Harvester:
         rebind: bool = False,
         follow: bool = False,
         say: Callable[[str], None] = log.info,
+        warn: Callable[[str], None] | None = None,  # of outages; `say` by default
         observer: Observer | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] | None = None,
@@ -117,10 +118,10 @@ class Harvester:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         said = say if follow else log.warning  # a run that ends by itself says little else
-        self._outage = Outage(said, self.tally.outages)
+        self._outage = Outage(said, self.tally.outages, warn=warn if follow else None)
         self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
         self._suspects = SuspectTurns(store, only=only, clock=clock, monotonic=self.monotonic)
-        self._hold = Hold(self.monotonic, say)
+        self._hold = Hold(self.monotonic, say, warn=warn)
         self._recording = OutboxWriter(self._write, self._outage)
         self._flights = Flights(
             self.endpoint,

@@ -7,10 +7,19 @@ from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S
 
 
 class Hold:
-    """A hold doubles from failure to failure and ends with an answer; an unreachable endpoint is named once."""
+    """A hold doubles from failure to failure and ends with an answer; an unreachable endpoint is named once.
 
-    def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self._clock, self._say = clock, say
+    `warn` gets its name, if it is given.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        say: Callable[[str], None],
+        *,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self._clock, self._say, self._warn = clock, say, warn or say
         self._length_s = 0.0
         self._until = 0.0
         self._said = False
@@ -24,7 +33,7 @@ class Hold:
         """Hold for `wish_s` or longer; returns the reason in words, None if no new hold begins."""
         if isinstance(error, EndpointUnavailable) and not self._said:
             self._said = True
-            self._say(f"{error}; harvesting waits")
+            self._warn(f"{error}; harvesting waits")
         if not wish_s or self.left_s > 0:
             return None
         self._length_s = min(max(wish_s, self._length_s * 2), LONGEST_BACKOFF_S)

@@ -15,11 +15,17 @@ from conserve.store.database.store import Store
 class Outage:
     """Reports the beginning and the end of an outage once each; the wait doubles with each failure.
 
-    `counted` counts outages of the `store` and of the `endpoint`.
+    `warn` gets the beginnings, if it is given. `counted` counts outages of the `store` and of the `endpoint`.
     """
 
-    def __init__(self, say: Callable[[str], None], counted: Counter[str] | None = None) -> None:
-        self._say = say
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        counted: Counter[str] | None = None,
+        *,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say, self._warn = say, warn or say
         self._counted = Counter[str]() if counted is None else counted
         self._what: str | None = None
         self._until_answer = False
@@ -32,7 +38,7 @@ class Outage:
         """
         what = "store" if isinstance(error, StoreError) else "endpoint"
         if what != self._what:
-            self._say(f"the {what} cannot be reached ({error}); harvesting waits")
+            self._warn(f"the {what} cannot be reached ({error}); harvesting waits")
             self._counted[what] += 1
         self._what, self._until_answer = what, until_answer
         self._failures += 1
