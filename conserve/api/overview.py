@@ -136,7 +136,10 @@ class ServerSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Jobs and servers at one moment. `error` says why the store cannot be read; the jobs are then older."""
+    """Jobs and servers at one moment. `error` says why the store cannot be read; the jobs are then older.
+
+    Without `read` the store was never read, so that nothing is known of jobs.
+    """
 
     at: float
     store: str
@@ -147,6 +150,7 @@ class Overview:
     course: Sequence[float] = ()
     quarters: Sequence[float] = ()  # tokens/s of the last quarters of an hour, idle time included
     error: str | None = None
+    read: bool = True
 
     @property
     def rows_left(self) -> int:
@@ -208,6 +212,7 @@ class StoreWatch:
         self._pace = CounterRate()
         self._course: deque[float] = deque(maxlen=KEPT)
         self._jobs: Sequence[JobReading] = ()
+        self._was_read = False
         self._forecasts: Mapping[str, Forecast] = {}
         self._quarters: Sequence[float] = ()
         self._forecast_at: float | None = None
@@ -236,6 +241,7 @@ class StoreWatch:
                 course=tuple(self._course),
                 quarters=self._quarters,
                 error=error,
+                read=self._was_read,
             )
 
     def _ask(self, named: Mapping[str, str]) -> None:
@@ -277,7 +283,7 @@ class StoreWatch:
     def _read(self, now: float) -> str | None:
         """Read the store; returns why it cannot be read."""
         try:
-            self._jobs = read_jobs(self._settings, now=now)
+            self._jobs, self._was_read = read_jobs(self._settings, now=now), True
             self._pace.add(now, sum(computed(job) for job in self._jobs))
             if self._forecast_at is None or not 0 <= now - self._forecast_at < FORECAST_S:
                 self._forecast(now)

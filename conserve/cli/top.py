@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conserve.cli import output
+from conserve.cli import exits, output
 from conserve.cli.context import Context
 from conserve.cli.control import moved
 from conserve.cli.signals import ended_in_order
@@ -62,10 +62,13 @@ def top(
     with closing(StoreWatch(settings, endpoint or ())) as watch:
         if not once:
             follow(watch, context)
-        elif as_json:
-            output.data_json(document(watch.look(wait_s=ANSWER_S)))
-        else:
-            print_once(watch.look(wait_s=ANSWER_S))
+            return
+        seen = watch.look(wait_s=ANSWER_S)
+    if as_json:
+        output.data_json(document(seen))
+    else:
+        print_once(seen)
+    raise typer.Exit(exits.DONE if seen.error is None else exits.FAILED)
 
 
 def print_once(seen: "Overview") -> None:
@@ -81,20 +84,18 @@ def document(seen: "Overview") -> dict[str, Any]:
     """The overview as JSON (docs/reference/json.md)."""
     from conserve.cli import forecast_report, status_report
 
+    jobs = [
+        {**status_report.document(job), "forecast": forecast_report.document(job, seen.forecasts.get(job.id))}
+        for job in seen.jobs
+    ]
     return {
         "at": output.iso(seen.at),
         "store": seen.store,
         "error": seen.error,
-        "rows_left": seen.rows_left,
+        "rows_left": seen.rows_left if seen.read else None,
         "tokens_per_s": seen.tokens_per_s,
-        "tokens_per_s_by_quarter_hour": [round(rate, 1) for rate in seen.quarters],
-        "jobs": [
-            {
-                **status_report.document(job),
-                "forecast": forecast_report.document(job, seen.forecasts.get(job.id)),
-            }
-            for job in seen.jobs
-        ],
+        "tokens_per_s_by_quarter_hour": [round(rate, 1) for rate in seen.quarters] or None,
+        "jobs": jobs if seen.read else None,
         "servers": [server.document() for server in seen.servers],
     }
 

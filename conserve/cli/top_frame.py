@@ -3,6 +3,7 @@
 A frame of 80 columns holds everything; more columns widen the bars, more lines show more jobs.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,7 @@ NAME, BAR = 16, 8  # cells of a job's id and its progress, in a frame of 80
 KEYS = "↑↓ choose   p pause   r resume   a all jobs   ? help   q quit"
 DIM, BOLD, LATE = "bright_black", "bold", "red"
 SERVER_LINES = 2
+UNREAD = "the store has not been read"
 HELP = (
     "",
     "  ↑ ↓ or k j     choose a job",
@@ -72,10 +74,11 @@ def figures(seen: Overview, choice: ScreenState, width: int, room: int) -> list[
 
 
 def report(seen: Overview, *, width: int = WIDTH) -> list[Text]:
-    """All lines at once, without keys, for `--once`."""
+    """All lines at once, without keys, for `--once`; why the store cannot be read stands there in full."""
     shown = shown_jobs(seen.jobs, everything=False)
     above = servers(seen.servers, width, 3 * len(seen.servers) + 1) if seen.servers else []
-    below = [notice(seen, ScreenState(), width)] if seen.error else []
+    why = textwrap.wrap(seen.error or "", width - 1, break_on_hyphens=False)
+    below = [Text(f" {line}", style=LATE) for line in why]
     table = jobs(seen, shown, ScreenState(), width, len(shown) + 2)
     return [title(seen, width), *queue(seen, width), *above, Text(""), *table, *below]
 
@@ -101,6 +104,8 @@ def queue(seen: Overview, width: int) -> list[Text]:
     if seen.forecasts and none_runs(seen.jobs):
         words = f"{words}, {IDLE}"
     words = f"{seen.rows_left:,} rows left, {words}" if seen.rows_left else "no row waits"
+    if not seen.read:
+        words = UNREAD
     doubtful = any(one.in_time is not None and one.in_time < LIKELY for one in seen.forecasts.values())
     return [first, Text(cut(f"         {words}", width), style="yellow" if doubtful else "")]
 
@@ -173,6 +178,8 @@ def jobs(
     seen: Overview, found: Sequence[JobReading], choice: ScreenState, width: int, room: int
 ) -> list[Text]:
     """Table of jobs around the chosen one."""
+    if not seen.read:
+        return []
     if not found:
         return [Text(f" no jobs yet; {FIRST_JOB}", style=DIM)]
     name_width = NAME + max(0, min(NAME, (width - WIDTH) // 2))

@@ -20,6 +20,7 @@ from conserve.cli.context import Context
 from conserve.cli.top_frame import ScreenState
 from conserve.cli.top_keys import named
 from conserve.config import load
+from conserve.errors import StoreError
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.commands import REPOSITORY, conserve, until
@@ -225,14 +226,13 @@ def test_a_store_that_is_gone_is_named_and_the_last_jobs_stay(
     assert looking.look().error is None
 
     def gone(*_: Any, **__: Any) -> Any:
-        from conserve.errors import StoreError
-
         raise StoreError("the store cannot be read; run: conserve doctor")
 
     monkeypatch.setattr(overview, "read_jobs", gone)
     seen = looking.look()
     looking.close()
     assert [job.id for job in seen.jobs] == [job_id]
+    assert (seen.read, seen.rows_left) == (True, 2)
     assert any("conserve doctor" in line for line in plain(seen, ScreenState()))
 
 
@@ -275,6 +275,28 @@ def test_once_prints_jobs_and_servers_as_text_and_json(write_input: WriteInput) 
     assert said["jobs"][0]["forecast"]["rows_left"] == said["rows_left"] == 2
     assert said["servers"][0]["url"] == "http://127.0.0.1:9"
     assert said["servers"][0]["error"]
+
+
+def test_once_says_in_full_why_the_store_cannot_be_read_and_makes_no_figures_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = f"the store {'s3://lake/team-' * 6} cannot be read; run: conserve doctor --engine"
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise StoreError(why)
+
+    monkeypatch.setattr(overview, "read_jobs", gone)
+    text = conserve("top", "--once", "--endpoint", "http://127.0.0.1:9")
+    assert text.returncode == 1
+    assert "".join(why.split()) in "".join(text.stdout.split())
+    assert max(map(len, text.stdout.splitlines())) <= top_frame.WIDTH
+    assert "127.0.0.1:9 " in text.stdout, "servers are shown none the less"
+    for made_up in ("no row waits", "no jobs yet", "rows left"):
+        assert made_up not in text.stdout
+    done = conserve("top", "--once", "--json")
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["error"]) == (1, why)
+    assert said["rows_left"] is said["jobs"] is said["tokens_per_s_by_quarter_hour"] is None
 
 
 def test_a_servers_json_has_its_figures() -> None:
