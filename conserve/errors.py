@@ -220,18 +220,15 @@ class StoreDamaged(StoreError):
 
 
 class EndpointError(ConserveError):
-    """An endpoint's answer that is no completion."""
-
-
-class EndpointUnusable(EndpointError):
-    """The endpoint cannot serve at all: the run stops, and no row fails.
-
-    `status` is the HTTP status of its answer, if it gave one.
-    """
+    """An endpoint's answer that is no completion; `status` is its HTTP status, where that is known."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EndpointUnusable(EndpointError):
+    """The endpoint cannot serve at all: the run stops, and no row fails."""
 
 
 class RequestRejected(EndpointError):

@@ -247,7 +247,8 @@ async def takes_priority(client: httpx.AsyncClient, model: str, *, listed: bool)
     if reply.status == 200 or reply.status in REJECTED or (listed and reply.status in LACKS_ROUTE):
         return reply.status == 200
     raise EndpointUnusable(
-        f"{base_url_of(client)}{Url.COMPLETIONS} answered {reply.status}: {error_message(reply.content)}"
+        f"{base_url_of(client)}{Url.COMPLETIONS} answered {reply.status}: {error_message(reply.content)}",
+        status=reply.status,
     )
 
 
@@ -277,7 +278,8 @@ async def any_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
 
 def troubled(client: httpx.AsyncClient, path: str, reply: WholeResponse) -> EndpointUnusable:
     """The error for a response with a 5xx status."""
-    return EndpointUnusable(f"{base_url_of(client)}{path} answered {reply.status}; wait and try again")
+    said = f"{base_url_of(client)}{path} answered {reply.status}; wait and try again"
+    return EndpointUnusable(said, status=reply.status)
 
 
 def silent(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:

@@ -51,10 +51,10 @@ def error_of(
     if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
         return EndpointUnavailable(message)
     if status == httpx.codes.UNAUTHORIZED or (status == httpx.codes.FORBIDDEN and not answers):
-        return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
+        return EndpointUnusable(f"{message}; check CONSERVE_API_KEY", status=status)
     if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:
         mend = "correct the name of the model (--model; with --rebind where the job names it)"
-        return EndpointUnusable(f"{message.rstrip('. ')}; {mend}")
+        return EndpointUnusable(f"{message.rstrip('. ')}; {mend}", status=status)
     if status == httpx.codes.REQUEST_TIMEOUT or not 400 <= status < 500:
         return EndpointFault(message)
     too_long = any(words in lowered for words in TOO_LONG)
@@ -95,19 +95,22 @@ def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
 
 def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:
     """The error for an address that redirects requests: the address is wrong, and no row is at fault."""
-    here = f"{one_line(asked)} answers with HTTP {reply.status}"
+    status, here = reply.status, f"{one_line(asked)} answers with HTTP {reply.status}"
     location = reply.headers.get("location", "")
     try:
         target = asked.join(location)
     except (httpx.InvalidURL, ValueError):
         location = ""
     if not location:
-        return EndpointUnusable(f"{here} and names no other address; correct --endpoint (CONSERVE_ENDPOINT)")
+        said = f"{here} and names no other address; correct --endpoint (CONSERVE_ENDPOINT)"
+        return EndpointUnusable(said, status=status)
     to = one_line(target.copy_with(query=None, fragment=None))
     if to.rstrip("/").endswith(route) and to.rstrip("/") != one_line(asked):
         better = to.rstrip("/").removesuffix(route)
-        return EndpointUnusable(f"{here} and a redirect to {to}; use that server: --endpoint {better}")
-    return EndpointUnusable(f"{here} and a redirect to {to}; correct --endpoint (CONSERVE_ENDPOINT)")
+        said = f"{here} and a redirect to {to}; use that server: --endpoint {better}"
+        return EndpointUnusable(said, status=status)
+    said = f"{here} and a redirect to {to}; correct --endpoint (CONSERVE_ENDPOINT)"
+    return EndpointUnusable(said, status=status)
 
 
 def untrusted(error: BaseException, base_url: str) -> EndpointUnusable | None:

@@ -385,4 +385,6 @@ def test_a_key_that_is_refused_ends_a_run_but_not_one_that_follows(
         await harvest.end()
         return harvest
 
-    assert "401" in asyncio.run(run()).said[0]
+    said = asyncio.run(run()).said[0]
+    assert said.startswith("the endpoint refuses requests (")
+    assert "401" in said

@@ -434,6 +434,8 @@ def test_the_states_of_its_servers_are_the_error_of_a_fleet_that_takes_no_rows()
         assert str(servers.none_left(0.0)) == "no server takes rows (1 down, 1 starting)"
         del servers.by_url[B]
         assert str(servers.none_left(0.0)) == "odd"
+        servers.by_url[A].error = EndpointUnusable("odd", status=401)
+        assert servers.none_left(0.0).status == 401
         servers.by_url[A].drained = True
         assert str(servers.none_left(0.0)) == "no server takes rows (1 drained)"
 

@@ -385,6 +385,21 @@ def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     assert outage.begin(StoreError("gone")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "refuses requests"),
+        (307, "refuses requests"),
+        (None, "cannot be reached"),
+        (502, "cannot be reached"),
+    ],
+)
+def test_of_an_endpoint_that_answers_it_is_said_that_it_refuses(status: int | None, words: str) -> None:
+    said: list[str] = []
+    Outage(said.append).begin(EndpointUnusable("why", status=status))
+    assert said == [f"the endpoint {words} (why); harvesting waits"]
+
+
 def test_trouble_goes_to_the_warnings_and_its_end_does_not() -> None:
     said: list[str] = []
     warned: list[str] = []

@@ -1,5 +1,6 @@
 """Metrics and traces of harvesters, as the tools that watch them get them."""
 
+import ast
 import asyncio
 import os
 import re
@@ -26,7 +27,7 @@ from conserve.batch_api.metrics import ApiMetrics
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Url
-from conserve.errors import EndpointBusy, RequestRejected, SettingsError
+from conserve.errors import EndpointBusy, EndpointUnusable, RequestRejected, RetryableError, SettingsError
 from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
@@ -34,7 +35,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.telemetry import otlp
-from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics, kind_of
+from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
 from conserve.store.books import catalog, harvested, queue
@@ -44,7 +45,7 @@ from tests import virtual_time
 from tests.acceptance.aimed import command
 from tests.acceptance.forks import Forks
 from tests.acceptance.scripted_server import ScriptedServer
-from tests.commands import conserve, ended, until
+from tests.commands import REPOSITORY, conserve, ended, until
 from tests.conftest import WriteInput
 from tests.otlp_receiver import OtlpReceiver
 from tools.docs.generated import DOCS
@@ -322,11 +323,48 @@ def test_counters_of_a_harvester_are_those_of_its_tally() -> None:
         (asyncio.CancelledError(), "withdrawn"),
         (EndpointBusy("slow down"), "busy"),
         (RequestRejected("no", kind="too_long"), "too_long"),
+        (EndpointUnusable("HTTP 401: bad key", status=401), "broken"),
         (ZeroDivisionError(), "broken"),
     ],
 )
 def test_an_attempt_without_an_answer_has_one_of_few_kinds(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
+
+
+def test_the_kinds_of_attempts_in_the_documentation_are_those_that_there_are() -> None:
+    _, _, below = (DOCS / "reference/metrics.md").read_text().partition("| `error` of an attempt | means |")
+    table = below.partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = [kind for cell in cells for kind in re.findall(r"`(\w+)`", cell)]
+    retried = {one.kind for one in RetryableError.__subclasses__()}
+    assert sorted(listed) == sorted({WITHDRAWN, BROKEN} | retried | rejections())
+
+
+def rejections() -> set[str]:
+    """Kinds of rejections in the source of what answers requests."""
+    found: set[str] = {RequestRejected("").kind}
+    for room in ("endpoints", "engine", "jobs"):
+        for path in (REPOSITORY / "conserve" / room).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+            for call in ast.walk(tree):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "RequestRejected":
+                    for keyword in call.keywords:
+                        found |= values(keyword.value, functions)
+    return found
+
+
+def values(said: ast.expr, functions: dict[str, ast.FunctionDef]) -> set[str]:
+    """Texts that an expression may be, or that the function which it calls may return."""
+    if isinstance(said, ast.Constant):
+        return {said.value}
+    if isinstance(said, ast.IfExp):
+        return values(said.body, functions) | values(said.orelse, functions)
+    assert isinstance(said, ast.Call), ast.unparse(said)
+    returns = [
+        one.value for one in ast.walk(functions[ast.unparse(said.func)]) if isinstance(one, ast.Return)
+    ]
+    return {text for one in returns if one is not None for text in values(one, functions)}
 
 
 BACKLOG = Backlog(due_s=((3600, 10.0), (14_400, 20.0)), total_s=40.0, load=0.5)

@@ -137,7 +137,7 @@ class Fleet:
             return
         error = self.servers.roster.failure or self.servers.none_left(now_s())
         if not self._patient:
-            raise EndpointUnusable(str(error)) from error
+            raise EndpointUnusable(str(error), status=error.status) from error
         self._warn(f"{error}; waiting for one")
         await self._some_ready.wait()
 

@@ -143,8 +143,8 @@ class Membership:
     def none_left(self, now: float) -> EndpointUnavailable:
         """The error of a fleet without a server that takes rows."""
         members = list(self)
-        if len(members) == 1 and members[0].error is not None and not members[0].drained:
-            return EndpointUnavailable(str(members[0].error))
+        if len(members) == 1 and (why := members[0].error) is not None and not members[0].drained:
+            return EndpointUnavailable(str(why), status=why.status)
         states = Counter(member.state(self.model, now).value for member in members)
         said = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
         return EndpointUnavailable(f"no server takes rows ({said})" if said else "no server is listed")

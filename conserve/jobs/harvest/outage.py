@@ -4,12 +4,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 
 from conserve.errors import EndpointUnusable, StoreError
 from conserve.jobs.harvest.retry import backoff_s
 from conserve.store.database.store import Store
+
+OUT_OF_REACH = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 class Outage:
@@ -38,7 +41,8 @@ class Outage:
         """
         what = "store" if isinstance(error, StoreError) else "endpoint"
         if what != self._what:
-            self._warn(f"the {what} cannot be reached ({error}); harvesting waits")
+            trouble = "refuses requests" if answers(error) else "cannot be reached"
+            self._warn(f"the {what} {trouble} ({error}); harvesting waits")
             self._counted[what] += 1
         self._what, self._until_answer = what, until_answer
         self._failures += 1
@@ -63,6 +67,11 @@ class Outage:
         """Count the next failure as a first one, after a proof that store or endpoint works."""
         if not self._until_answer:
             self._failures = 0
+
+
+def answers(error: StoreError | EndpointUnusable) -> bool:
+    """True if the endpoint itself has answered, not a proxy that cannot reach it."""
+    return isinstance(error, EndpointUnusable) and error.status not in (None, *OUT_OF_REACH)
 
 
 async def elapsed_or_set(event: asyncio.Event, seconds: float) -> bool:
