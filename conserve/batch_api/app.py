@@ -97,8 +97,7 @@ def application(
             api.reads.close()
 
     routes = [*OTHERS, *ROUTES]
-    paths = {route.endpoint: route.path for route in routes}
-    measured = metrics.ApiMetrics(lambda: api.foresight.now().queue, paths, beside=beside)
+    measured = metrics.ApiMetrics(lambda: api.foresight.now().queue, routes, beside=beside)
     free = FREE | {metrics.PATH} if open_metrics else FREE
     app = Starlette(
         routes=routes,

@@ -1,13 +1,14 @@
 """Route /metrics: the queue and the requests to this API, in Prometheus's text format."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
 from conserve.metrics_page import new_registry
@@ -27,15 +28,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ApiMetrics:
-    """Metrics of one application, whose routes have these paths.
+    """Metrics of one application, which has these routes.
 
     With `beside`, a live server's page has the process's own figures already.
     """
 
     def __init__(
-        self, look: Callable[[], QueueSeen | None], routes: Mapping[Any, str], *, beside: bool = False
+        self, look: Callable[[], QueueSeen | None], routes: Sequence[Route], *, beside: bool = False
     ) -> None:
         self._routes = routes
+        self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes}
         self.registry = new_registry(None if beside else "api", [QueueCollector(look)])
         self._requests = Counter(
             "conserve_api_requests",
@@ -53,10 +55,15 @@ class ApiMetrics:
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
         """Count a request; labels have no ids and no words of a client, of which there are many."""
-        route = self._routes.get(scope.get("endpoint"), OTHER)
+        route = self._paths.get(scope.get("endpoint")) or self._asked(scope)
         method = scope["method"] if scope["method"] in METHODS else OTHER
         self._requests.labels(method, route, status).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def _asked(self, scope: Scope) -> str:
+        """Path of the route that a request asked for, which an outer layer has answered."""
+        matching = (route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        return next(matching, OTHER)
 
 
 class Measured:

@@ -38,7 +38,7 @@ from conserve.jobs.telemetry import otlp
 from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
-from conserve.store.books import catalog, harvested, queue
+from conserve.store.books import catalog, harvested, keys, queue
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
@@ -410,7 +410,7 @@ def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None
     harvest.register(HarvesterCollector(Harvester(store, FakeEndpoint(Script()))))
     with store.write() as tx:
         harvested.note(tx, 900, since=1e9 - 900.0, now=1e9)
-    api = ApiMetrics(StoreLook(load(), lambda: 1e9), {}).registry
+    api = ApiMetrics(StoreLook(load(), lambda: 1e9), []).registry
     found = families(harvest, api, Report({**SAID, "online": online}), ReportAge(0.0))
     former = {name.partition("/")[0] for name in FORMER_NAMES}
     page = (DOCS / "reference/metrics.md").read_text()
@@ -508,6 +508,27 @@ def test_the_batch_apis_requests_are_counted_without_their_ids(store: Store) -> 
     assert 'conserve_api_request_seconds_count{route="/v1/batches/{id}"} 2.0' in text
 
 
+def test_requests_that_are_refused_without_a_key_are_counted_by_their_route(store: Store) -> None:
+    from starlette.testclient import TestClient
+
+    from conserve.batch_api.app import application
+
+    with store.write() as tx:
+        keys.add(tx, "one", project="default", now=0.0)
+    with TestClient(application(store, open_metrics=True), base_url="http://127.0.0.1") as client:
+        for path in ("/v1/batches", "/v1/batches/one", "/v1/batches/two", "/v1/nowhere", "/v1/batches/"):
+            assert client.get(path).status_code == 401
+        client.put("/v1/files/one")
+        text = client.get("/metrics").text
+    counted = dict(re.findall(r'requests_total{method="\w+",route="(.*)",status="401"} (.*)', text))
+    assert counted == {
+        "/v1/batches": "1.0",
+        "/v1/batches/{id}": "2.0",
+        "/v1/files/{id}": "1.0",
+        "other": "2.0",
+    }
+
+
 def test_a_job_runs_while_rows_of_it_are_leased(store: Store, write_input: WriteInput) -> None:
     job_id = queue_up(store, write_input, "a", "b")
     now = [1e9]
@@ -524,7 +545,7 @@ def test_a_job_runs_while_rows_of_it_are_leased(store: Store, write_input: Write
 
 
 def test_beside_a_live_server_the_page_has_no_figures_of_the_process() -> None:
-    names = samples(ApiMetrics(QueueSeen, {}, beside=True).registry)
+    names = samples(ApiMetrics(QueueSeen, [], beside=True).registry)
     assert not any(name.startswith(("process_", "conserve_build")) for name in names)
     assert "conserve_rows_waiting" in names
 
