@@ -1,19 +1,39 @@
-"""Command that goes on with what was interrupted: the one that the user gave, without its secrets."""
+"""Commands that a message names: the one that the user gave, or another over its store, without secrets."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
-from conserve.hosts import without_login
+from conserve.hosts import split_login, without_login
 
 GIVEN = "CONSERVE_GIVEN"  # variable of processes that a command starts: that command
+PASSWORDS = re.compile(r"(^[\w+.-]+://[^/?#@:]*:)[^/?#]*(?=@)|([?&]\w*password=)[^&]*", re.IGNORECASE)
 SECRETS = ("-key", "-token", "-secret", "-password")  # ends of flags whose values are not shown
 
 
 def again() -> str:
     """The command line that this process, or the command that started it, was given."""
     return os.environ.get(GIVEN) or shlex.join(["conserve", *shown(sys.argv[1:])])
+
+
+def over_this_store(home: str | None, *words: str) -> str:
+    """Command line over the store of this process: `home` is that of `--home`, and variables are named too."""
+    named = {name: os.environ.get(name, "").strip() for name in ("CONSERVE_HOME", "CONSERVE_STORE")}
+    named["CONSERVE_STORE"] = without_password(named["CONSERVE_STORE"])
+    if home is not None:
+        del named["CONSERVE_HOME"]  # the flag wins
+    variables = [f"{name}={shlex.quote(value)}" for name, value in named.items() if value]
+    flags = [] if home is None else ["--home", home]
+    return " ".join([*variables, shlex.join(["conserve", *flags, *words])])
+
+
+def without_password(url: str) -> str:
+    """URL of a database with the word PASSWORD in place of its password; a malformed one loses its login."""
+    if without_login(url) != split_login(url)[0]:
+        return without_login(url)
+    return PASSWORDS.sub(lambda found: f"{found[1] or found[2]}PASSWORD", url)
 
 
 def shown(words: Sequence[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
+from conserve.cli.again import over_this_store
 from conserve.cli.context import Context
 from conserve.cli.sizes import size
 
@@ -61,7 +62,7 @@ def restore(
         context.settings(), backup.absolute(), now=time.time(), copy=copy, told=lambda table, rows: None
     )
     tell(made, backup, time.monotonic() - begun, "restored", as_json=as_json)
-    output.say("look at it with: conserve check")
+    output.say(f"look at it with: {over_this_store(context.home, 'check')}")
 
 
 def tell(made: "Manifest", where: Path, seconds: float, verb: str, *, as_json: bool) -> None:

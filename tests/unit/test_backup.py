@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -113,6 +114,26 @@ def restored(
     done = conserve("store", "restore", str(backup), *words)
     assert "Traceback" not in done.stderr
     return done
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_restore_prints_the_command_that_checks_its_store(
+    jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_flag: bool
+) -> None:
+    backup, where = tmp_path / "monday", tmp_path / "new home"
+    assert conserve("store", "backup", str(backup)).returncode == 0
+    named = ["--home", str(where)] if by_flag else []
+    with monkeypatch.context() as patch:
+        if not by_flag:
+            patch.setenv("CONSERVE_HOME", str(where))
+        done = conserve(*named, "store", "restore", str(backup))
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stderr.partition("look at it with: ")[2])
+    at = words.index("conserve")
+    variables = dict(word.split("=", 1) for word in words[:at])
+    assert words[at + 1 :] == [*named, "check"]
+    assert variables == ({} if by_flag else {"CONSERVE_HOME": str(where)})
+    assert f"nothing is damaged ({len(jobs)} jobs" in conserve(*words[at + 1 :], **variables).stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from conserve.api.running import outcome
-from conserve.cli.again import GIVEN, again
+from conserve.cli.again import GIVEN, again, over_this_store
 from conserve.cli.app import app
 from conserve.cli.run import report
 from conserve.cli.serve import harvester_command
@@ -143,6 +143,28 @@ def test_a_command_to_go_on_with_has_no_secrets(monkeypatch: pytest.MonkeyPatch)
     assert harvester_command(load(), "http://h:1").environment[GIVEN] == again()
     monkeypatch.setenv(GIVEN, "conserve serve m")
     assert again() == "conserve serve m", "of the command that started this process"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://ann@db/x", "postgresql://ann@db/x"),
+        ("postgresql://ann:p@ss@db:5432/x", "postgresql://ann:PASSWORD@db:5432/x"),
+        ("postgresql://ann:p/ss@db/x", "postgresql://db/x"),
+        ("postgresql://db/x?user=ann&password=p&a=b", "'postgresql://db/x?user=ann&password=PASSWORD&a=b'"),
+        ("sqlite:////srv/a b.db", "'sqlite:////srv/a b.db'"),
+    ],
+)
+def test_a_command_over_the_same_store_names_it_as_the_user_did(
+    monkeypatch: pytest.MonkeyPatch, url: str, shown: str
+) -> None:
+    monkeypatch.setenv("CONSERVE_HOME", "/srv/it's")
+    monkeypatch.delenv("CONSERVE_STORE", raising=False)
+    assert over_this_store(None, "check") == """CONSERVE_HOME='/srv/it'"'"'s' conserve check"""
+    monkeypatch.setenv("CONSERVE_STORE", url)
+    assert over_this_store("b c", "check") == f"CONSERVE_STORE={shown} conserve --home 'b c' check"
+    monkeypatch.delenv("CONSERVE_HOME")
+    assert over_this_store(None, "check") == f"CONSERVE_STORE={shown} conserve check"
 
 
 def test_a_run_that_was_stopped_before_its_start_was_over_says_so(
