@@ -625,6 +625,53 @@ def test_a_pattern_finds_files_at_any_depth_where_it_says_so(tmp_path: Path) -> 
     }
 
 
+def test_a_pattern_takes_files_and_folders_that_match_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/README.md", "f.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(tmp_path / name, {"q": 1})
+    by_the_shell = spelled_out([f"{tmp_path}/{name}" for name in ("a.jsonl", "b", "f.jsonl")])
+    assert spelled_out([f"{tmp_path}/*"]) == by_the_shell
+    assert [path.name for path in by_the_shell.paths] == ["a.jsonl", "c.jsonl", "e.jsonl", "f.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*", ["part.jsonl"]),
+        ("**/*.jsonl", ["part.jsonl"]),
+        ("_*.jsonl", ["_b.jsonl", "_meta.jsonl"]),
+        ("_ol*", ["_old/a.jsonl"]),
+        ("_o*/[ab].jsonl", ["_old/a.jsonl"]),
+        ("**/_b.jsonl", ["_b.jsonl"]),
+        ("_SUCCESS", ["_SUCCESS"]),
+        (".hidden/*", [".hidden/c.jsonl"]),
+    ],
+)
+def test_a_pattern_skips_hidden_names_that_it_does_not_ask_for(
+    tmp_path: Path, pattern: str, found: list[str]
+) -> None:
+    names = (
+        "part.jsonl",
+        "_meta.jsonl",
+        "_SUCCESS",
+        "_b.jsonl",
+        "_old/a.jsonl",
+        "_old/_b.jsonl",
+        ".hidden/c.jsonl",
+    )
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(tmp_path / name, {"q": 1})
+    paths = spelled_out([f"{tmp_path}/{pattern}"]).paths
+    assert [str(path.relative_to(tmp_path)) for path in paths] == found
+
+
+def test_a_pattern_that_only_hidden_names_match_says_so(tmp_path: Path) -> None:
+    lines(tmp_path / "_meta.jsonl", {"q": 1})
+    with pytest.raises(InputError, match=r"no file matches .* begin with _ or \. are skipped"):
+        spelled_out([f"{tmp_path}/*.jsonl"])
+
+
 def test_a_pipe_is_no_file_of_rows(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="pipe is neither a file nor a folder"):

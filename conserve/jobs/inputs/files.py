@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
@@ -95,7 +96,7 @@ def files_of(name: str) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
-    found = row_files([folder], folder)
+    found = sorted(row_files(folder))
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise InputError(
@@ -104,10 +105,9 @@ def files_below(folder: Path) -> list[Path]:
     return found
 
 
-def row_files(folders: Iterable[Path], root: Path) -> list[Path]:
-    """Files of rows in these folders below `root`, at any depth."""
-    below = {file for folder in folders for file in not_hidden(folder)}
-    return sorted(file for file in below if is_row_file(file, root))
+def row_files(folder: Path) -> Iterator[Path]:
+    """Files of rows in a folder, at any depth."""
+    return (path for path in not_hidden(folder) if form_of_name(path) is not None and path.is_file())
 
 
 def not_hidden(folder: Path) -> Iterator[Path]:
@@ -118,26 +118,27 @@ def not_hidden(folder: Path) -> Iterator[Path]:
 
 
 def files_like(pattern: str) -> list[Path]:
-    """The files that match a pattern; where it matches folders alone, the files of these."""
+    """The files that match a pattern, and the files of rows in folders that match it."""
     matches = glob.glob(pattern, recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
-    paths = [Path(match) for match in matches]
-    found = sorted(path for path in paths if path.is_file())
+    found: set[Path] = set()
+    for path in shown_by(pattern, map(Path, matches)):
+        found.update(row_files(path) if path.is_dir() else [path] if path.is_file() else [])
     if not found:
-        found = row_files([path for path in paths if path.is_dir()], fixed_part(pattern))
-    if not found:
-        raise InputError(f"no file matches {pattern}; check the pattern")
-    return found
+        raise InputError(
+            f"no file matches {pattern}; check the pattern (names that begin with _ or . are skipped)"
+        )
+    return sorted(found)
 
 
-def fixed_part(pattern: str) -> Path:
-    """Folders in front of a pattern's first part that is no plain name."""
-    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
-
-
-def is_row_file(path: Path, folder: Path) -> bool:
-    """True for a file of rows whose path below the folder has no part that begins with _ or ."""
-    hidden = any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
-    return path.is_file() and not hidden and form_of_name(path) is not None
+def shown_by(pattern: str, matches: Iterable[Path]) -> Iterator[Path]:
+    """Yield a pattern's matches, but those with a hidden name for which no part of the pattern asks."""
+    parts = Path(pattern).parts
+    fixed = sum(1 for _ in itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+    asked = [part for part in parts if part.startswith(HIDDEN)]
+    for match in matches:
+        hidden = (part for part in match.parts[fixed:] if part.startswith(HIDDEN))
+        if all(any(fnmatchcase(part, one) for one in asked) for part in hidden):
+            yield match
 
 
 def form_of_name(path: Path) -> FileFormat | None:
