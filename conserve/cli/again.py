@@ -11,6 +11,8 @@ from conserve.hosts import split_login, without_login
 GIVEN = "CONSERVE_GIVEN"  # variable of processes that a command starts: that command
 PASSWORDS = re.compile(r"(^[\w+.-]+://[^/?#@:]*:)[^/?#]*(?=@)|([?&]\w*password=)[^&]*", re.IGNORECASE)
 SECRETS = ("-key", "-token", "-secret", "-password")  # ends of flags whose values are not shown
+SUGGESTED = re.compile(r"(?<!^conserve: )(?<!^warning: )(?:(?<=: )|(?<=`))conserve (?=[a-z])")
+"""Beginning of a command in a message: behind a colon, as in `run: conserve check`, or in backticks."""
 
 
 def again() -> str:
@@ -34,6 +36,23 @@ def without_password(url: str) -> str:
     if without_login(url) != split_login(url)[0]:
         return without_login(url)
     return PASSWORDS.sub(lambda found: f"{found[1] or found[2]}PASSWORD", url)
+
+
+def at_home(message: str) -> str:
+    """A message whose suggested commands are of the store that the user named with `--home`."""
+    return SUGGESTED.sub(lambda _: command(""), message)
+
+
+def command(words: str) -> str:
+    """A command of ConServe, with the `--home` of the command that the user gave."""
+    given = iter(shlex.split(again())[1:])
+    home = None
+    for word in given:
+        flag, equals, value = word.partition("=")
+        if flag != "--home":
+            break
+        home = value if equals else next(given, None)
+    return f"conserve {words}" if home is None else f"conserve --home {shlex.quote(home)} {words}"
 
 
 def shown(words: Sequence[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
+from conserve.cli.again import at_home
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
 from conserve.errors import DatabaseDamaged, JobNotFound, SettingsError, SpillRefused, StoreDamaged
@@ -169,7 +170,7 @@ def discard_spill(folder: Path) -> str:
 def tell(checked: "Checked", seconds: float) -> None:
     """Print the findings."""
     for damage in checked.damages:
-        output.data(damage.sentence)
+        output.data(at_home(damage.sentence))
     looked_at = f"{output.count(checked.jobs, 'job')}, {output.count(checked.files, 'file')}"
     read = f"{checked.bytes / 1e6:,.1f} MB in {output.duration(seconds)}"
     found = output.count(len(checked.damages), "damage") if checked.damages else "nothing is damaged"

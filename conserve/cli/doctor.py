@@ -13,6 +13,7 @@ import typer
 
 from conserve import __version__
 from conserve.cli import doctor_engine, doctor_files, doctor_machine, exits, output
+from conserve.cli.again import at_home
 from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
@@ -50,7 +51,7 @@ def show(finding: Finding) -> None:
     mark = output.coloured("ok ", "green") if finding.ok else output.coloured("fix", "red")
     output.data(f"{mark} {finding.name:<10} {finding.value}")
     if finding.fix:
-        output.data(f"    {'':<10} -> {finding.fix}")
+        output.data(f"    {'':<10} -> {at_home(finding.fix)}")
 
 
 def examined(settings: Settings) -> Iterator[Finding]:

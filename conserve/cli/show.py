@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import output
+from conserve.cli.again import at_home
 from conserve.cli.context import Context
 from conserve.cli.options import JOB
 from conserve.errors import UsageError
@@ -86,7 +87,7 @@ def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> lis
     result = stands.result
     head = [
         f"{job.id} row {asked.request.row_index:,}: {output.state(stands.state)}",
-        f"  where     {visible(stands.where)}",
+        f"  where     {visible(at_home(stands.where))}",
         f"  id        {visible(asked.request.custom_id or '-')}",
         f"  position  {asked.position:,}",
         f"  attempts  {stands.attempts:,}",
@@ -97,7 +98,7 @@ def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> lis
     parts = [head, section("prompt", asked.prompt)]
     parts += [section("answer", answer(result))] if result is not None and not result.failed else []
     parts += [section(f"error ({kind})", error)] if kind else []
-    parts += [section("what helps", helps_too_long(job.id))] if kind == TOO_LONG else []
+    parts += [section("what helps", at_home(helps_too_long(job.id)))] if kind == TOO_LONG else []
     return [line for part in parts for line in part]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
+from conserve.cli.again import command
 from conserve.config import Settings
 from conserve.store.books.readings import FIRST_JOB, JobReading, job_named, read_harvested, read_jobs
 from conserve.store.books.states import JobState
@@ -177,7 +178,7 @@ def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = No
         ("forecast", forecast or "-"),
     ]
     if reading.failed:
-        pairs.append(("failed rows", f"conserve retry {reading.id}"))
+        pairs.append(("failed rows", command(f"retry {reading.id}")))
     return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
 
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from conserve.api.running import outcome
-from conserve.cli.again import GIVEN, again, over_this_store
+from conserve.cli.again import GIVEN, again, at_home, over_this_store
 from conserve.cli.app import app
 from conserve.cli.run import report
 from conserve.cli.serve import harvester_command
@@ -165,6 +165,42 @@ def test_a_command_over_the_same_store_names_it_as_the_user_did(
     assert over_this_store("b c", "check") == f"CONSERVE_STORE={shown} conserve --home 'b c' check"
     monkeypatch.delenv("CONSERVE_HOME")
     assert over_this_store(None, "check") == f"CONSERVE_STORE={shown} conserve check"
+
+
+def test_commands_to_go_on_with_name_the_store_that_the_user_named(
+    write_input: WriteInput, tmp_path: Path
+) -> None:
+    home = str(tmp_path / "my store")
+    named = f"conserve --home '{home}'"
+    rows = str(write_input(q=["a", None]))
+    queued = conserve("--home", home, "submit", rows, "--prompt", "{{ q }}")
+    job_id = queued.stdout.strip()
+    assert f"; run them with: {named} run\n" in queued.stderr
+    assert f"go on with: {named} run {job_id}\n" in conserve("--home", home, "results", job_id).stderr
+    assert conserve(f"--home={home}", "pause", job_id).returncode == 0
+    assert f"with: {named} resume {job_id}\n" in conserve("--home", home, "run", job_id).stderr
+    assert f"; run: {named} jobs" in conserve("--home", home, "status", "nothing-like-it").stderr
+    assert conserve("--home", home, "resume", job_id).returncode == 0
+    assert f"failed: {named} sql --job" in conserve("--home", home, "run", "--endpoint", "fake:").stderr
+    assert "--home" not in conserve("results", job_id, CONSERVE_HOME=home).stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "at_that_home"),
+    [
+        ("no jobs; run: conserve jobs", "no jobs; run: conserve --home d jobs"),
+        ("`conserve resume j`, or again", "`conserve --home d resume j`, or again"),
+        ("conserve: conserve sql reads views", "conserve: conserve sql reads views"),
+        ("make one: conserve --home NEW store restore b", "make one: conserve --home NEW store restore b"),
+        ("conserve serve keeps running", "conserve serve keeps running"),
+    ],
+)
+def test_only_commands_of_a_message_name_the_store(
+    message: str, at_that_home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert at_home(message) == message
+    monkeypatch.setattr(sys, "argv", ["conserve", "--home", "d", "submit", "--home"])
+    assert at_home(message) == at_that_home
 
 
 def test_a_run_that_was_stopped_before_its_start_was_over_says_so(

@@ -45,6 +45,7 @@ def test_a_shortcut_prints_and_exits_as_typer_does(
     job_id = submit(write_input(q=["a", "b"]))
     assert conserve("cancel", job_id).returncode == 0  # final: nothing shown depends on the time
     capfd.readouterr()
+    monkeypatch.setattr(sys, "argv", ["conserve", *words])
     code = shortcuts.answered(words)
     quick = capfd.readouterr()
     assert code is not None
