@@ -29,12 +29,12 @@ def answer(settings: Settings, question: StatusArguments) -> None:
     """Print the jobs' progress, once, or until no job has rows left and no server runs."""
     job, as_json = question.job, question.as_json
     if not question.watch:
-        show(settings, selected(settings, job), server_status.read_servers(settings), job, as_json)
+        show(settings, selected(settings, job, as_json), server_status.read_servers(settings), job, as_json)
         return
     job = job_named(settings, read_jobs(settings, now=time.time()), job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        seen, servers = selected(settings, job), server_status.read_servers(settings)
+        seen, servers = selected(settings, job, as_json), server_status.read_servers(settings)
         repaint.before([*server_status.lines(servers), *lines(seen, job)] if not as_json else [])
         show(settings, seen, servers, job, as_json)
         over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
@@ -56,9 +56,10 @@ class ShownJobs(NamedTuple):
     readings: list[JobReading]
     oldest: Oldest | None = None
     forecast: str | None = None  # in words
+    retriable: str | None = None  # what `conserve retry` would take up of the one job
 
 
-def selected(settings: Settings, job: str | None) -> ShownJobs:
+def selected(settings: Settings, job: str | None, as_json: bool) -> ShownJobs:
     """The named job, else all unfinished jobs, else the newest."""
     now = time.time()
     readings = read_jobs(settings, now=now)
@@ -68,7 +69,8 @@ def selected(settings: Settings, job: str | None) -> ShownJobs:
     wanted = job_named(settings, readings, job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
     words = foreseen(settings, readings, reading, now)
-    return ShownJobs([reading], oldest(settings, reading, now), words)
+    again = None if as_json else retriable(settings, reading)
+    return ShownJobs([reading], oldest(settings, reading, now), words, again)
 
 
 def foreseen(
@@ -101,6 +103,17 @@ def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None
     return None if row_index is None else Oldest(row_index, now - reading.submitted_at)
 
 
+def retriable(settings: Settings, reading: JobReading) -> str | None:
+    """Name of the rows that `conserve retry` would take up; None where it would be refused, or find none."""
+    if reading.state is JobState.EXPIRED and reading.unanswered:
+        return "rows left"
+    if not reading.failed or reading.state is JobState.CANCELLED:
+        return None
+    from conserve.jobs.requests.file import unrendered_so_far
+
+    return "failed rows" if reading.failed > unrendered_so_far(settings, reading.id) else None
+
+
 def show(
     settings: Settings, seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_json: bool
 ) -> None:
@@ -122,7 +135,7 @@ def no_jobs(settings: Settings) -> str:
 def lines(seen: ShownJobs, job: str | None) -> list[str]:
     """Lines on the jobs for a reader."""
     if job and seen.readings:
-        return detail(seen.readings[0], seen.oldest, seen.forecast)
+        return detail(seen.readings[0], seen)
     return [*table(seen.readings), *([f"forecast: {seen.forecast}"] if seen.forecast else [])]
 
 
@@ -153,7 +166,7 @@ def tags(reading: JobReading) -> str:
     return " ".join(f"{key}={value}" for key, value in sorted(reading.tags.items()))
 
 
-def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = None) -> list[str]:
+def detail(reading: JobReading, seen: ShownJobs) -> list[str]:
     """Lines with every detail of one job."""
     pairs = [
         ("job", reading.id),
@@ -166,7 +179,7 @@ def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = No
             "left",
             f"{left(reading)}, {reading.running:,} running, {reading.retries:,} retries so far",
         ),
-        ("oldest", waited(oldest)),
+        ("oldest", waited(seen.oldest)),
         ("order", reading.row_order),
         ("model", reading.model or "-"),
         ("tags", tags(reading) or "-"),
@@ -175,10 +188,10 @@ def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = No
         ("started", output.moment(reading.started_at)),
         ("finished", output.moment(reading.finished_at)),
         ("deadline", output.moment(reading.deadline) + (f", {reading.on_late}" if reading.on_late else "")),
-        ("forecast", forecast or "-"),
+        ("forecast", seen.forecast or "-"),
     ]
-    if reading.failed:
-        pairs.append(("failed rows", command(f"retry {reading.id}")))
+    if seen.retriable:
+        pairs.append((seen.retriable, command(f"retry {reading.id}")))
     return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
 
 

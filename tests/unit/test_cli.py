@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from conserve.cli.again import GIVEN, again, at_home, over_this_store
 from conserve.cli.app import app
 from conserve.cli.run import report
 from conserve.cli.serve import harvester_command
+from conserve.cli.status_report import retriable
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
-from conserve.store.books.states import OnLate
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests.commands import conserve, ended, process, until
 from tests.conftest import StartForked, WriteInput
@@ -134,6 +136,29 @@ def test_an_interrupted_run_names_the_command_that_goes_on(
     code, _, stderr = ended(running)
     assert code == 130
     assert f"go on with: conserve run --endpoint '{address}'\n" in stderr
+
+
+def test_status_recommends_a_retry_where_it_has_rows_to_take_up(
+    store: Store, write_input: WriteInput
+) -> None:
+    def hinted(job_id: str) -> bool:
+        return conserve("status", job_id).stdout.endswith(f" conserve retry {job_id}\n")
+
+    unrendered = submit(write_input(q=["a", None]))
+    failing = submit(write_input(q=["REJECT", None]))
+    assert not hinted(unrendered)
+    conserve("run", "--endpoint", "fake:")
+    assert [job.failed for job in read_jobs(load(), now=time.time())] == [1, 2]
+    assert (hinted(unrendered), hinted(failing)) == (False, True)
+    assert "there is nothing to retry" in conserve("retry", unrendered).stdout
+    late = submit(write_input(q=["a", "b"]))
+    with store.write() as tx:
+        catalog.set_deadline(tx, late, 1.0)
+    conserve("run", late, "--endpoint", "fake:")
+    assert hinted(late)
+    (failed,) = read_jobs(load(), now=time.time(), only=[failing])
+    assert retriable(load(), failed) == "failed rows"
+    assert retriable(load(), replace(failed, state=JobState.CANCELLED)) is None, "retry refuses it"
 
 
 def test_a_command_to_go_on_with_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,6 +429,20 @@ def test_the_earliest_row_that_waits_is_the_smallest_of_all_that_do(
     reader.close()
 
 
+def test_requests_that_could_not_be_rendered_are_counted_up_to_the_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_file, "ROWS_PER_GROUP", 3)
+    payloads = ["x", None, "x", "x", "x", "x", None, None, "x"]
+    reader = requests(tmp_path / "r.parquet", payloads)
+    for start in range(10):
+        for returned in ([], [0], [1], [1, 6], [7], [2, 6, 7]):
+            taken = {*range(start)} - {*returned}
+            expected = sum(payloads[position] is None for position in taken)
+            assert reader.unrendered([p for p in returned if p < start], start) == expected
+    reader.close()
+
+
 def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings: Settings) -> None:
     add_job(store, rows=3)
     assert first_waiting(settings, "job-1") is None, "its requests are gone"

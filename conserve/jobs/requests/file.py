@@ -1,7 +1,7 @@
 """A job's rendered requests on disk: written once in execution order, read by position."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -219,6 +219,23 @@ class RequestFile:
                 found.append(min(indexes[position - first] for position in wanted))
         return min(found, default=None)
 
+    def unrendered(self, returned: Sequence[int], start: int) -> int:
+        """Number of requests before `start`, and not at these sorted positions, that could not be rendered.
+
+        Of row groups without such requests only the statistics are read.
+        """
+        found = 0
+        payload = self._file.schema_arrow.names.index("payload")
+        for number, (first, stop) in enumerate(pairwise(self._starts)):
+            statistics = self._file.metadata.row_group(number).column(payload).statistics
+            if first < start and (statistics is None or statistics.null_count != 0):
+                with self._readable():
+                    types = self._file.read_row_group(number, columns=["error_type"])["error_type"]
+                failed = types.is_valid().to_numpy()[: start - first]
+                back = returned[bisect_left(returned, first) : bisect_left(returned, min(stop, start))]
+                found += int(failed.sum()) - sum(bool(failed[position - first]) for position in back)
+        return found
+
     def _load(self, number: int) -> RowGroup:
         """The row group, from memory if it was the last one too."""
         if self._last is None or self._last.number != number:
@@ -253,18 +270,33 @@ def forbidden(path: FilePath) -> StoreForbidden:
 
 
 def first_waiting(settings: Settings, job_id: str) -> int | None:
-    """Smallest row index of a job's waiting rows; None if no row waits, or the file cannot be read.
+    """Smallest row index of a job's waiting rows; None if no row waits, or the file cannot be read."""
+    return looked_up(settings, job_id, RequestFile.earliest)
+
+
+def unrendered_so_far(settings: Settings, job_id: str) -> int:
+    """Number of a job's taken rows that could not be rendered at submit; 0 if the file cannot be read."""
+    return looked_up(settings, job_id, RequestFile.unrendered) or 0
+
+
+def looked_up(
+    settings: Settings, job_id: str, look: Callable[[RequestFile, Sequence[int], int], int | None]
+) -> int | None:
+    """Number that a look at a job's requests gives with the rows that no run has taken; None without the file.
 
     `status` asks no bucket, since its answer would take long, and none would come from one that is out of reach.
     """
     data = readings.data(settings)
     if isinstance(data, ObjectPath):
         return None
-    *returned, start = readings.untaken(settings, job_id)
+    untaken = readings.untaken(settings, job_id)
+    if not untaken:  # removed meanwhile
+        return None
+    *returned, start = untaken
     try:
         requests = RequestFile(home.requests_file(data, job_id))
         try:
-            return requests.earliest(returned, start)
+            return look(requests, returned, start)
         finally:
             requests.close()
     except StoreError:
