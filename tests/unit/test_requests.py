@@ -329,6 +329,26 @@ class TestShow:
             "cancelled",
         ]
 
+    @pytest.mark.parametrize(
+        ("state", "place"),
+        [
+            ("expired", "its job expired; take up the rows that are left with: conserve retry {}"),
+            ("cancelled", "its job was cancelled; submit it again to run it"),
+            ("paused", "{row}; its job is paused; let it go on with: conserve resume {}"),
+            ("failed", "{row}; its job was refused; try it again with: conserve resume {}"),
+        ],
+    )
+    def test_a_row_of_a_job_that_goes_on_no_more_says_why(
+        self, store: Store, job: str, state: str, place: str
+    ) -> None:
+        put_back(store, leased(store, limit=1), 0)
+        with store.write() as tx:
+            tx.execute(text("update job set state = :state"), {"state": state})
+        for row, without in (("0", "came back"), ("1", "not taken yet; it is the next of its job")):
+            assert self.shown(job, row)["where"] == place.format(job, row=without)
+        said = conserve("--home", str(store.home), "show", job, "1").stdout
+        assert (f"with: conserve --home {store.home} " in said) == (state != "cancelled")
+
     def test_a_row_reads_alike_in_the_journal_and_in_a_shard(self, store: Store, job: str) -> None:
         finish(store, leased(store), attempts=3, started_at=1.25, finished_at=1e9 + 0.5, model="m", text="é")
         before = self.shown(job, "2")

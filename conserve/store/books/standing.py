@@ -22,6 +22,15 @@ from conserve.store.files.objects import FilePath, source
 request, lease, journal = schema.request, schema.lease, schema.journal
 BYTES_A_TOKEN = 4
 PUT_BACK = "put back by conserve retry or check --repair, and not taken since"
+ENDED = {
+    JobState.EXPIRED: "its job expired; take up the rows that are left with: conserve retry {}",
+    JobState.CANCELLED: "its job was cancelled; submit it again to run it",
+}
+HELD = {
+    JobState.PAUSED: "its job is paused; let it go on with: conserve resume {}",
+    JobState.FAILED: "its job was refused; try it again with: conserve resume {}",
+}
+"""Clauses on jobs of which no row is taken, by their states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +93,11 @@ def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:
 
 def waiting(job: JobRecord, where: str, attempts: int) -> RowStanding:
     """Standing of a row that no owner holds; "cancelled" in a job that was, or expired."""
-    state = "cancelled" if job.state in (JobState.CANCELLED, JobState.EXPIRED) else "waiting"
-    return RowStanding(state=state, where=where, attempts=attempts)
+    if job.state in ENDED:
+        return RowStanding(state="cancelled", where=ENDED[job.state].format(job.id), attempts=attempts)
+    if job.state in HELD:
+        where = f"{where}; {HELD[job.state].format(job.id)}"
+    return RowStanding(state="waiting", where=where, attempts=attempts)
 
 
 def finished(result: Result, where: str) -> RowStanding:
