@@ -249,6 +249,16 @@ def test_the_fake_endpoint_is_for_tests_alone(
     assert everything(settings) == before
 
 
+def test_submit_refuses_an_input_without_rows_with_and_without_dry_run(write_input: WriteInput) -> None:
+    empty = str(write_input("empty.parquet", q=[]))
+    full = write_input("full.parquet", q=["a"])
+    for given in ([empty], ["--sql", f"select q from '{full}' where false"]):
+        for flags in ([], ["--dry-run", "1"]):
+            done = conserve("submit", *given, "--prompt", "{{ q }}", *flags)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert "the input has no rows; nothing was submitted" in done.stderr
+
+
 def test_submit_shows_the_first_prompts_and_queues_nothing(
     write_input: WriteInput, settings: Settings
 ) -> None:

@@ -12,7 +12,7 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input, open_input
 from conserve.jobs.requests.admission import check_input, check_task, needed_columns
 from conserve.jobs.requests.rendering import Renderer, renderer
-from conserve.jobs.requests.submit import custom_id, id_column_of
+from conserve.jobs.requests.submit import custom_id, id_column_of, no_rows
 from conserve.jobs.task import Kind, Task
 
 
@@ -27,14 +27,16 @@ class Preview(NamedTuple):
 
 
 def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = False) -> list[Preview]:
-    """Render the first rows of the input; raises the errors that `submit` raises before it renders."""
+    """Render the first rows of the input; raises what `submit` raises, but for errors of rows."""
     check_task(task)
     with tempfile.TemporaryDirectory(prefix="conserve-preview-") as scratch:
         in_place = replace(given, keep=Keep.REFERENCE)
         opened = open_input(in_place, Path(scratch), openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         batches = opened.rows.batches(needed_columns(task, opened.rows))
-        first = islice((row for batch in batches for row in batch), min(rows, sys.maxsize))
+        first = list(islice((row for batch in batches for row in batch), min(rows, sys.maxsize)))
+        if not first:
+            raise no_rows()
         render = renderer(task)
         return [preview(number, row, task, render) for number, row in enumerate(first)]
 

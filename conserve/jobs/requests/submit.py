@@ -118,10 +118,15 @@ def write_requests(
         for table in in_order(rows, task, path.parent, on_rows or (lambda rows: None)):
             writer.write(table)
     if writer.rows == 0:
-        raise InputError("the input has no rows; nothing was submitted")
+        raise no_rows()
     if writer.unrendered == writer.rows:
         raise nothing_to_send(writer, task)
     return writer
+
+
+def no_rows() -> InputError:
+    """Error for an input without rows."""
+    return InputError("the input has no rows; nothing was submitted")
 
 
 def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
