@@ -322,6 +322,16 @@ def test_half_an_emoji_excuses_no_other_mistake(store: Store, tmp_path: Path, co
         submit(store, str(tmp_path / "a.jsonl"), PROMPT)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_lacks_is_named_with_its_fix(store: Store, tmp_path: Path, number: float) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "a"}\n' + json.dumps({"q": "NaN", "n": [number]}))
+    with pytest.raises(InputError) as refused:
+        submit(store, str(tmp_path / "a.jsonl"), PROMPT)
+    constant = json.dumps(number)
+    said = f"is not JSON: it has {constant}, which is no number of JSON; write null in its place"
+    assert str(refused.value).startswith(f"line 2 of {tmp_path / 'a.jsonl'} {said}")
+
+
 def test_mixed_and_nested_jsonl_columns_become_text(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     rows = [{"q": "a", "n": 1, "x": {"y": [1]}}, {"q": 2, "n": 2.5}, {"q": None, "n": None, "big": 2**70}]

@@ -121,6 +121,8 @@ class JsonLines(TextRows):
                         raise one_array(path, name) from error
                     row = row_with_halves(line)
                     if row is None:
+                        if (constant := constant_in(line)) is not None:
+                            raise no_number(where, constant) from error
                         other = first and not line.lstrip().startswith((b"{", b"["))
                         fix = (
                             "if it is CSV or TSV, say so: --format csv"
@@ -247,6 +249,24 @@ def half(value: object) -> Unreadable:
 def no_json(constant: str) -> None:
     """Raise `ValueError` for NaN and Infinity, which JSON lacks."""
     raise ValueError(constant)
+
+
+def constant_in(line: bytes) -> str | None:
+    """The first NaN or Infinity of a line that is JSON but for such constants; None for any other line."""
+    found: list[str] = []
+    try:
+        json.loads(line.decode(), parse_constant=found.append)
+    except (ValueError, RecursionError):
+        return None
+    return found[0] if found else None
+
+
+def no_number(where: str, constant: str) -> InputError:
+    """The error for a constant that Python's `json.dumps` writes and JSON lacks."""
+    return InputError(
+        f"{where} is not JSON: it has {constant}, which is no number of JSON; write null in its place "
+        "(json.dumps with allow_nan=False finds such values) and submit again"
+    )
 
 
 def is_utf8(value: object) -> bool:
