@@ -500,10 +500,11 @@ def test_a_template_names_a_column_that_is_no_word_by_the_row(
     ("template", "said"),
     [
         ("{{ a b }}", "the prompt template has a mistake in line 1"),
-        ("{{ row['missing'] }}", "the template names 'missing', but the columns are: id, a b, it's"),
+        ("{{ a-b }}", "the template names 'a' and 'b', but the columns are: id, a b, it's"),
+        ("{{ A_B }}", "the template names 'A_B', but the columns are: id, a b, it's"),
+        ("{a b}", "the template names no column"),
         ("{{ row[id] }} {{ row['a b'] }}", "the template names 'row', but the columns are"),
         ("{{ row }}", "the template names 'row', but the columns are"),
-        ("constant", "the template names no column"),
     ],
 )
 def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(
@@ -514,3 +515,24 @@ def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(
         submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
     assert str(refused.value).startswith(said)
     assert str(refused.value).endswith("; a template names 'a b' as {{ row['a b'] }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "constant",
+        "a b: {{ ids }}",
+        "{{ row['missing'] }}",
+        "{% if id %}{{ row['a b'] }}",
+        "{{ row['a b'] | no_such_filter }}",
+        "{{ id",
+    ],
+)
+def test_the_error_of_a_template_says_nothing_of_columns_that_it_does_not_mean(
+    store: Store, tmp_path: Path, template: str
+) -> None:
+    (tmp_path / "odd.csv").write_text(ODD_COLUMNS)
+    with pytest.raises(TemplateError) as refused:
+        submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
+    assert "a template names" not in str(refused.value)
+    assert not str(refused.value).endswith(".")

@@ -63,11 +63,13 @@ def check_tags(tags: Mapping[str, str]) -> None:
 def check_input(rows: InputRows, task: Task, *, constant_prompt: bool) -> None:
     """Raise if the task names columns that are missing or of the wrong type, or asks every row the same."""
     if task.kind is Kind.PROMPT:
+        template, names = task.template or "", set[str]()
         try:
-            names = template_names(task.template or "", rows.columns)
+            names = template_names(template, rows.columns)
             check_template(rows, names, constant_prompt=constant_prompt)
         except TemplateError as error:
-            hint = "" if other_separator(rows) else odd_name_hint(rows.columns)
+            missing = names - {*rows.columns}
+            hint = "" if other_separator(rows) else odd_name_hint(template, rows.columns, missing)
             raise TemplateError(f"{error}{hint}") from error
     if task.column is not None:
         check_columns(rows, [task.column], what="--messages")

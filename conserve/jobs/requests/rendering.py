@@ -1,6 +1,7 @@
 """Rendering: an input row becomes its request's payload, by a template, a messages column, or as it is."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from conserve.jobs.task import ROW, Kind, Task, in_template, is_word
 
 Row = Mapping[str, Any]
 """The whole row in a template, for columns whose names are no words: `row['a b']`. A column called so wins."""
+
+EXPRESSION = re.compile(r"\{[^{}]*")  # from a brace to the next one
+QUOTED = re.compile(r"(['\"]).*?\1")
 
 CALLS = ("tool_calls", "function_call")
 """Fields of a message that may stand in place of its content."""
@@ -57,7 +61,7 @@ def mistakes_named() -> Iterator[None]:
         yield
     except TemplateSyntaxError as error:
         raise TemplateError(
-            f"the prompt template has a mistake in line {error.lineno}: {error.message}"
+            f"the prompt template has a mistake in line {error.lineno}: {(error.message or '').rstrip('.')}"
         ) from error
     except (SyntaxError, RecursionError, MemoryError) as error:  # Python's own limits on nesting
         raise TemplateError("the prompt template nests too deep; write it flatter") from error
@@ -84,10 +88,30 @@ def template_names(template: str, columns: Collection[str]) -> set[str]:
     return (names - {ROW} if len(keys) == uses else names) | set(keys)
 
 
-def odd_name_hint(columns: Iterable[str]) -> str:
-    """Hint on naming a column whose name is no word in a template; empty if all of them are words."""
-    odd = next((name for name in columns if not is_word(name)), None)
-    return "" if odd is None else f"; a template names {odd!r} as {in_template(odd)}"
+def odd_name_hint(template: str, columns: Collection[str], missing: Collection[str]) -> str:
+    """Hint on naming a column whose name is no word, where the template seems to mean one; else empty.
+
+    `missing` are the names in the template that are no columns.
+    """
+    odd = [name for name in columns if not is_word(name)]
+    spelled = " ".join(EXPRESSION.findall(QUOTED.sub("", template)))
+    sought = {part for name in missing for part in parts_of(name)}
+    meant = (
+        name for name in odd if ROW in missing or sought & {*parts_of(name)} or is_spelled(name, spelled)
+    )
+    name = next(meant, None)
+    return "" if name is None else f"; a template names {name!r} as {in_template(name)}"
+
+
+def parts_of(name: str) -> list[str]:
+    """Words of a column's name, in small letters."""
+    return re.findall(r"[^\W_]+", name.casefold())
+
+
+def is_spelled(name: str, text: str) -> bool:
+    """True if a text has the words of a name one after the other, whatever stands between them."""
+    words = r"[\W_]*".join(map(re.escape, parts_of(name))) or re.escape(name)
+    return re.search(rf"(?<!\w){words}(?!\w)", text.casefold()) is not None
 
 
 def compiled(template: str) -> Template:
