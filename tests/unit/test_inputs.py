@@ -4,6 +4,9 @@ import io
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,8 @@ from conserve.store.books import catalog
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.sql.batches import RowBatches
+from conserve.store.sql.export import write_lines
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -515,6 +520,38 @@ def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(
         submit(store, str(tmp_path / "odd.csv"), replace(PROMPT, template=template))
     assert str(refused.value).startswith(said)
     assert str(refused.value).endswith("; a template names 'a b' as {{ row['a b'] }}")
+
+
+def test_tojson_writes_dates_times_and_decimals_as_results_do(store: Store, tmp_path: Path) -> None:
+    moment = datetime(2026, 1, 2, 3, 4, 5, 600)
+    values = {
+        "moment": moment,
+        "zoned": moment.replace(tzinfo=UTC),
+        "day": moment.date(),
+        "time": moment.time(),
+        "span": timedelta(days=1, seconds=2),
+        "price": Decimal("12345678901234567890.50"),
+        "deep": [{"day": moment.date(), "price": Decimal("-1.5"), "text": "<1.50>"}],
+        "raw": b"ab",
+    }
+    kinds = {"raw": pa.binary(2)}
+    columns = {name: pa.array([value], kinds.get(name)) for name, value in values.items()}
+    pq.write_table(pa.table(columns), tmp_path / "values.parquet")
+    names = [name for name in values if name != "raw"]
+    template = "\n".join(f"{{{{ {name} | tojson }}}}" for name in names)
+    done = submit(store, str(tmp_path / "values.parquet"), replace(PROMPT, template=template))
+    (row,) = requests(store, done.job_id, 1)
+    table, sink = pa.table({name: columns[name] for name in names}), io.BytesIO()
+    write_lines(RowBatches(table.schema, frozenset(), table.to_batches()), sink)
+    lines = zip(names, (row.payload or "").splitlines(), strict=True)
+    written = ", ".join(f'"{name}": {text}' for name, text in lines)
+    assert "12345678901234567890.50" in written
+    parse = partial(json.loads, parse_float=Decimal)
+    assert parse(f"{{{written}}}") == parse(sink.getvalue())
+    with pytest.raises(
+        TemplateError, match="row 0: tojson has no form for bytes; make text of them with --sql"
+    ):
+        submit(store, str(tmp_path / "values.parquet"), replace(PROMPT, template="{{ raw | tojson }}"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Rendering: an input row becomes its request's payload, by a template, a messages column, or as it is."""
 
+import json
 import re
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,19 +43,46 @@ class RenderedRow(NamedTuple):
 Renderer = Callable[[Row], RenderedRow]
 
 
-class _PrintedNull(JinjaError):
-    """The template printed a null, which would read "None" to the model."""
+class _Unprintable(JinjaError):
+    """The template printed a null, which would read "None" to the model, or bytes as JSON."""
 
 
 def _not_null(value: Any) -> Any:
     if value is None:
-        raise _PrintedNull("the template prints a null; write {{ column or '' }} if that is meant")
+        raise _Unprintable("the template prints a null; write {{ column or '' }} if that is meant")
     return value
 
 
 ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_not_null
 )
+
+
+ENCODER = msgspec.json.Encoder(decimal_format="number")
+"""Writes values as `conserve results` writes them in JSON."""
+
+NUMBER = secrets.token_hex(16)
+"""Mark in front of the digits of a decimal, which `json.dumps` can write as text alone; no row knows it."""
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON of a value for Jinja's filter `tojson`: dates and times are ISO text, decimals numbers of all digits."""
+    written = json.dumps(value, default=in_json, **options)
+    return re.sub(rf'"{NUMBER}([^"]*)"', r"\1", written) if NUMBER in written else written
+
+
+def in_json(value: Any) -> Any:
+    """A value that `json.dumps` has no form for, as one that it has; raises for bytes and for what is no value."""
+    if isinstance(value, bytes):
+        raise _Unprintable("tojson has no form for bytes; make text of them with --sql, or leave them out")
+    if isinstance(value, Decimal):
+        return NUMBER + ENCODER.encode(value).decode()
+    if isinstance(value, date | time | timedelta):
+        return msgspec.json.decode(ENCODER.encode(value))
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+ENVIRONMENT.policies["json.dumps_function"] = to_json
 
 
 @contextmanager
@@ -148,7 +179,7 @@ def template_renderer(template: str) -> Renderer:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
             ) from error
-        except _PrintedNull as error:
+        except _Unprintable as error:
             return RenderedRow(error_type="template", error=str(error))
         except Exception as error:  # whatever a template's expression can raise is the row's error
             return RenderedRow(error_type="template", error=f"{type(error).__name__}: {error}")
