@@ -435,11 +435,14 @@ def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
     assert party.tally.waiting_for == "4 rows are with another conserve run"
     party.put_back(works[0], after_s=9.0)
     assert not party.ledger.nothing_left()
-    assert party.tally.waiting_for == "1 rows wait for their next attempt"
+    assert party.tally.waiting_for == "1 row waits for its next attempt"
     party.clock.now += 9.0
     assert not party.ledger.nothing_left()
     assert party.tally.waiting_for == "3 rows are with another conserve run"
-    party.finish(*works[1:], *party.claim())
+    party.finish(*works[1:3])
+    assert not party.ledger.nothing_left()
+    assert party.tally.waiting_for == "1 row is with another conserve run"
+    party.finish(works[3], *party.claim())
     assert party.ledger.nothing_left()
     assert party.tally.waiting_for is None
     assert party.tally.completed == [job_id]

@@ -27,6 +27,7 @@ from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
 from conserve.store.upkeep.sweep import sweep
+from conserve.words import count
 
 RECOVER_S = 1.0  # between two looks for dead owners while nothing can be claimed
 
@@ -304,9 +305,11 @@ class Ledger:
                 self._end_silent(tx)
                 left = self._backlog(tx)
         if left.waiting and left.next_at is not None and left.next_at > now:
-            self._tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
+            rows = count(left.waiting, "row waits for its", "rows wait for their")
+            self._tally.waiting_for = f"{rows} next attempt"
         elif left.leased:
-            self._tally.waiting_for = f"{left.leased} rows are with another conserve run"
+            rows = count(left.leased, "row is", "rows are")
+            self._tally.waiting_for = f"{rows} with another conserve run"
         else:
             self._tally.waiting_for = "no server takes rows" if unleased else None
         return not (left.leased or left.waiting or unleased)
