@@ -490,6 +490,13 @@ ODD_COLUMNS = "id,a b,it's\n1,x,y\n"
         (ODD_COLUMNS, "{{ row['id'] }} {{ row[\"it's\"] | upper }}", "1 Y"),
         (ODD_COLUMNS, "{% for n in range(2) %}{{ row['a b'] }}{% endfor %}", "xx"),
         ("row,a b\nmine,x\n", "{{ row }} {{ row[0] }}", "mine m"),
+        ("row,a b\nmine,x\n", "{{ row | tojson }}", '"mine"'),
+        (
+            "range,a b\n7,x\n",
+            "{{ row | tojson }}{% for n in range(2) %}!{% endfor %}",
+            '{"a b": "x", "range": "7"}!!',
+        ),
+        ("id,a b\n7,x\n", "{{ row | tojson }} {{ row['a b'] }} {{ id }}", '{"a b": "x", "id": "7"} x 7'),
     ],
 )
 def test_a_template_names_a_column_that_is_no_word_by_the_row(
@@ -510,6 +517,7 @@ def test_a_template_names_a_column_that_is_no_word_by_the_row(
         ("{a b}", "the template names no column"),
         ("{{ row[id] }} {{ row['a b'] }}", "the template names 'row', but the columns are"),
         ("{{ row }}", "the template names 'row', but the columns are"),
+        ("{{ row }} {{ row | tojson }}", "the template names 'row', but the columns are"),
     ],
 )
 def test_the_error_of_a_template_says_how_a_column_that_is_no_word_is_named(

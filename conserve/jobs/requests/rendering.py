@@ -116,7 +116,15 @@ def template_names(template: str, columns: Collection[str]) -> set[str]:
             and isinstance(item.arg, nodes.Const)
             and isinstance(item.arg.value, str)
         ]
-    return (names - {ROW} if len(keys) == uses else names) | set(keys)
+        whole = whole_rows(tree)
+    every = set(columns) if whole else set()
+    return (names - {ROW} if len(keys) + whole == uses else names) | set(keys) | every
+
+
+def whole_rows(tree: nodes.Template) -> int:
+    """Number of places where a template writes its whole row: `row | tojson`."""
+    filters = (found for found in tree.find_all(nodes.Filter) if found.name == "tojson")
+    return sum(isinstance(found.node, nodes.Name) and found.node.name == ROW for found in filters)
 
 
 def odd_name_hint(template: str, columns: Collection[str], missing: Collection[str]) -> str:
@@ -167,14 +175,16 @@ def template_renderer(template: str) -> Renderer:
     ready = compiled(template)
     plain = sorted(template_names(template, [ROW]))
     keyed = sorted(template_names(template, []))
+    whole = whole_rows(ENVIRONMENT.parse(template)) > 0
 
     def render(row: Row) -> RenderedRow:
         by_key = plain != keyed and ROW not in row
         values = {name: row[name] for name in (keyed if by_key else plain)}
-        if Unreadable in map(type, values.values()):
-            return RenderedRow(error_type="template", error=unreadable(values))
+        by_name = row if by_key and whole else values
+        if Unreadable in map(type, by_name.values()):
+            return RenderedRow(error_type="template", error=unreadable(by_name))
         try:
-            return RenderedRow(ready.render({**values, ROW: values} if by_key else values))
+            return RenderedRow(ready.render({**values, ROW: by_name} if by_key else values))
         except SecurityError as error:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
