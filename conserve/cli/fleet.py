@@ -3,7 +3,7 @@
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,6 @@ from conserve.errors import ServiceFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from sqlalchemy import Connection
 
     from conserve.store.database.store import Store
 
@@ -101,9 +99,7 @@ def undrain(ctx: typer.Context, host: Host) -> None:
         output.say(f"{url} gets rows again")
 
 
-def under_both_names(
-    store: "Store", host: str, change: "Callable[[Connection, str], list[str]]"
-) -> list[str]:
+def under_both_names(store: "Store", host: str, change: "Callable[[Any, str], list[str]]") -> list[str]:
     """Change the servers of this name, and those that are known by this machine's name too; returns their URLs.
 
     A store that moved to a database which machines share has a server at a loopback address under both.
