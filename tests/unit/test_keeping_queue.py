@@ -143,14 +143,14 @@ def test_whatever_happens_each_block_is_free_once_or_in_use(steps: list[tuple[st
     assert sorted(names(pool.get_new_blocks(BLOCKS))) == [*range(1, BLOCKS + 1)]
 
 
-def prefixes_of(*, caches: bool = True) -> tuple[Any, Any]:
+def prefixes_of(*, caches: bool = True, groups: int = 1) -> tuple[Any, Any]:
     """Live prefixes of a pool with blocks of four tokens, and what vLLM's manager says of it."""
     from vllm.v1.core.block_pool import BlockPool
 
     from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 
     pool = BlockPool(BLOCKS + 1, enable_caching=caches, hash_block_size=4)
-    kinds = [SimpleNamespace(block_size=4, req_to_blocks={})]
+    kinds = [SimpleNamespace(block_size=4, req_to_blocks={})] * groups
     manager = SimpleNamespace(
         block_pool=pool,
         coordinator=SimpleNamespace(single_type_managers=kinds),
@@ -179,7 +179,9 @@ def test_what_an_aborted_request_did_not_compute_is_not_lost(computed: int, lost
     assert (prefixes.report()["lost_tokens"], prefixes.report()["prompt_tokens"]) == (lost, 13)
 
 
-def test_a_cache_that_is_off_keeps_nothing() -> None:
-    prefixes, _ = prefixes_of(caches=False)
+@pytest.mark.parametrize("without", [{"caches": False}, {"groups": 0}])
+def test_a_cache_that_is_off_or_of_a_model_without_kv_keeps_nothing(without: Any) -> None:
+    """Such as one that embeds."""
+    prefixes, _ = prefixes_of(**without)
     assert not prefixes.on
     assert prefixes.kept == 0

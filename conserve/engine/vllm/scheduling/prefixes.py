@@ -116,10 +116,11 @@ class LivePrefixes:
         pool = manager.block_pool
         self._manager, self._pool, self._share = manager, pool, share
         self._kinds = manager.coordinator.single_type_managers
-        self._caches = bool(pool.enable_caching)
+        self._caches = bool(pool.enable_caching and self._kinds)  # an encoder's layers keep no KV
         self._hashed = pool.hash_block_size  # tokens of a block with a name
         self._blocks_of_name = sum(self._hashed / kind.block_size for kind in self._kinds)
-        self._reuse = PrefixReuse(round((pool.num_gpu_blocks - 1) / self._blocks_of_name))
+        names = (pool.num_gpu_blocks - 1) / self._blocks_of_name if self._caches else 1
+        self._reuse = PrefixReuse(round(names))
         self._queue: KeepingQueue | None = None
         self._prompt_tokens = self._found_tokens = self._lost_tokens = 0
         self._most, self._age_s = 0, 0.0  # blocks to keep, and seconds for which an unused one is kept
