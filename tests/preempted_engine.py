@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -515,14 +516,17 @@ def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
     as_written = mock.patch.object(sampler, counting, inspect.unwrap(getattr(sampler, counting)))
     set_num_threads(1)  # so small a model is slower on several, much slower where others compute too
     os.environ.update(ENVIRONMENT)
-    with frozen, registering_once():
-        engine = PreemptedEngine(model, **flags)
+    engine = None
     try:
+        with frozen, registering_once():
+            engine = PreemptedEngine(model, **flags)
         with as_written:
             yield engine
     finally:
         with frozen:
-            engine.close()
+            if engine is not None:
+                engine.close()
+        ensure_kv_transfer_shutdown()  # of a start that failed: the next engine would take its connector
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads = set_num_threads  # the worker puts its own there

@@ -1,6 +1,7 @@
 """The measurements for a GPU machine run on this machine's CPU, each to its end."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(3000)]
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_step_is_rehearsed(tmp_path: Path) -> None:
+def test_every_step_is_rehearsed(demo_cache: Path, tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "tools.gpu.rehearse", "--out", str(tmp_path / "out")], cwd=ROOT, check=True
+        [sys.executable, "-m", "tools.gpu.rehearse", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, "CONSERVE_MODELS": str(demo_cache)},
+        check=True,
     )
     document = json.loads((tmp_path / "out/results.json").read_text())
     assert document["rehearsal"] is True

@@ -42,7 +42,7 @@ def conserve(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         env={**os.environ, "CONSERVE_HOME": str(home), "CONSERVE_MODELS": str(MODELS)},
         check=False,
-        timeout=300,
+        timeout=1800,
     )
 
 
