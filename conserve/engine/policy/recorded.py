@@ -96,8 +96,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     )
 
 
-def version_of(view: View, queues: Iterable[Iterable[Candidate]]) -> int:
-    """The oldest version that plans the view as this one."""
+def version_of(view: View, queues: Iterable[Iterable[Candidate]] = ()) -> int:
+    """The oldest version that plans the view as this one; `queues` are the requests that are recorded."""
     if any(one.images for queue in queues for one in queue):
         return VERSION_OF_IMAGES
     if view.kept_blocks:
