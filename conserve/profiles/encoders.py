@@ -10,9 +10,9 @@ from conserve.profiles.correction import quantile_margin
 
 WINDOW = 64  # iterations that are remembered
 OVERRUN_SHARE = 0.05  # of encodings, that may take longer than their prediction
-INPUTS_APART = (
-    0.1  # spread of embeddings an input, relative to the mean, from which two coefficients are told apart
-)
+INPUTS_APART = 0.1  # relative spread of embeddings an input, from which two coefficients are told
+ENOUGH = 3  # iterations from which on a time is bounded by its prediction
+MOST_TIMES, MOST_MORE_MS = 2.0, 5.0  # so many times the prediction, and so much more
 
 
 class Encoded(NamedTuple):
@@ -40,6 +40,8 @@ class EncoderTimes:
         """Learn from an iteration that encoded so many inputs, and took `ms` longer than predicted without them."""
         if not inputs or not embeddings:
             return
+        if len(self._seen) >= ENOUGH:  # a stall of the machine is no time of an encoder
+            ms = min(ms, MOST_TIMES * self._ms(inputs, embeddings) + MOST_MORE_MS)
         self._seen.append(Encoded(inputs, embeddings, max(0.0, ms)))
         self._input_ms, self._embedding_ms = fitted(self._seen)
         predicted = [self._ms(one.inputs, one.embeddings) for one in self._seen]

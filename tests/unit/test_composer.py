@@ -177,16 +177,16 @@ class TestTime:
             composer.add_all(decodes(3))
             composer.begin_offline(limit_ms)
             composer.add_all(decodes(20, "row"))
-            assert composer.can_encode(SEEING) == fits
-            assert composer.can_encode(FRESH)
+            assert composer.can_encode(SEEING, limit_ms) == fits
+            assert composer.can_encode(FRESH, limit_ms)
 
     def test_an_image_of_a_live_request_takes_the_time_of_rows(self) -> None:
         composer = Composer(view_of())
         composer.add(SEEING, 100)
         composer.begin_offline(240.0)
         assert composer.predicted_ms == 190
-        assert not composer.can_encode(SEEING._replace(name="row", images=(Image(0, 50.0),)))
-        assert composer.can_encode(SEEING._replace(name="row", images=(Image(0, 49.0),)))
+        assert not composer.can_encode(SEEING._replace(name="row", images=(Image(0, 50.0),)), 240.0)
+        assert composer.can_encode(SEEING._replace(name="row", images=(Image(0, 49.0),)), 240.0)
         assert composer.alone_ms(SEEING) == composer.longer_ms(SEEING, 100) + 10 == 190
         assert composer.longer_ms(SEEING, 20) == 20
 

@@ -71,3 +71,9 @@ def test_old_times_are_forgotten() -> None:
     times = seen(*[(1, 100, 400.0)] * 10, *[(1, 100, 40.0)] * WINDOW)
     assert times.predict(100) == pytest.approx(40.0)
     assert times.known == WINDOW
+
+
+def test_a_stall_of_the_machine_is_no_time_of_an_encoder() -> None:
+    assert seen(*[(1, 100, 50.0)] * 10, (1, 100, 2000.0)).predict(100) < 150
+    slower = seen(*[(1, 100, 50.0)] * 10, *[(1, 100, 200.0)] * WINDOW)
+    assert slower.predict(100) == pytest.approx(200.0), "an engine that is slower now is believed"

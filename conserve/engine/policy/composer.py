@@ -155,11 +155,11 @@ class Composer:
             tokens = min(tokens, before)
         return tokens
 
-    def can_encode(self, candidate: Candidate) -> bool:
+    def can_encode(self, candidate: Candidate, limit_ms: float) -> bool:
         """True if each image of a row would find time in this iteration with no other row in it."""
-        if not candidate.images or not self._live_waits or self.limit_ms in (inf, None):
+        if not candidate.images or not self._live_waits or limit_ms == inf:
             return True
-        left_ms = self.limit_ms - max(image.ms for image in candidate.images) - self._online_surcharge_ms
+        left_ms = limit_ms - max(image.ms for image in candidate.images) - self._online_surcharge_ms
         return self._model.can_schedule(self._online_batch, Slice(1, candidate.context), left_ms) > 0
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:

@@ -30,13 +30,16 @@ def serve_offline(
     if composer.add_decodes(decodes, limit_ms) < len(decodes):
         return
     prompts = [request for request in running if not request.decode]
+    parked: list[Candidate] = []  # in front of an image that finds no time
     while prompts:
         request = prompts.pop(0)
         tokens = composer.row_budget(request, limit_ms)
-        passed = not composer.can_encode(request)
+        passed = not composer.can_encode(request, limit_ms)
         if not tokens and passed:
+            parked.append(request)
             continue
-        if not tokens or not composer.make_room(prompts, composer.blocks_for(request, tokens)):
+        blocks = composer.blocks_for(request, tokens)
+        if not tokens or not (composer.make_room(prompts, blocks) or composer.make_room(parked, blocks)):
             return
         composer.add(request, tokens)
         if tokens < request.tokens and not passed:
@@ -172,7 +175,9 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        if not composer.can_encode(request):  # it would hold its memory while it waits for time
+        if request.images and not composer.token_budget(request, limit_ms):
+            return
+        if not composer.can_encode(request, limit_ms):  # it would hold its memory while it waits for time
             passed += 1
             if passed == MOST_DEFERRED:
                 break
@@ -196,7 +201,7 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        if not composer.can_encode(request):
+        if not composer.can_encode(request, limit_ms):
             return
         tokens = composer.row_budget(request, limit_ms)
         if not tokens or not _has_room(composer, request, first=first):

@@ -58,7 +58,8 @@ class Iterations:
         """Time of encoding an image or a sound of so many embeddings, in ms; a guess until one was encoded."""
         if self.encoders.known or self.model is None:
             return self.encoders.predict(embeddings)
-        return ENCODER * self.model.predict(Batch.of([Slice(embeddings, 0)]))
+        whole, empty = Batch.of([Slice(embeddings, 0)]), Batch()
+        return ENCODER * (self.model.predict(whole) - self.model.predict(empty))
 
     def end(self, iteration: Iteration, ended: float) -> None:
         """Note the time that the iteration took, and learn from it if all of its tokens were computed."""
