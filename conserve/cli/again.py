@@ -27,8 +27,7 @@ def over_this_store(home: str | None, *words: str) -> str:
     if home is not None:
         del named["CONSERVE_HOME"]  # the flag wins
     variables = [f"{name}={shlex.quote(value)}" for name, value in named.items() if value]
-    flags = [] if home is None else ["--home", home]
-    return " ".join([*variables, shlex.join(["conserve", *flags, *words])])
+    return " ".join([*variables, at(home, shlex.join(words))])
 
 
 def without_password(url: str) -> str:
@@ -52,6 +51,11 @@ def command(words: str) -> str:
         if flag != "--home":
             break
         home = value if equals else next(given, None)
+    return at(home, words)
+
+
+def at(home: str | None, words: str) -> str:
+    """A command of ConServe over the store in this folder, or over that of the settings."""
     return f"conserve {words}" if home is None else f"conserve --home {shlex.quote(home)} {words}"
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from conserve.cli.again import at_home
 from conserve.errors import ConserveError
 from conserve.words import count as count
 from conserve.words import duration as duration
@@ -49,7 +48,10 @@ def colourful(stream: TextIO) -> bool:
 
 def say(message: str, *, level: str = "info", **fields: Any) -> None:
     """Print a message on stderr, with the user's `--home` in its commands; JSON logs have level and fields too."""
-    message = at_home(message)
+    if "conserve " in message:
+        from conserve.cli.again import at_home  # which other messages need not wait for
+
+        message = at_home(message)
     if json_lines:
         from conserve import logs
 
