@@ -17,6 +17,7 @@ ALL = (
         "turns",
         "exchange",
         "prefixes",
+        "images",
     ),
     *("forecast", "deadlines", "pushing"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
