@@ -16,7 +16,7 @@ MOST_TIMES, MOST_MORE_MS = 2.0, 5.0  # so many times the prediction, and so much
 
 
 class Encoded(NamedTuple):
-    """What the encoders did in one iteration."""
+    """Inputs that the encoders saw in one iteration, and the time that they took."""
 
     inputs: int
     embeddings: int

@@ -12,7 +12,6 @@ pytestmark = [*OF_VLLM, pytest.mark.engine]
 
 SIZE = 100  # embeddings of an image, and as many tokens
 EMBEDDING_MS = 0.5
-IMAGE_MS = SIZE * EMBEDDING_MS
 TEXT = 20  # tokens before an image, and behind it
 Make = Callable[..., Any]
 
@@ -130,7 +129,7 @@ def test_one_image_at_a_time_is_encoded_beside_no_live_request_however_long_it_t
 
 
 def test_a_live_request_has_its_image_encoded_at_once(make: Make) -> None:
-    """Whatever the gap of another, and no row is in that iteration."""
+    """Its iteration has no row in it, and may be longer than the gap of another allows."""
     engine = taught(make(tbt_slo_ms=40, ttft_slo_ms=1000))
     engine.add(100, 100)
     rows = [engine.add(50, 100, offline=True) for _ in range(5)]

@@ -38,8 +38,8 @@ class Composer:
         self._encodes = False  # the batch has an image
         self.is_turn = False  # live requests wait for an iteration of rows alone
         self.limit_ms: float | None = None  # longest iteration allowed; set by `begin_offline`
-        self._online_requests: int | None = None  # requests in the batch before the first offline one
-        self._online_batch, self._online_surcharge_ms = Batch(), 0.0  # the batch then
+        self._online: Batch | None = None  # the batch before the first offline request
+        self._online_surcharge_ms = 0.0
         self.tokens_left = view.max_tokens  # of vLLM's own token budget (max_num_batched_tokens)
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
@@ -62,7 +62,7 @@ class Composer:
             restored=self.restored,
             evicted=self.evicted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
-            limit_ms=None if self._online_requests == self.batch.requests else self.limit_ms,
+            limit_ms=None if self._online == self.batch else self.limit_ms,
             pushed=self.pushed,
         )
 
@@ -78,13 +78,13 @@ class Composer:
 
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""
-        self.limit_ms, self._online_requests = limit_ms, self.batch.requests
-        self._online_batch, self._online_surcharge_ms = replace(self.batch), self.surcharge_ms
+        self.limit_ms = limit_ms
+        self._online, self._online_surcharge_ms = replace(self.batch), self.surcharge_ms
 
     @property
     def _live_waits(self) -> bool:
         """True if live requests wait for the end of the iteration, in it or for their turn."""
-        return bool(self._online_requests) or self.is_turn
+        return self.is_turn or bool(self._online and self._online.requests)
 
     def leave_kept(self) -> None:
         """Take no KV block from here on that live requests may find."""
@@ -157,10 +157,10 @@ class Composer:
 
     def can_encode(self, candidate: Candidate, limit_ms: float) -> bool:
         """True if each image of a row would find time in this iteration with no other row in it."""
-        if not candidate.images or not self._live_waits or limit_ms == inf:
+        if self._online is None or not candidate.images or not self._live_waits or limit_ms == inf:
             return True
         left_ms = limit_ms - max(image.ms for image in candidate.images) - self._online_surcharge_ms
-        return self._model.can_schedule(self._online_batch, Slice(1, candidate.context), left_ms) > 0
+        return self._model.can_schedule(self._online, Slice(1, candidate.context), left_ms) > 0
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
         """KV blocks that the request needs beyond the ones it has."""
