@@ -19,6 +19,7 @@ from conserve.bench.field import Field
 from conserve.bench.load import LoadPlan, LoadTarget
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
+from conserve.bench.names import is_stock
 from conserve.bench.playing import Measurement
 from conserve.bench.points import Cell
 from conserve.bench.presets import CPU
@@ -53,9 +54,11 @@ class FakeServers:
 
     def __init__(self, plan: Any, design: Design) -> None:
         self.plan, self.ended, self.deployment, self.prepare = plan, False, self, None
+        self.answers = False  # the plug-in's server, which is stopped while stock ones have a turn
         self.made.append(self)
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        self.answers = True
 
     async def engine(self) -> Any:
         return MACHINE.engine
@@ -84,6 +87,8 @@ class Measured:
         measurement: Measurement,
         wishes: Any,
     ) -> None:
+        assert deployment.answers
+        deployment.answers = not any(map(is_stock, design.policies))
         self.designs.append(design)
         source = measurement.offered.source(preset, None)
         self.sources.append(source)
@@ -259,10 +264,13 @@ class ReadyPlace:
 
     def __init__(self, name: str, *_: Any, url: str, **__: Any) -> None:
         self.name, self.url, self.server = name, url, CountlessServer()
+        self.answers = False
 
-    async def begin(self) -> None: ...
+    async def begin(self) -> None:
+        self.answers = True
 
-    async def freeze(self) -> None: ...
+    async def freeze(self) -> None:
+        self.answers = False
 
     async def filled(self, seconds: float) -> None: ...
 
@@ -318,6 +326,24 @@ def test_every_block_and_test_run_on_the_same_servers_has_prompts_of_its_own(
 
     virtual_time.run(cells())
     assert len(seeds) == len(set(seeds)) == 10
+
+
+def test_a_server_has_its_turn_alone(tmp_path: Path, measured: Measured, seeds: list[int]) -> None:
+    """The plug-in's one has it again where the next comparison asks for its speed."""
+    design = replace(PAIR, policies=["conserve", "online-only"])
+
+    async def turns() -> list[tuple[bool, bool]]:
+        plan = own_plan(Settings(home=tmp_path), [], design.policies, CPU, tmp_path / "store", seed=0)
+        field = servers.Servers(plan, design)
+        await field.prepare(replace(sized_pair(), design=design), None, None)
+        plugged, stock = field._plugged, field._stock["online-only"]
+        found = []
+        for turn in (field.start, partial(field.turn, "online-only", None), field.start):
+            await turn()
+            found.append((plugged.answers, stock.answers))  # type: ignore[attr-defined]
+        return found
+
+    assert virtual_time.run(turns()) == [(True, False), (False, True), (True, False)]
 
 
 def test_harvesters_of_a_comparison_write_into_their_own_folder(tmp_path: Path) -> None:

@@ -92,9 +92,10 @@ class Servers:
         self._seeds = count(design.seed * MOST_BLOCKS)  # of the blocks' prompts
 
     async def start(self) -> None:
-        """Start the plug-in's server, by whose latency model everything is sized."""
-        self._plan.say(f"starting {self._plan.settings.engine_model}")
-        await self._plugged.begin()
+        """Start the plug-in's server, by whose latency model a comparison is sized, or let it go on alone."""
+        if not self._plugged.started:
+            self._plan.say(f"starting {self._plan.settings.engine_model}")
+        await self._go_on(self._plugged)
 
     async def prepare(self, sized: Sized, engine: EngineModel | None, tokens: int | None) -> Self:
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
@@ -112,12 +113,9 @@ class Servers:
     async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
         """Stop the other servers, and let this policy's one go on, or start."""
         place = self._stock.get(policy, self._plugged)
-        for other in (self._plugged, *self._stock.values()):
-            if other is not place:
-                await (other.freeze() if self._plan.preset.resident else other.end())
         if not place.started:
             self._plan.say(f"starting {place.name}")
-        await place.begin()
+        await self._go_on(place)
         if place is self._plugged:
             await self._follow(policy, slo)
         if runs_offline(policy):
@@ -144,6 +142,12 @@ class Servers:
             *(place.end() for place in places), return_exceptions=True
         )  # together: in seconds
         await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
+
+    async def _go_on(self, place: ServerPlace) -> None:
+        for other in (self._plugged, *self._stock.values()):
+            if other is not place:
+                await (other.freeze() if self._plan.preset.resident else other.end())
+        await place.begin()
 
     def _queue(self, policy: str) -> OfflineQueue:
         return self._queues.get(policy, self._plan.rows)

@@ -79,6 +79,7 @@ class OnServers:
     async def _measure(self, cell: Cell, servers: Servers, engine: EngineModel) -> dict[str, Any]:
         """Play one cell."""
         self._say(f"{cell.name}:")
+        await servers.start()  # another one may have had the last turn of the cell before
         tolerance = min(MOST, max(LEAST, cell.scale - 1))
         measurement = Measurement(offered=self._offered(cell, engine))
         wishes = PlayWishes(
