@@ -112,7 +112,7 @@ class ServerSeen:
     ttft_ms: Latency = UNKNOWN
     tbt_ms: Latency = UNKNOWN
     attainment: float | None = None
-    harm: float | None = None  # largest that is promised
+    harm: float | None = None  # largest that is promised, to a latency without an SLO
     tokens_per_s: float = 0.0  # offline, over the last minute
     course: Sequence[float] = ()  # of offline tokens/s
     iterations_left: int = 0
@@ -177,7 +177,7 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
         ttft_ms=ttft_ms,
         tbt_ms=tbt_ms,
         attainment=online.get("attainment"),
-        harm=slo.get("harm"),
+        harm=slo.get("default_harm") if slo.get("harm") is None else slo["harm"],
         tokens_per_s=offline.get("tokens_per_s") or 0.0,
         course=course,
         iterations_left=left.get("iterations_left") or 0,

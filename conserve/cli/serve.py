@@ -82,8 +82,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help=f"Rows lengthen no iteration of live requests by more, e.g. 5%; {HARM:.0%} where no SLO is given, "
-            "or off.",
+            help=f"Rows lengthen no iteration of live requests by more, e.g. 5%; {HARM:.0%} for a latency "
+            "without an SLO, or off.",
         ),
     ] = None,
     classes: Annotated[

@@ -35,7 +35,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
-            told = [*only_counted(section), *by_default(said["slo"], section), *one_alone(section)]
+            told = [*only_counted(section), *by_default(said["slo"], section)]
             return [*told, *pushed(section), *found]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
@@ -51,28 +51,20 @@ def only_counted(section: dict[str, Any]) -> list[str]:
 
 
 def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
-    """Say what is promised where nothing was asked for."""
-    harm = slo.get("harm")
-    if harm is None or "harm" in section or section["policy"] != CONSERVE:
+    """Say what is promised where nothing was asked for: to both latencies, or to the one without an SLO."""
+    if "harm" in section or section["policy"] != CONSERVE:
         return []
-    most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
-    return [f"{most}; change it with --harm, or give an SLO"]
-
-
-def one_alone(section: dict[str, Any]) -> list[str]:
-    """Warn if one latency has a promise and the other has none."""
-    first, gaps = section["ttft_slo_ms"], section["tbt_slo_ms"]
-    if (first is None) == (gaps is None) or "harm" in section or section["policy"] != CONSERVE:
+    if (harm := slo.get("harm")) is not None:
+        most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
+        return [f"{most}; change it with --harm, or give an SLO"]
+    if (harm := slo.get("default_harm")) is None:
         return []
-    if first is None:
-        return [
-            "no first token is promised: a request may wait for a whole iteration of rows; add --ttft-slo or "
-            "--harm 10%"
-        ]
-    return [
-        "no gap between tokens is promised: rows lengthen gaps as far as first tokens allow; add --tbt-slo or "
-        "--harm 10%"
-    ]
+    done, other = (
+        ("delay no first token", "--ttft-slo")
+        if section["ttft_slo_ms"] is None
+        else ("lengthen no gap between tokens", "--tbt-slo")
+    )
+    return [f"rows {done} by more than {harm:.0%}; change it with --harm, or give {other}"]
 
 
 def pushed(section: dict[str, Any]) -> list[str]:

@@ -146,26 +146,26 @@ class TestBroken:
     def test_gaps_that_are_late_too_often_bound_what_goes_beside_decode_steps(self) -> None:
         slo = Slo(ttft_ms=1000, tbt_ms=100)
         assert offline_tokens(beside(slo)) == 80
-        assert offline_tokens(beside(replace(slo, broken_tbt_harm=0.1))) == 2
-        assert offline_tokens(beside(replace(slo, broken_ttft_harm=0.1))) == 80
-        assert offline_tokens(beside(replace(slo, harm=0.05, broken_tbt_harm=0.1))) == 1
+        assert offline_tokens(beside(replace(slo, only_tbt_harm=0.1))) == 2
+        assert offline_tokens(beside(replace(slo, only_ttft_harm=0.1))) == 80
+        assert offline_tokens(beside(replace(slo, harm=0.05, only_tbt_harm=0.1))) == 1
 
     @pytest.mark.parametrize("rows_leave", [False, True])
     def test_beside_gaps_that_live_requests_alone_make_late_rows_get_nothing(self, rows_leave: bool) -> None:
-        slo = Slo(ttft_ms=1000, tbt_ms=15, broken_tbt_harm=0.1)
+        slo = Slo(ttft_ms=1000, tbt_ms=15, only_tbt_harm=0.1)
         assert offline_tokens(beside(slo, rows_leave=rows_leave)) == 0
 
     def test_first_tokens_that_are_late_too_often_bound_what_an_arrival_waits_for(self) -> None:
-        assert harmless_wait_ms(view_of(slo=Slo(broken_tbt_harm=0.1), prompt_tokens=90)) == inf
-        assert harmless_wait_ms(view_of(slo=Slo(broken_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(50)
+        assert harmless_wait_ms(view_of(slo=Slo(only_tbt_harm=0.1), prompt_tokens=90)) == inf
+        assert harmless_wait_ms(view_of(slo=Slo(only_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(50)
 
     def test_no_turn_of_rows_alone_makes_another_gap_late(self) -> None:
         slo = Slo(ttft_ms=1000, tbt_ms=200)
-        assert offline_turn_ms(beside(replace(slo, broken_ttft_harm=0.1), rows_leave=True), 100.0) > 0
-        assert offline_turn_ms(beside(replace(slo, broken_tbt_harm=0.1), rows_leave=True), 100.0) == 0.0
+        assert offline_turn_ms(beside(replace(slo, only_ttft_harm=0.1), rows_leave=True), 100.0) > 0
+        assert offline_turn_ms(beside(replace(slo, only_tbt_harm=0.1), rows_leave=True), 100.0) == 0.0
 
     def test_among_classes_the_smallest_harm_holds(self) -> None:
-        several = [Slo(broken_ttft_harm=0.1), Slo(harm=0.3), Slo(harm=0.2, broken_tbt_harm=0.1)]
+        several = [Slo(only_ttft_harm=0.1), Slo(harm=0.3), Slo(harm=0.2, only_tbt_harm=0.1)]
         assert (tightest(several).ttft_harm, tightest(several).tbt_harm) == (0.1, 0.1)
         assert (tightest(several[1:]).ttft_harm, tightest(several[1:2]).tbt_harm) == (0.2, 0.3)
 

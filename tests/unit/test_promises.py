@@ -97,9 +97,21 @@ class TestDefault:
         assert written({}).promises == Promises(harm=HARM)
         assert written({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(harm=HARM)
 
-    def test_an_slo_stays_what_it_was(self) -> None:
-        assert written({"ttft_slo_ms": 1500}).promises.harm is None
-        assert written({"tbt_slo_ms": {"p50": 40}}).promises.harm is None
+    def test_the_latency_without_an_slo_has_the_default_harm(self) -> None:
+        for said, other in (("ttft_slo_ms", "tbt_harm"), ("tbt_slo_ms", "ttft_harm")):
+            promises = written({said: {"p50": 40, "p99": 1500}}).promises
+            assert promises.harm is None
+            harms = {"ttft_harm": promises.slo.ttft_harm, "tbt_harm": promises.slo.tbt_harm}
+            assert harms == {"ttft_harm": None, "tbt_harm": None, other: HARM}
+            assert Promises.of(promises.document()) == promises
+
+    def test_two_slos_or_a_harm_leave_no_default(self) -> None:
+        for said in (
+            {"ttft_slo_ms": 1500, "tbt_slo_ms": 100},
+            {"ttft_slo_ms": 1500, "harm": 0.3},
+            {"tbt_slo_ms": 100, "harm": None},
+        ):
+            assert written(said).promises.default_harm is None
 
     def test_harm_can_be_promised_beside_an_slo_and_switched_off(self) -> None:
         assert written({"ttft_slo_ms": 1500, "harm": 0.05}).promises.harm == 0.05
@@ -123,26 +135,23 @@ class TestDefault:
     @pytest.mark.parametrize(
         ("first", "gaps", "more", "said"),
         [
-            (None, 100, {}, "no first token is promised: a request may wait for a whole iteration of rows"),
-            (
-                900,
-                None,
-                {},
-                "no gap between tokens is promised: rows lengthen gaps as far as first tokens allow",
-            ),
-            (None, None, {}, None),
+            (None, 100, {}, ("delay no first token", "--ttft-slo")),
+            (900, None, {}, ("lengthen no gap between tokens", "--tbt-slo")),
             (900, 100, {}, None),
             (None, 100, {"harm": 0.1}, None),
+            (None, 100, {"harm": None}, None),
             (None, 100, {"policy": "priority"}, None),
         ],
     )
-    def test_the_server_says_which_latency_it_promises_nothing_of(
-        self, first: int | None, gaps: int | None, more: dict[str, Any], said: str | None
+    def test_the_server_says_what_the_latency_without_an_slo_is_promised(
+        self, first: int | None, gaps: int | None, more: dict[str, Any], said: tuple[str, str] | None
     ) -> None:
         section = {"policy": "conserve", "ttft_slo_ms": first, "tbt_slo_ms": gaps, **more}
-        assert [line.partition("; add --")[0] for line in serve_notices.one_alone(section)] == (
-            [said] if said else []
-        )
+        lines = serve_notices.by_default(written(section).promises.document(), section)
+        if said is None:
+            assert lines == []
+        else:
+            assert lines == ["rows {} by more than 10%; change it with --harm, or give {}".format(*said)]
 
 
 def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Self
 
-from conserve.engine.policy.promises import HARM, LATENCIES, MEAN, Promises, rank
+from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
 from conserve.engine.policy.view import DEFAULT_CLASS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -31,7 +31,7 @@ class LiveClass:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Read a class as `document` writes it; raises ValueError. A class without a promise has the usual harm."""
+        """Read a class as `document` writes it, default harms included; raises ValueError."""
         if unknown := sorted(said.keys() - set(FIELDS)):
             raise ValueError(f"a class has no {', '.join(unknown)}; it takes {', '.join(FIELDS)}")
         times = {"ttft_ms": said.get("ttft_slo_ms"), "tbt_ms": said.get("tbt_slo_ms")}
@@ -41,7 +41,7 @@ class LiveClass:
             if isinstance(named, str) or not all(isinstance(one, str) and one for one in named):
                 raise ValueError(f"{name} takes a list of names, not {named!r}")
         return cls(
-            promises=promises if promises.any or "harm" in said else Promises(harm=HARM),
+            promises=promises if "harm" in said else promises.with_default_harm(),
             **{name: tuple(said.get(name, ())) for name in SELECTORS},
             anyone=bool(said.get("anyone")),
         )
@@ -55,7 +55,7 @@ class LiveClass:
             **{name: list(getattr(self, name)) for name in SELECTORS},
             "anyone": self.anyone,
         }
-        off = {} if self.promises.any else {"harm": None}
+        off = {} if self.promises == self.promises.with_default_harm() else {"harm": None}
         return {**off, **{name: value for name, value in said.items() if value}}
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from typing import Any, Self
@@ -14,6 +14,7 @@ ALONE = "p99"  # quantile that a time without a name bounds: 1 % of iterations e
 MEAN = "mean"
 RANK = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 LATENCIES = ("ttft_ms", "tbt_ms")
+HARMS = ("harm", "default_harm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Promises:
     ttft_ms: Mapping[str, float] = field(default_factory=dict)
     tbt_ms: Mapping[str, float] = field(default_factory=dict)
     harm: float | None = None
+    default_harm: float | None = None  # to the latency that has no bound, where the other one has
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
@@ -30,19 +32,32 @@ class Promises:
 
         The form that `document` writes is read too. A time without a name is that of the P99.
         """
-        unknown = said.keys() - {*LATENCIES, "harm", "promises"}
+        unknown = said.keys() - {*LATENCIES, *HARMS, "promises"}
         if unknown:
             raise ValueError(f"there is no promise {', '.join(sorted(unknown))}")
         named = said.get("promises") or said
-        harm = said.get("harm")
-        if harm is not None and not _above_zero(harm):
-            raise ValueError(f"harm is a share above 0, not {harm!r}")
-        return cls(**{name: bounds(named.get(name)) for name in LATENCIES}, harm=harm)
+        harms = {name: said.get(name) for name in HARMS}
+        for harm in harms.values():
+            if harm is not None and not _above_zero(harm):
+                raise ValueError(f"harm is a share above 0, not {harm!r}")
+        return cls(**{name: bounds(named.get(name)) for name in LATENCIES}, **harms)
+
+    def with_default_harm(self) -> Self:
+        """These promises of a user, and the default harm to each latency without one."""
+        if self.harm is not None or (self.ttft_ms and self.tbt_ms):
+            return self
+        return replace(self, **{"default_harm" if self.any else "harm": HARM})
 
     @property
     def slo(self) -> Slo:
         """The largest bound of each latency: no iteration is planned beyond it."""
-        return Slo(ttft_ms=ceiling_ms(self.ttft_ms), tbt_ms=ceiling_ms(self.tbt_ms), harm=self.harm)
+        return Slo(
+            ttft_ms=ceiling_ms(self.ttft_ms),
+            tbt_ms=ceiling_ms(self.tbt_ms),
+            harm=self.harm,
+            only_ttft_harm=None if self.ttft_ms else self.default_harm,
+            only_tbt_harm=None if self.tbt_ms else self.default_harm,
+        )
 
     @property
     def any(self) -> bool:
@@ -52,7 +67,11 @@ class Promises:
     def document(self) -> dict[str, Any]:
         """The promises for JSON, with the largest bound of each latency."""
         slo = {name: max(getattr(self, name).values(), default=None) for name in LATENCIES}
-        return {**slo, "harm": self.harm, "promises": {name: dict(getattr(self, name)) for name in LATENCIES}}
+        return {
+            **slo,
+            **{name: getattr(self, name) for name in HARMS},
+            "promises": {name: dict(getattr(self, name)) for name in LATENCIES},
+        }
 
 
 def bounds(said: Any) -> dict[str, float]:

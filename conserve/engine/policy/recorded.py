@@ -35,6 +35,10 @@ NEWEST = VERSION_OF_IMAGES
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
+RECORDED_AS = {  # names of bounds in all versions
+    "only_ttft_harm": "broken_ttft_harm",
+    "only_tbt_harm": "broken_tbt_harm",
+}
 BLOCKS = ("coming", "computing")
 PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are
 NUMBERS = [
@@ -199,11 +203,12 @@ def _pushed(view: View, queues: Iterable[Iterable[Candidate]]) -> list[str]:
 
 
 def _slo(slo: Slo) -> dict[str, Any]:
-    return {field.name: _ms(getattr(slo, field.name)) for field in fields(Slo)}
+    return {RECORDED_AS.get(field.name, field.name): _ms(getattr(slo, field.name)) for field in fields(Slo)}
 
 
 def _slo_of(said: Mapping[str, Any]) -> Slo:
-    return Slo(**{name: None if bound is None else float(bound) for name, bound in said.items()})  # type: ignore[arg-type]
+    bounds = {name: said.get(RECORDED_AS.get(name, name)) for name in (field.name for field in fields(Slo))}
+    return Slo(**{name: None if bound is None else float(bound) for name, bound in bounds.items()})  # type: ignore[arg-type]
 
 
 def _read(queue: Iterable[Candidate], most: int) -> list[Candidate]:

@@ -65,18 +65,18 @@ class Slo:
     harm: float | None = None  # share of their own time that offline tokens may add; None without the promise
     largest_ttft_ms: float | None = None  # None where it is `ttft_ms`
     largest_tbt_ms: float | None = None
-    broken_ttft_harm: float | None = None  # harm to first tokens while their largest promise is not kept
-    broken_tbt_harm: float | None = None  # the same for gaps
+    only_ttft_harm: float | None = None  # harm to first tokens whose promise is not kept, or that have none
+    only_tbt_harm: float | None = None  # the same for gaps
 
     @property
     def ttft_harm(self) -> float | None:
         """Share of a prompt's own time that an arrival may wait for offline tokens; None without such a bound."""
-        return least(self.harm, self.broken_ttft_harm)
+        return least(self.harm, self.only_ttft_harm)
 
     @property
     def tbt_harm(self) -> float | None:
         """Share of its own time by which offline tokens may lengthen an iteration; None without such a bound."""
-        return least(self.harm, self.broken_tbt_harm)
+        return least(self.harm, self.only_tbt_harm)
 
     @property
     def online_ttft_ms(self) -> float:
@@ -98,8 +98,8 @@ def tightest(slos: Iterable[Slo]) -> Slo:
         harm=least(*(slo.harm for slo in several)),
         largest_ttft_ms=min((slo.online_ttft_ms for slo in several), default=inf),
         largest_tbt_ms=min((slo.online_tbt_ms for slo in several), default=inf),
-        broken_ttft_harm=least(*(slo.broken_ttft_harm for slo in several)),
-        broken_tbt_harm=least(*(slo.broken_tbt_harm for slo in several)),
+        only_ttft_harm=least(*(slo.only_ttft_harm for slo in several)),
+        only_tbt_harm=least(*(slo.only_tbt_harm for slo in several)),
     )
 
 

@@ -124,8 +124,8 @@ class Accountant:
             harm=slo.harm,
             largest_ttft_ms=slo.ttft_ms,
             largest_tbt_ms=slo.tbt_ms,
-            broken_ttft_harm=HARM if self.ttft.broken else None,
-            broken_tbt_harm=HARM if self.tbt.broken else None,
+            only_ttft_harm=HARM if self.ttft.broken else slo.only_ttft_harm,
+            only_tbt_harm=HARM if self.tbt.broken else slo.only_tbt_harm,
         )
 
 

@@ -97,8 +97,8 @@ class Traffic:
         return replace(
             tightest(self.bounds_by_class().values()),
             harm=used.harm,
-            broken_ttft_harm=used.broken_ttft_harm,
-            broken_tbt_harm=used.broken_tbt_harm,
+            only_ttft_harm=used.only_ttft_harm,
+            only_tbt_harm=used.only_tbt_harm,
         )
 
     def ttft_ms(self, live_class: str | None) -> float | None:

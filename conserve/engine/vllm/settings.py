@@ -12,7 +12,7 @@ from conserve.config import default_home
 from conserve.engine.policy.classes import LiveClasses
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
-from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.policy.promises import HARMS, Promises
 from conserve.engine.runtime.pushing import LARGEST_SCALE, NEVER
 from conserve.engine.runtime.receipt import LARGEST_SHARE, SHARE
 from conserve.engine.vllm.model.profile_key import key_of
@@ -93,7 +93,7 @@ class Pacing:
             "policy": self.policy,
             "ttft_slo_ms": dict(self.promises.ttft_ms) or None,
             "tbt_slo_ms": dict(self.promises.tbt_ms) or None,
-            "harm": self.promises.harm,
+            **{name: getattr(self.promises, name) for name in HARMS},
             "by_default": self.by_default,
             "receipt": self.receipt,
             "push_slo_scale": self.push_slo_scale,
@@ -214,7 +214,7 @@ def promises_of(section: Mapping[str, Any]) -> Promises:
     """The promises in the section; raises `SettingsError`."""
     said = {"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}
     try:
-        return Promises.of({**said, "harm": section.get("harm")})
+        return Promises.of({**said, **{name: section.get(name) for name in HARMS}})
     except ValueError as error:
         raise SettingsError(f"additional_config.conserve: {error}") from error
 
@@ -264,8 +264,8 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         )
     promises = promises_of(section)
     by_default = not promises.any and "harm" not in section
-    if by_default:
-        promises = Promises(harm=HARM)
+    if "harm" not in section:
+        promises = promises.with_default_harm()
     usual = 0.0 if section.get("control") else SHARE  # a benchmark is not paused
     receipt = share_of(section, "receipt", usual, most=LARGEST_SHARE)
     policy = section.get("policy", "conserve")
