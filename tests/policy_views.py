@@ -1,7 +1,9 @@
 """Views for tests of the policies: an idle engine with one thing changed, and a latency model for mental sums."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, Slo, View
@@ -36,3 +38,13 @@ def plan_of(**changes: Any) -> Plan:
 def decodes(count: int, name: str = "decode") -> list[Candidate]:
     """Running requests that need no further KV block yet."""
     return [Candidate(f"{name}{n}", 1, 20, True, 2) for n in range(count)]
+
+
+def add_steps(composer: Composer, requests: Sequence[Candidate]) -> None:
+    """Add decode steps of all these requests."""
+    composer.add_first(composer.steps(requests), len(requests))
+
+
+def fitting(composer: Composer, requests: Sequence[Candidate], limit_ms: float) -> int:
+    """Number of decode steps of these requests that fit into the time."""
+    return composer.fitting_decodes(composer.steps(requests), limit_ms)

@@ -170,7 +170,7 @@ def _batch(scheduled: Iterable[tuple[Request, int]]) -> Batch:
             decodes.append(one.computed)
         else:
             batch.add(tokens, one.computed)
-    batch.add_decodes(decodes)
+    batch.add_decodes(len(decodes), sum(decodes))
     return batch
 
 

@@ -4,7 +4,7 @@ A request's part in an iteration is a `Slice`: p tokens computed after c tokens 
 `Batch` keeps sums over the slices, so that adding or removing a request is O(1) for any size of the batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -54,9 +54,21 @@ class Batch:
             self.prefill_tokens += tokens
             self.prefill_context += context
 
-    def add_decodes(self, contexts: Sequence[int]) -> None:
-        """Add one decode step for each of these contexts: many calls of `add` at once."""
-        count, context = len(contexts), sum(contexts)
+    def copy(self) -> "Batch":
+        """The same sums, to be added to apart."""
+        return Batch(
+            requests=self.requests,
+            tokens=self.tokens,
+            context=self.context,
+            square=self.square,
+            product=self.product,
+            prefills=self.prefills,
+            prefill_tokens=self.prefill_tokens,
+            prefill_context=self.prefill_context,
+        )
+
+    def add_decodes(self, count: int, context: int) -> None:
+        """Add `count` decode steps with `context` tokens before them together: many calls of `add` at once."""
         self.requests += count
         self.tokens += count
         self.square += count

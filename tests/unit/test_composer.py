@@ -10,7 +10,7 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import smallest_ms
-from tests.policy_views import FRESH, MS_PER_TOKEN, decodes, view_of
+from tests.policy_views import FRESH, MS_PER_TOKEN, add_steps, decodes, fitting, view_of
 
 ROWS = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
 SEEING = Candidate("seeing", 100, 0, images=(Image(20, 40.0), Image(60, 40.0)))
@@ -128,7 +128,7 @@ class TestTime:
     ) -> None:
         for steps in (2, 3):
             composer = Composer(view_of(max_tokens=2))
-            composer.add_all(decodes(steps))
+            add_steps(composer, decodes(steps))
             assert composer.token_budget(FRESH, limit_ms) == 0
 
     def test_a_decode_step_fits_where_a_prompt_does_not(self) -> None:
@@ -174,9 +174,9 @@ class TestTime:
     def test_an_image_can_be_encoded_if_it_fits_beside_the_live_requests_alone(self) -> None:
         for limit_ms, fits in ((53.9, False), (54.0, True), (inf, True)):
             composer = Composer(view_of())
-            composer.add_all(decodes(3))
+            add_steps(composer, decodes(3))
             composer.begin_offline(limit_ms)
-            composer.add_all(decodes(20, "row"))
+            add_steps(composer, decodes(20, "row"))
             assert composer.can_encode(SEEING, limit_ms) == fits
             assert composer.can_encode(FRESH, limit_ms)
 
@@ -201,14 +201,14 @@ class TestTime:
         """A corrected model has no margin for an infinite time."""
         composer = Composer(view_of(model=CorrectedModel(MS_PER_TOKEN)))
         assert composer.token_budget(FRESH, inf) == 100
-        assert composer.fitting_decodes(decodes(3), inf) == 3
+        assert fitting(composer, decodes(3), inf) == 3
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_speculative_steps_are_added_at_once_as_they_would_be_one_by_one(tokens: int) -> None:
     steps = [step._replace(tokens=tokens) for step in decodes(2)]
     at_once, one_by_one = Composer(view_of()), Composer(view_of())
-    at_once.add_all(steps)
+    add_steps(at_once, steps)
     for step in steps:
         one_by_one.add(step, tokens)
     assert at_once.plan() == one_by_one.plan()

@@ -9,7 +9,7 @@ from conserve.engine.policy.online import chunks_ms
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo
 from conserve.profiles.conserve import ConServeModel
-from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
+from tests.policy_views import FRESH, ROW, add_steps, decodes, plan_of, view_of
 
 PROMPT = Candidate("prompt", 100, 0)  # 7 KV blocks, 110 ms
 LEAVE: dict[str, Any] = {"rows_leave": True, "rows_join": True}
@@ -143,7 +143,7 @@ class TestChunks:
     )
     def test_whole_chunks_take_the_limit_and_the_rest_its_own_time(self, tokens: int, ms: float) -> None:
         composer = Composer(view_of())
-        composer.add_all(decodes(1))
+        add_steps(composer, decodes(1))
         assert chunks_ms(composer, PROMPT._replace(tokens=tokens), 20, 31.0) == ms
 
     def test_the_rest_attends_to_all_that_was_computed_before(self) -> None:

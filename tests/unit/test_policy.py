@@ -20,7 +20,7 @@ from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View
 from conserve.profiles.conserve import ConServeModel
-from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
+from tests.policy_views import FRESH, ROW, add_steps, decodes, fitting, plan_of, view_of
 
 
 class TestArrivalLimit:
@@ -757,7 +757,7 @@ def test_blocks_kept_for_arrivals_are_those_of_rows_that_lose_nothing_first() ->
 def test_decode_steps_are_added_at_once_as_they_would_be_one_by_one() -> None:
     steps = [*decodes(2), Candidate("speculative", 3, 60, True, 4), Candidate("grows", 1, 64, True, 4)]
     at_once, one_by_one = Composer(view_of()), Composer(view_of())
-    at_once.add_all(steps)
+    add_steps(at_once, steps)
     for step in steps:
         one_by_one.add(step, step.tokens)
     assert at_once.plan() == one_by_one.plan()
@@ -769,7 +769,7 @@ def test_decode_steps_are_added_at_once_as_they_would_be_one_by_one() -> None:
 def test_as_many_decode_steps_run_as_there_are_blocks_for(free_blocks: int, steps: int) -> None:
     growing = [Candidate(f"grows{n}", 1, 64, True, 4) for n in range(2)]
     composer = Composer(view_of(free_blocks=free_blocks))
-    assert composer.add_decodes([*decodes(2), *growing], inf) == steps
+    assert composer.add_decodes(composer.steps([*decodes(2), *growing]), inf) == steps
     assert len(composer.tokens) == steps
 
 
@@ -777,7 +777,7 @@ def test_as_many_decode_steps_run_as_there_are_blocks_for(free_blocks: int, step
 def test_as_many_decode_steps_run_as_there_are_tokens_for(max_tokens: int, steps: int) -> None:
     wanted = [*decodes(2), Candidate("speculative", 3, 40, True, 4), *decodes(1, "last")]
     for limit_ms in (inf, 1000.0):
-        assert Composer(view_of(max_tokens=max_tokens)).fitting_decodes(wanted, limit_ms) == steps
+        assert fitting(Composer(view_of(max_tokens=max_tokens)), wanted, limit_ms) == steps
 
 
 @pytest.mark.parametrize(
@@ -785,10 +785,10 @@ def test_as_many_decode_steps_run_as_there_are_tokens_for(max_tokens: int, steps
 )
 def test_as_many_decode_steps_run_as_there_are_milliseconds_for(limit_ms: float, steps: int) -> None:
     wanted = [*decodes(2), Candidate("speculative", 3, 40, True, 4), *decodes(1, "last")]
-    assert Composer(view_of()).fitting_decodes(wanted, limit_ms) == steps
+    assert fitting(Composer(view_of()), wanted, limit_ms) == steps
     beside = Composer(view_of())
     beside.add(Candidate("dear", 1, 0, surcharge_ms=5.0), 1)
-    assert beside.fitting_decodes(wanted, limit_ms + 6) == steps
+    assert fitting(beside, wanted, limit_ms + 6) == steps
 
 
 def test_a_plan_says_what_offline_tokens_had_to_fit_into() -> None:

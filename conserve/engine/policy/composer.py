@@ -9,13 +9,12 @@ which all take about the same time, are added many at a time.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from math import inf
 
 from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.steps import Steps
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
@@ -79,7 +78,7 @@ class Composer:
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""
         self.limit_ms = limit_ms
-        self._online, self._online_surcharge_ms = replace(self.batch), self.surcharge_ms
+        self._online, self._online_surcharge_ms = self.batch.copy(), self.surcharge_ms
 
     @property
     def _live_waits(self) -> bool:
@@ -108,7 +107,7 @@ class Composer:
 
     def longer_ms(self, candidate: Candidate, tokens: int) -> float:
         """Predicted time that this many tokens of the request add to the batch."""
-        batch = replace(self.batch)
+        batch = self.batch.copy()
         batch.add(tokens, candidate.context, candidate.decode)
         return self._model.predict(batch) - self._model.predict(self.batch) + candidate.beyond_ms(tokens)
 
@@ -276,48 +275,41 @@ class Composer:
         self.free_blocks += victim.blocks
         self._revocable_blocks -= victim.blocks if victim.saved else 0
 
-    def add_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
+    def steps(self, decodes: Sequence[Candidate]) -> Steps:
+        """Decode steps of these requests, with their sums."""
+        return Steps(decodes, self._kv_groups, self._block_tokens)
+
+    def growth(self, decodes: Iterable[Candidate]) -> int:
+        """New KV blocks that the decode steps of these requests take together."""
+        return sum(self.blocks_for(request, request.tokens) for request in decodes)
+
+    def add_decodes(self, steps: Steps, limit_ms: float) -> int:
         """Add decode steps in order while time, tokens and blocks last; returns how many were added."""
-        most = self.fitting_decodes(candidates[: self._with_blocks(candidates)], limit_ms)
-        self.add_all(candidates[:most])
+        most = self.fitting_decodes(steps, limit_ms, most=steps.within_blocks(self.free_blocks))
+        self.add_first(steps, most)
         return most
 
-    def add_all(self, decodes: Sequence[Candidate]) -> None:
-        """Add all of these decode steps, without checks."""
-        _extend(self.batch, decodes)
-        self.tokens.update((candidate.name, candidate.tokens) for candidate in decodes)
-        self.tokens_left -= sum(candidate.tokens for candidate in decodes)
-        self.free_blocks -= self.growth(decodes)
+    def add_first(self, steps: Steps, count: int) -> None:
+        """Add the first `count` decode steps, without checks."""
+        steps.add_to(self.batch, count)
+        self.tokens.update(steps.named(count))
+        self.tokens_left -= steps.tokens(count)
+        self.free_blocks -= steps.blocks(count)
 
-    def fitting_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
-        """Number of decode steps, in order, that time and tokens suffice for."""
-        most = _within(self.tokens_left, (candidate.tokens for candidate in candidates))
-        if most and not self._fit(candidates[:most], limit_ms):
-            most = _most(most, lambda count: not self._fit(candidates[:count], limit_ms))
+    def fitting_decodes(self, steps: Steps, limit_ms: float, *, most: int | None = None) -> int:
+        """Number of decode steps, in order and `most` at most, that time and tokens suffice for."""
+        most = min(len(steps) if most is None else most, steps.within_tokens(self.tokens_left))
+        if most and not self._fit(steps, most, limit_ms):
+            most = _most(most, lambda count: not self._fit(steps, count, limit_ms))
         return most
 
-    def _with_blocks(self, candidates: Sequence[Candidate]) -> int:
-        """Number of decode steps, in order, that free KV blocks suffice for."""
-        if self.growth(candidates) <= self.free_blocks:
-            return len(candidates)
-        return _within(self.free_blocks, (self.blocks_for(request, request.tokens) for request in candidates))
-
-    def growth(self, candidates: Sequence[Candidate]) -> int:
-        """New KV blocks that the decode steps take together; most steps take none."""
-        size = self._block_tokens
-        return sum(
-            self.blocks_for(candidate, candidate.tokens)
-            for candidate in candidates
-            if self._kv_groups or candidate.context + candidate.tokens > candidate.blocks * size
-        )
-
-    def _fit(self, candidates: Sequence[Candidate], limit_ms: float) -> bool:
-        """True if the batch with all of these decode steps stays within `limit_ms`."""
+    def _fit(self, steps: Steps, count: int, limit_ms: float) -> bool:
+        """True if the batch with the first `count` decode steps stays within `limit_ms`."""
         if limit_ms == inf:
             return True
-        batch = replace(self.batch)
-        _extend(batch, candidates[:-1])
-        last = candidates[-1]
+        batch = self.batch.copy()
+        steps.add_to(batch, count - 1)
+        last = steps.requests[count - 1]
         wanted = Slice(last.tokens, last.context, last.decode)
         return self._model.can_schedule(batch, wanted, limit_ms - self.surcharge_ms) == last.tokens
 
@@ -338,20 +330,3 @@ def revocable_blocks(view: View) -> int:
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
     """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone."""
     return bisect_left(range(1, largest + 1), True, key=exceeds)
-
-
-def _within(room: int, wanted: Iterable[int]) -> int:
-    """Number of values, in order, whose sum stays within `room`."""
-    count = 0
-    for count, total in enumerate(accumulate(wanted), 1):
-        if total > room:
-            return count - 1
-    return count
-
-
-def _extend(batch: Batch, candidates: Sequence[Candidate]) -> None:
-    if all(candidate.tokens == 1 for candidate in candidates):
-        batch.add_decodes([candidate.context for candidate in candidates])
-        return
-    for candidate in candidates:  # speculative tokens
-        batch.add(candidate.tokens, candidate.context, candidate.decode)

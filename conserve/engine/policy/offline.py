@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.steps import Steps
 from conserve.engine.policy.view import Candidate, View
 
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
@@ -24,10 +25,9 @@ def serve_offline(
     composer.begin_offline(limit_ms)
     if len(running) > 1:
         composer.leave_kept()
-    _free_blocks_to_grow(composer, running, limit_ms)
+    steps = _with_blocks_to_grow(composer, running, limit_ms)
     waiting = _restore(composer, _with_adapters(composer, waiting), len(running))
-    decodes = [request for request in running if request.decode]
-    if composer.add_decodes(decodes, limit_ms) < len(decodes):
+    if composer.add_decodes(steps, limit_ms) < len(steps):
         return
     prompts = [request for request in running if not request.decode]
     parked: list[Candidate] = []  # in front of an image that finds no time
@@ -86,7 +86,7 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
         for row in islice(view.waiting_offline, MOST_PUSHED)
         if row.name in view.pushed and not row.restorable and composer.adapter_fits(row)
     ]
-    composer.add_decodes(steps, limit_ms)
+    composer.add_decodes(composer.steps(steps), limit_ms)
     for row in (*prompts, *waiting):
         if row.name in before:
             composer.extend(row, limit_ms)
@@ -104,13 +104,16 @@ def _can_start(composer: Composer, request: Candidate) -> bool:
     return not request.restorable and not taken_back and _has_room(composer, request, first=True)
 
 
-def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:
-    """Evict the last requests until the decode steps of the others have KV blocks; at least one request stays."""
+def _with_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> Steps:
+    """Evict the last requests until the decode steps of the others have KV blocks; at least one request stays.
+
+    Returns the decode steps of those that stay.
+    """
+    steps = composer.steps([request for request in running if request.decode])
+    if steps.blocks(len(steps)) <= composer.free_blocks:
+        return steps
     # Only decode steps that fit into the time are counted; the others do not grow in this iteration.
-    growing = [request for request in running if request.decode]
-    if composer.growth(growing) <= composer.free_blocks:
-        return
-    growing = growing[: composer.fitting_decodes(growing, limit_ms)]
+    growing = list(steps.requests[: composer.fitting_decodes(steps, limit_ms)])
     composer.take_back(composer.growth(growing))
     while len(running) > 1 and composer.growth(growing) > composer.free_blocks:
         saved = [index for index, request in enumerate(running) if request.saved]
@@ -118,6 +121,7 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
         composer.evict(victim)
         if victim in growing:
             growing.remove(victim)
+    return composer.steps([request for request in running if request.decode])
 
 
 def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator[Candidate]:

@@ -79,8 +79,9 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
 
 def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
     """Add all decode steps; vLLM evicts online requests where the offline ones have too few blocks."""
-    if composer.free_slots >= 0 and composer.growth(decodes) <= composer.free_blocks:
-        composer.add_all(decodes)
+    steps = composer.steps(decodes)
+    if composer.free_slots >= 0 and steps.blocks(len(steps)) <= composer.free_blocks:
+        composer.add_first(steps, len(steps))
         return
     for request in decodes:
         composer.make_room(victims, composer.blocks_for(request, request.tokens))
@@ -90,7 +91,7 @@ def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candid
 def rows_left(view: View, composer: Composer) -> list[Candidate]:
     """Running offline requests that were not evicted, in serving order."""
     gone = set(composer.evicted)
-    return [request for request in view.offline if request.name not in gone]
+    return [request for request in view.offline if request.name not in gone] if gone else list(view.offline)
 
 
 def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:

@@ -144,6 +144,8 @@ class Traffic:
     def tokens(self, requests: Iterable[str], *, at: float) -> None:
         """Note requests that got one or more tokens; only online ones are counted."""
         followed = self._last_token_at
+        if not followed and not self._arrived_at:
+            return
         gaps: dict[tuple[float, str], int] = {}  # time of the last token, class -> number of requests
         for request in requests:
             last = followed.get(request)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 from vllm.v1.request import Request
@@ -162,7 +163,7 @@ class ArrivalMonitor:
             rows = [row for row in rows if row not in staying]
         # Leave order: prefill chunks before decode steps (they save more time), then latest arrival first.
         rows.reverse()
-        rows.sort(key=lambda row: -row[1])
+        rows.sort(key=itemgetter(1), reverse=True)
         return rows
 
     def arrived(self, request: str) -> None:

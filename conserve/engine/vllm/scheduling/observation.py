@@ -107,19 +107,20 @@ class Picture:
     def _running(self) -> tuple[list[Candidate], list[Candidate]]:
         """Running requests with something to compute, online and offline."""
         scheduler, blocks_of = self._scheduler, self._blocks_of
-        decode_tokens = 1 + scheduler.num_spec_tokens
-        checkpoints = scheduler.checkpoints
+        step, decode_tokens = scheduler.current_step + 1, 1 + scheduler.num_spec_tokens
+        saves = scheduler.checkpoints if scheduler.checkpoints and scheduler.checkpoints.any_saved else None
         online: list[Candidate] = []
         offline: list[Candidate] = []
         for request in scheduler.running:
-            context = request.num_computed_tokens
-            tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
-            if tokens < 1 or self._is_skipped(request):
+            context, under_way = request.num_computed_tokens, request.num_output_placeholders
+            tokens = request.num_tokens_with_spec + under_way - context
+            # vLLM skips those whose token is not back yet, or whose last step may be under way.
+            if tokens < 1 or step < request.next_decode_eligible_step or (under_way and may_end(request)):
                 continue
             name = request.request_id
             blocks = self._blocks(request) if self._kv_groups else len(blocks_of.get(name, ()))
             lane = online if request.priority < OFFLINE_PRIORITY else offline
-            saved = checkpoints is not None and lane is offline and checkpoints.has_all_of(name)
+            saved = saves is not None and lane is offline and saves.has_all_of(name)
             if tokens <= decode_tokens and context >= request.num_prompt_tokens:
                 lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
                 continue
@@ -291,14 +292,11 @@ class Picture:
         """True if the request waits for a grammar, for its KV or for input."""
         return bool(self._scheduler._is_blocked_waiting_status(request.status))
 
-    def _is_skipped(self, request: Request) -> bool:
-        """True if vLLM skips the running request: this may be its last step, or its token is not back yet."""
-        under_way = request.num_output_placeholders
-        last = request.num_prompt_tokens + request.max_tokens
-        return bool(
-            (under_way and request.num_computed_tokens + 2 - under_way >= last)
-            or self._scheduler.current_step + 1 < request.next_decode_eligible_step
-        )
+
+def may_end(request: Request) -> bool:
+    """True if the step under way may be the request's last one."""
+    last = request.num_prompt_tokens + request.max_tokens
+    return bool(request.num_computed_tokens + 2 - request.num_output_placeholders >= last)
 
 
 def surcharged(request: Request) -> bool:

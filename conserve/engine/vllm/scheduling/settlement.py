@@ -32,9 +32,9 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
     scheduler.arrival_monitor.end(iteration)
     if iteration.refused:
         strike_out(scheduler, iteration.encodes)
-    left = iteration.left
+    left, requests, size = iteration.left, scheduler.requests, scheduler.block_size
     for name, tokens in iteration.tokens.items():
-        request = scheduler.requests.get(name)
+        request = requests.get(name)
         if request is None or not is_running(request):
             scheduler.arrival_monitor.forget(name)  # aborted meanwhile, or evicted by the next plan
         elif request.num_stale_output_tokens:
@@ -43,7 +43,7 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
             rewind(scheduler, request, tokens)
         else:
             computed = request.num_computed_tokens - request.num_in_flight_tokens + tokens
-            if tokens > 1 or not computed % scheduler.block_size:  # most steps fill no block
+            if tokens > 1 or not computed % size:  # most steps fill no block
                 scheduler.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
 
 
