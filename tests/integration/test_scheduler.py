@@ -348,7 +348,9 @@ class Blinding:
 
 
 def test_a_policy_that_empties_its_view_holds_no_live_request_up(make: Make) -> None:
-    engine = make(f"{__name__}.Blinding", slo={**SLO, "classes": {"chat": {"ttft_slo_ms": 900}}})
+    engine = make(
+        f"{__name__}.Blinding", slo={**SLO, "classes": {"chat": {"ttft_slo_ms": 900, "harm": None}}}
+    )
     rows = [engine.add(200, 40, offline=True) for _ in range(3)]
     live = engine.add(100, 10, extra_args={"conserve_class": "chat"})
     hashes = [*live.block_hashes]

@@ -10,6 +10,8 @@ from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.profiles.model import smallest_ms
 
+SAVED = attrgetter("saved")
+
 
 class OnlineShare(NamedTuple):
     """Result of phase 1 that phase 2 builds on."""
@@ -26,7 +28,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006). None stands for the TBT that
     is promised to these requests, and a late prompt then keeps to what other classes bear (docs/adr/0023).
     """
-    victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
+    offline = view.offline  # the last one is evicted first
+    victims = sorted(offline, key=SAVED) if any(map(SAVED, offline)) else list(offline)
     limit_ms, first_tokens_ms, gap_ms, patience_ms = inf, inf, inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:

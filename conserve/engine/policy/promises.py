@@ -36,17 +36,21 @@ class Promises:
         if unknown:
             raise ValueError(f"there is no promise {', '.join(sorted(unknown))}")
         named = said.get("promises") or said
-        harms = {name: said.get(name) for name in HARMS}
-        for harm in harms.values():
+        for harm in (said.get(name) for name in HARMS):
             if harm is not None and not _above_zero(harm):
                 raise ValueError(f"harm is a share above 0, not {harm!r}")
-        return cls(**{name: bounds(named.get(name)) for name in LATENCIES}, **harms)
+        return cls(
+            ttft_ms=bounds(named.get("ttft_ms")),
+            tbt_ms=bounds(named.get("tbt_ms")),
+            harm=said.get("harm"),
+            default_harm=said.get("default_harm"),
+        )
 
     def with_default_harm(self) -> Self:
         """These promises of a user, and the default harm to each latency without one."""
         if self.harm is not None or (self.ttft_ms and self.tbt_ms):
             return self
-        return replace(self, **{"default_harm" if self.any else "harm": HARM})
+        return replace(self, default_harm=HARM) if self.any else replace(self, harm=HARM)
 
     @property
     def slo(self) -> Slo:

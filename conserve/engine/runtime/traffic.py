@@ -1,9 +1,9 @@
 """Latencies of live requests over the last 60 s as the engine core sees them, and offline tokens beside them."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 from statistics import median
 from typing import Any
 
@@ -141,26 +141,22 @@ class Traffic:
         self._typical_prompt = int(median(self._prompts))
         self._prompt_at = at
 
-    def tokens(self, requests: Iterable[str], *, at: float) -> None:
+    def tokens(self, requests: Sequence[str], *, at: float) -> None:
         """Note requests that got one or more tokens; only online ones are counted."""
-        followed = self._last_token_at
-        if not followed and not self._arrived_at:
-            return
-        gaps: dict[tuple[float, str], int] = {}  # time of the last token, class -> number of requests
-        for request in requests:
-            last = followed.get(request)
-            if last is not None:
-                alike = last, self.class_of.get(request, DEFAULT_CLASS)
-                gaps[alike] = gaps.get(alike, 0) + 1
-            elif (arrived := self._arrived_at.pop(request, None)) is not None:
-                self._class(request).answered((at - arrived) * 1e3, at=at)
-                self.receipt.answered(arrived=arrived, at=at)
-            else:
-                continue
+        followed, arrived_at = self._last_token_at, self._arrived_at
+        going_on = [request for request in requests if request in followed] if followed else []
+        for request in [one for one in requests if one in arrived_at] if arrived_at else ():
+            arrived = arrived_at.pop(request)
+            self._class(request).answered((at - arrived) * 1e3, at=at)
+            self.receipt.answered(arrived=arrived, at=at)
             followed[request] = at
-        for (last, name), count in gaps.items():
+        lasts = map(followed.__getitem__, going_on)
+        classes = [self.class_of.get(one, DEFAULT_CLASS) for one in going_on] if self.class_of else None
+        alike = Counter(zip(lasts, classes or repeat(DEFAULT_CLASS), strict=False))
+        for (last, name), count in alike.items():
             self._classes[name].gap((at - last) * 1e3, count, at=at)
             self.receipt.gap(count, last=last, at=at)
+        followed.update(dict.fromkeys(going_on, at))
 
     def answered(self, request: str) -> bool:
         """True if the online request has its first token."""

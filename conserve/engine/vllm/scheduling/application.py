@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,8 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     restored = [scheduler.requests[name] for name in plan.restored]
     out_of_order = any(request.status == RequestStatus.PREEMPTED for request in admitted)
     out_of_order = out_of_order or _overtaken(scheduler, admitted)
-    late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late)
+    starts = bool(admitted or restored)
+    late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
     with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
         output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
@@ -96,6 +98,8 @@ def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
     """Give vLLM the plan's total as its budget, cap each request, and let only the plan's restores begin."""
     most_tokens, checkpoints = scheduler.max_num_scheduled_tokens, scheduler.checkpoints
     before_lookahead, aligned, before_encoders = caps(scheduler, plan.tokens)
+    if all_step(scheduler, plan):
+        before_lookahead = as_it_is
     scheduler.max_num_scheduled_tokens = min(most_tokens, plan.total + bool(plan.restored))
     scheduler._reserve_prefill_lookahead = before_lookahead
     scheduler._mamba_block_aligned_split = aligned
@@ -154,9 +158,24 @@ def caps(
     return before_lookahead, aligned, before_encoders
 
 
+def all_step(scheduler: Any, plan: Plan) -> bool:
+    """True if the plan has a decode step of each running request and nothing else, so that it caps none."""
+    steps = not (scheduler.num_spec_tokens or scheduler.num_prefill_lookahead or plan.batch.prefills)
+    return steps and len(plan.tokens) == len(scheduler.running)
+
+
+def as_it_is(request: Request, computed: int, tokens: int) -> int:
+    """Stand in for `_reserve_prefill_lookahead` where no request has a prompt left."""
+    return tokens
+
+
 @contextlib.contextmanager
-def registered_late(manager: Any, *, on: bool = True) -> Iterator[None]:
-    """If `on`, allocate KV blocks without registering them for reuse: a row that leaves never computes them."""
+def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> Iterator[None]:
+    """If `on`, allocate KV blocks without registering them for reuse: a row that leaves never computes them.
+
+    vLLM says when to register the blocks of a request that starts, and says nothing of running ones. `starts` is
+    False if none can start, which saves a call for each request.
+    """
     if not on:
         yield
         return
@@ -165,7 +184,7 @@ def registered_late(manager: Any, *, on: bool = True) -> Iterator[None]:
     def allocate_slots(*args: Any, delay_cache_blocks: bool = True, **kwargs: Any) -> Any:
         return allocate(*args, delay_cache_blocks=True, **kwargs)
 
-    manager.allocate_slots = allocate_slots
+    manager.allocate_slots = allocate_slots if starts else partial(allocate, delay_cache_blocks=True)
     try:
         yield
     finally:

@@ -109,6 +109,7 @@ class Picture:
         scheduler, blocks_of = self._scheduler, self._blocks_of
         step, decode_tokens = scheduler.current_step + 1, 1 + scheduler.num_spec_tokens
         saves = scheduler.checkpoints if scheduler.checkpoints and scheduler.checkpoints.any_saved else None
+        new = tuple.__new__  # a `Candidate` without a call in Python: there may be hundreds
         online: list[Candidate] = []
         offline: list[Candidate] = []
         for request in scheduler.running:
@@ -122,7 +123,9 @@ class Picture:
             lane = online if request.priority < OFFLINE_PRIORITY else offline
             saved = saves is not None and lane is offline and saves.has_all_of(name)
             if tokens <= decode_tokens and context >= request.num_prompt_tokens:
-                lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
+                lane.append(
+                    new(Candidate, (name, tokens, context, True, blocks, 0.0, True, 0.0, saved, 0, (), ()))
+                )
                 continue
             if lane is offline and (cap := scheduler.arrival_monitor.chunk(name)) is not None:
                 tokens = min(tokens, cap)

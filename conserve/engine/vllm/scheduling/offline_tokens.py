@@ -50,7 +50,9 @@ class OfflineTokens:
         """
         tokens, prompts = batch.tokens, batch.prefill_tokens
         steps, contexts = batch.requests - batch.prefills, batch.context - batch.prefill_context
-        for name in scheduled.keys() - offline:
+        for name in [
+            name for name in scheduled if name not in offline
+        ]:  # of `offline` there may be thousands
             live, request = scheduled[name], requests[name]
             tokens -= live
             context = request.num_computed_tokens - live

@@ -25,21 +25,13 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     """Free KV blocks in the order in which vLLM gives them out: those that are kept behind all others.
 
     `keep` marks blocks in use; from their next release on they are kept ones, until they are given out or dropped.
+    `num_free_blocks` counts both.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._kept = FreeKVCacheBlockQueue([])
         self._marked: OrderedDict[int, tuple[KVCacheBlock, float]] = OrderedDict()  # the longest unused first
         super().__init__(list(blocks))
-
-    @property
-    def num_free_blocks(self) -> int:
-        """All free blocks."""
-        return int(self._others + self._kept.num_free_blocks)
-
-    @num_free_blocks.setter
-    def num_free_blocks(self, blocks: int) -> None:
-        self._others = blocks - self._kept.num_free_blocks
 
     @property
     def kept(self) -> int:
@@ -61,7 +53,7 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
                 return
             free = not block.ref_cnt
             if free:
-                self._kept.remove(block)
+                self._take_kept(block)
             del marked[name]
             if free:
                 super().append(block)
@@ -72,9 +64,10 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Give out blocks: kept ones if there are too few others."""
-        from_kept = max(0, n - self._others)
+        from_kept = max(0, n - (self.num_free_blocks - self.kept))
         blocks: list[KVCacheBlock] = super().popleft_n(n - from_kept)
         given: list[KVCacheBlock] = self._kept.popleft_n(from_kept)
+        self.num_free_blocks -= from_kept
         for block in given:
             del self._marked[block.block_id]
         return blocks + given
@@ -82,7 +75,7 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out, which a request has found."""
         if block.block_id in self._marked:
-            self._kept.remove(block)
+            self._take_kept(block)
         else:
             super().remove(block)
 
@@ -94,7 +87,9 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         """Take blocks back, to be given out in this order."""
         marked = self._marked
         if marked:
-            self._kept.append_n([block for block in blocks if block.block_id in marked])
+            kept = [block for block in blocks if block.block_id in marked]
+            self._kept.append_n(kept)
+            self.num_free_blocks += len(kept)
             blocks = [block for block in blocks if block.block_id not in marked]
         super().append_n(blocks)
 
@@ -103,6 +98,10 @@ class KeepingQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         for block in blocks:
             self._marked.pop(block.block_id, None)
         super().prepend_n(blocks)
+
+    def _take_kept(self, block: KVCacheBlock) -> None:
+        self._kept.remove(block)
+        self.num_free_blocks -= 1
 
 
 class LivePrefixes:

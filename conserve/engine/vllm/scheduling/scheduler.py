@@ -212,7 +212,7 @@ class CoServing:
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
         for outputs in updated.values():
-            answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
+            answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             self._traffic.tokens(answered, at=ended)
         for name, aborted_at in self._finished.items():
             self._traffic.finished(name, aborted_at=aborted_at)
@@ -320,10 +320,10 @@ class CoServing:
 
     def _stamp(self, iteration: Iteration) -> None:
         assert self._iterations.model is not None
-        tokens = iteration.tokens.items()
+        requests, offline = self.requests, self._offline
         self.arrival_monitor.begin(
             iteration,
-            offline=[(self.requests[name], n) for name, n in tokens if name in self._offline],
+            offline=[(requests[name], n) for name, n in iteration.tokens.items() if name in offline],
             model=self._iterations.model,
             slo=self._slo,
             offline_tokens=self._traffic.offline_tokens,

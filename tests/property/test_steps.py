@@ -1,0 +1,47 @@
+"""Sums of decode steps are what adding the steps one by one gives."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.engine.policy.kv_groups import KvGroup, blocks_lacking
+from conserve.engine.policy.steps import Steps
+from conserve.engine.policy.view import Candidate
+from conserve.profiles.batch import Batch
+
+BLOCK = 16
+STEPS = st.lists(
+    st.builds(
+        lambda number, tokens, context, lacking: Candidate(
+            f"row{number}", tokens, context, True, max(0, context // BLOCK - lacking)
+        ),
+        st.integers(0, 10**6),
+        st.sampled_from([1, 1, 1, 3]),
+        st.integers(1, 200),
+        st.integers(-1, 2),
+    ),
+    max_size=12,
+    unique_by=lambda one: one.name,
+)
+GROUPS = st.sampled_from([(), (KvGroup(BLOCK), KvGroup(BLOCK, kept_tokens=32))])
+
+
+@given(STEPS, GROUPS, st.integers(-2, 20))
+def test_sums_are_those_of_the_first_steps_one_by_one(
+    requests: list[Candidate], groups: tuple[KvGroup, ...], room: int
+) -> None:
+    steps = Steps(requests, groups, BLOCK)
+    tokens_in_room = blocks_in_room = 0
+    for count in range(len(requests) + 1):
+        first = requests[:count]
+        blocks = sum(blocks_lacking(one, one.tokens, groups, BLOCK) for one in first)
+        assert steps.tokens(count) == sum(one.tokens for one in first)
+        assert steps.blocks(count) == blocks
+        assert steps.named(count) == {one.name: one.tokens for one in first}
+        batch, one_by_one = Batch(requests=1, tokens=5), Batch(requests=1, tokens=5)
+        steps.add_to(batch, count)
+        for one in first:
+            one_by_one.add(one.tokens, one.context, one.decode)
+        assert batch == one_by_one == batch.copy()
+        tokens_in_room = count if steps.tokens(count) <= room else tokens_in_room
+        blocks_in_room = count if blocks <= room else blocks_in_room
+    assert (steps.within_tokens(room), steps.within_blocks(room)) == (tokens_in_room, blocks_in_room)
