@@ -299,7 +299,7 @@ class TestWithPrefixCaching(Rows):
         """The negative control: with vLLM's own registration the answers above are wrong, and are seen to be."""
         from conserve.engine.vllm.scheduling import application
 
-        monkeypatch.setattr(application, "registered_late", lambda manager, on=True: nullcontext())
+        monkeypatch.setattr(application, "registered_late", lambda manager, **_: nullcontext())
         answers, wanted = shared_prefixes(engine)
         wrong = {name for name, answer in answers.items() if answer != wanted[name]}
         assert "on1" in wrong
