@@ -26,7 +26,10 @@ PROMPT, ANSWER = 100, 400  # tokens: no request finishes while planning is measu
 
 
 def measure() -> list[Figure]:
-    """Milliseconds that an iteration takes longer, the two schedulers taking turns one by one."""
+    """Milliseconds that an iteration takes longer, the two schedulers taking turns one by one; the order turns.
+
+    And the share of vLLM's own time, since a machine's speed may double from minute to minute.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     cases = {
         "256 running, 10,000 waiting, all offline": (0, RUNNING, 10_000, 0.5),
@@ -36,9 +39,10 @@ def measure() -> list[Figure]:
     figures = []
     for name, (online, offline, waiting, target) in cases.items():
         stock, ours = (engine(online, offline, waiting, ours=ours) for ours in (False, True))
-        pairs = [(timed(stock), timed(ours)) for _ in range(ROUNDS * ITERATIONS)]
-        rounds = [pairs[number::ROUNDS] for number in range(ROUNDS)]
+        pairs = [pair(stock, ours, turned=bool(number % 2)) for number in range(ROUNDS * ITERATIONS)]
+        rounds = [pairs[number::ROUNDS] for number in range(ROUNDS)]  # an odd number: both orders in each
         added = [statistics.median(own - vllms for vllms, own in pairs) for pairs in rounds]
+        shares = [statistics.median(own / vllms - 1 for vllms, own in pairs) for pairs in rounds]
         figures.append(
             Figure(
                 name=f"scheduling adds: {name}",
@@ -46,6 +50,16 @@ def measure() -> list[Figure]:
                 samples=added,
                 target=f"<= {target:g}",
                 reached=statistics.median(added) <= target,
+                command=COMMAND,
+            )
+        )
+        figures.append(
+            Figure(
+                name=f"of vLLM's own time: {name}",
+                unit="%",
+                samples=[100 * share for share in shares],
+                target="none",
+                reached=True,
                 command=COMMAND,
             )
         )
@@ -117,6 +131,15 @@ def configured(folder: Path, *, ours: bool) -> Any:
     config = engine_config(folder, section=section, kv_transfer_config=transfer, **sizes)
     config.parallel_config.worker_cls = WORKER
     return config
+
+
+def pair(stock: Any, ours: Any, *, turned: bool) -> tuple[float, float]:
+    """One iteration of each, in ms, vLLM's own first; `turned`: measured second."""
+    if turned:
+        own = timed(ours)
+        return timed(stock), own
+    vllms = timed(stock)
+    return vllms, timed(ours)
 
 
 def timed(made: Any) -> float:
