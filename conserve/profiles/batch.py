@@ -55,7 +55,7 @@ class Batch:
             self.prefill_context += context
 
     def copy(self) -> "Batch":
-        """The same sums, to be added to apart."""
+        """Copy the sums, so that what is added to one batch leaves the other as it is."""
         return Batch(
             requests=self.requests,
             tokens=self.tokens,

@@ -1,5 +1,7 @@
 """Sums of decode steps are what adding the steps one by one gives."""
 
+from dataclasses import fields
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +47,11 @@ def test_sums_are_those_of_the_first_steps_one_by_one(
         tokens_in_room = count if steps.tokens(count) <= room else tokens_in_room
         blocks_in_room = count if blocks <= room else blocks_in_room
     assert (steps.within_tokens(room), steps.within_blocks(room)) == (tokens_in_room, blocks_in_room)
+
+
+def test_a_copy_has_all_sums_and_is_added_to_apart() -> None:
+    batch = Batch(**{field.name: number for number, field in enumerate(fields(Batch), 1)})
+    copied = batch.copy()
+    assert copied == batch
+    copied.add(1, 1)
+    assert copied != batch

@@ -10,8 +10,6 @@ from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.profiles.model import smallest_ms
 
-SAVED = attrgetter("saved")
-
 
 class OnlineShare(NamedTuple):
     """Result of phase 1 that phase 2 builds on."""
@@ -28,8 +26,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006). None stands for the TBT that
     is promised to these requests, and a late prompt then keeps to what other classes bear (docs/adr/0023).
     """
-    offline = view.offline  # the last one is evicted first
-    victims = sorted(offline, key=SAVED) if any(map(SAVED, offline)) else list(offline)
+    victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
     limit_ms, first_tokens_ms, gap_ms, patience_ms = inf, inf, inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:
@@ -94,7 +91,7 @@ def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candid
 def rows_left(view: View, composer: Composer) -> list[Candidate]:
     """Running offline requests that were not evicted, in serving order."""
     gone = set(composer.evicted)
-    return [request for request in view.offline if request.name not in gone] if gone else list(view.offline)
+    return [request for request in view.offline if request.name not in gone]
 
 
 def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:

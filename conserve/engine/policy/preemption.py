@@ -1,7 +1,7 @@
 """Rows that leave the running iteration when an online request arrives: pure decisions, as plans are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from conserve.profiles.batch import Batch, Slice
@@ -57,9 +57,9 @@ class JustEnough:
         """The fewest rows that suffice; every row or none where rows cannot leave alone."""
         if not under_way.separable:
             return AllOffline().leaving(under_way, arrivals, model)
-        batch = replace(under_way.batch)
+        batch = under_way.batch.copy()
         for rows, row in enumerate(under_way.rows):
-            together = replace(batch)
+            together = batch.copy()
             for prompt in arrivals.prompts:
                 together.add(*prompt)
             if remaining_ms(under_way, model, batch) + model.predict(together) <= arrivals.slack_ms:

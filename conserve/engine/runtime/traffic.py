@@ -144,15 +144,14 @@ class Traffic:
     def tokens(self, requests: Sequence[str], *, at: float) -> None:
         """Note requests that got one or more tokens; only online ones are counted."""
         followed, arrived_at = self._last_token_at, self._arrived_at
-        going_on = [request for request in requests if request in followed] if followed else []
-        for request in [one for one in requests if one in arrived_at] if arrived_at else ():
+        going_on = [request for request in requests if request in followed]
+        for request in [one for one in requests if one in arrived_at]:
             arrived = arrived_at.pop(request)
             self._class(request).answered((at - arrived) * 1e3, at=at)
             self.receipt.answered(arrived=arrived, at=at)
             followed[request] = at
-        lasts = map(followed.__getitem__, going_on)
-        classes = [self.class_of.get(one, DEFAULT_CLASS) for one in going_on] if self.class_of else None
-        alike = Counter(zip(lasts, classes or repeat(DEFAULT_CLASS), strict=False))
+        classes = map(self.class_of.get, going_on, repeat(DEFAULT_CLASS))
+        alike = Counter(zip(map(followed.__getitem__, going_on), classes, strict=True))
         for (last, name), count in alike.items():
             self._classes[name].gap((at - last) * 1e3, count, at=at)
             self.receipt.gap(count, last=last, at=at)

@@ -108,7 +108,8 @@ class Picture:
         """Running requests with something to compute, online and offline."""
         scheduler, blocks_of = self._scheduler, self._blocks_of
         step, decode_tokens = scheduler.current_step + 1, 1 + scheduler.num_spec_tokens
-        saves = scheduler.checkpoints if scheduler.checkpoints and scheduler.checkpoints.any_saved else None
+        checkpoints = scheduler.checkpoints
+        saves = checkpoints if checkpoints is not None and checkpoints.any_saved else None
         new = tuple.__new__  # a `Candidate` without a call in Python: there may be hundreds
         online: list[Candidate] = []
         offline: list[Candidate] = []

@@ -50,9 +50,8 @@ class OfflineTokens:
         """
         tokens, prompts = batch.tokens, batch.prefill_tokens
         steps, contexts = batch.requests - batch.prefills, batch.context - batch.prefill_context
-        for name in [
-            name for name in scheduled if name not in offline
-        ]:  # of `offline` there may be thousands
+        online = [name for name in scheduled if name not in offline]  # of `offline` there may be thousands
+        for name in online:
             live, request = scheduled[name], requests[name]
             tokens -= live
             context = request.num_computed_tokens - live

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from conserve.engine.vllm.iteration import Iteration
-from conserve.engine.vllm.lane import RUNNING
+from conserve.engine.vllm.lane import is_running
 from conserve.engine.vllm.scheduling.encoders import strike_out
 
 
@@ -35,7 +35,7 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
     left, requests, size = iteration.left, scheduler.requests, scheduler.block_size
     for name, tokens in iteration.tokens.items():
         request = requests.get(name)
-        if request is None or request.status is not RUNNING:
+        if request is None or not is_running(request):
             scheduler.arrival_monitor.forget(name)  # aborted meanwhile, or evicted by the next plan
         elif request.num_stale_output_tokens:
             continue  # rewound with an earlier iteration
