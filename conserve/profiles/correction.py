@@ -6,6 +6,8 @@ forgetting mean of log(measured / predicted), in which a single iteration counts
 over a sliding window. It is taken from iterations about as long as the budget, since short ones scatter by a far
 larger share of their length. If iterations are planned for budget / (scale * margin), about 1 % of them overrun at
 most, as long as residuals stay as they were.
+
+Where errors depend on the kind of iteration, neither helps: then the coefficients are fitted again (`refit`).
 """
 
 from collections import deque
@@ -13,14 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, inf, log
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import LatencyModel
+from conserve.profiles.fit import Samples
+from conserve.profiles.model import LatencyModel, LinearModel
+from conserve.profiles.refit import SMALLEST_MS, Refit
 from conserve.whole import write_whole
 
 Floats = NDArray[np.float64]
@@ -113,6 +117,7 @@ class Correction:
     error: float = 0.0  # forgetting mean of |predicted - measured| / measured
     seen: int = 0
     residuals: list[Residual] = field(default_factory=list)  # newest last
+    coefficients: dict[str, float] | None = None  # fitted again; None: those of the profile
 
     @property
     def scale(self) -> float:
@@ -141,6 +146,8 @@ class Correction:
 class CorrectedModel:
     """A `LatencyModel` that corrects another one: `predict` is the best guess, `can_schedule` keeps the margin."""
 
+    learns: ClassVar[bool] = True
+
     def __init__(
         self,
         model: LatencyModel,
@@ -150,9 +157,12 @@ class CorrectedModel:
         correction: Correction | None = None,
     ) -> None:
         """`residuals` are the profile's; measured iterations replace them as they come in."""
-        self.model = model
-        self.overrun_share = overrun_share
         start = correction or Correction()
+        self.model = refitted(model, start)
+        self.overrun_share = overrun_share
+        self.refits = 0  # times that the coefficients were replaced
+        self._first = model
+        self._refit = Refit(model) if self.learns and isinstance(model, LinearModel) else None
         self._of = start.of
         self._log_scale = start.log_scale
         self._error = start.error
@@ -205,6 +215,9 @@ class CorrectedModel:
             error=self._error,
             seen=self._seen,
             residuals=[Residual._make(row) for row in self._residuals.table.tolist()],
+            coefficients=self.model.coefficients
+            if self.model is not self._first and isinstance(self.model, LinearModel)
+            else None,
         )
 
     def predict(self, batch: Batch) -> float:
@@ -240,6 +253,27 @@ class CorrectedModel:
         self._longest_ms = max(self._longest_ms, predicted)
         if self._seen % REFRESH == 0:
             self._margins.clear()
+        if self._refit is not None and isinstance(self.model, LinearModel):
+            better = self._refit.observe(batch, ms, self.model)
+            if better is not None:
+                self._use(better, self._refit.kept)
+
+    def _use(self, model: LinearModel, samples: Samples) -> None:
+        """Replace the coefficients, and what was learned about the earlier ones by what `samples` say of these."""
+        predicted_ms = np.maximum(samples.predictions(model), SMALLEST_MS)
+        self.model, self.refits = model, self.refits + 1
+        self._log_scale = float(np.median(np.log(samples.ms / predicted_ms)))
+        self._scale = exp(self._log_scale)
+        predicted_ms *= self._scale
+        self._residuals = NewestResiduals(map(Residual, predicted_ms, samples.ms / predicted_ms))
+        self._margins.clear()
+
+
+def refitted(model: LatencyModel, correction: Correction) -> LatencyModel:
+    """The model with the coefficients that an earlier run has learned for it, if it has."""
+    if correction.coefficients is None or not isinstance(model, LinearModel):
+        return model
+    return type(model)(correction.coefficients)
 
 
 class FrozenModel(CorrectedModel):
@@ -247,6 +281,8 @@ class FrozenModel(CorrectedModel):
 
     For a time whose margin was not asked for then, it takes that of the nearest time; 1 if there is none.
     """
+
+    learns = False
 
     def __init__(self, model: LatencyModel, *, scale: float, margins: Mapping[int, float]) -> None:
         super().__init__(model)

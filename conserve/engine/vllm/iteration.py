@@ -95,14 +95,20 @@ class Iteration:
 
     @property
     def batch_ms(self) -> float | None:
-        """Time from the end of the iteration before to the end of this one, for the latency model.
+        """Time of the batch, for the latency model; None if no clock tells it, or another batch was computed.
 
-        None if that is not the time of the batch: not all layers ran on all of its tokens and on nothing else, or
-        no clock tells it. In an idle engine the host's work comes first, and between safepoints the device waits
-        for launches. Both count little in a long iteration.
+        Where rows left or joined, not all layers ran on all of its tokens and on nothing else.
         """
-        if self.outcome is not None and (self.left or self.outcome.joined):
-            return None
+        changed = self.outcome is not None and (self.left or self.outcome.joined)
+        return None if changed else self.lasted_ms
+
+    @property
+    def lasted_ms(self) -> float | None:
+        """Time from the end of the iteration before to the end of this one; None if no clock tells it.
+
+        In an idle engine the host's work comes first, and between safepoints the device waits for launches. Both
+        count little in a long iteration.
+        """
         if self.follows and self.device is not None:
             ms = self.device.since_last_ms
             return ms if self.stamp is None else self._if_long(ms)

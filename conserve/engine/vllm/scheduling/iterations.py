@@ -69,6 +69,7 @@ class Iterations:
         if iteration.tokens:
             self._busy_s += iteration.took_s
             self.counted += 1
+            self._count_overrun(iteration)
             if iteration.batch is not None and (ms := iteration.batch_ms) is not None:
                 self._learn(iteration, iteration.batch, ms)
         if self._correction_file is not None and ended >= self._save_at:
@@ -101,6 +102,7 @@ class Iterations:
             "source": self._source,
             "coefficients": linear.coefficients,
             "scale": self.model.scale,
+            "refits": self.model.refits,
             "off": {"iterations": len(off), **quantiles(off)},
             "encoders": self.encoders.document(),
         }
@@ -114,10 +116,14 @@ class Iterations:
             "busy_s": self._busy_s,
         }
 
-    def _learn(self, iteration: Iteration, batch: Batch, ms: float) -> None:
-        if iteration.limit_ms is not None:
+    def _count_overrun(self, iteration: Iteration) -> None:
+        """Compare the time of an iteration with offline tokens to its limit, also if rows left it or joined it."""
+        lasted_ms, limit_ms = iteration.lasted_ms, iteration.limit_ms
+        if iteration.batch is not None and lasted_ms is not None and limit_ms is not None:
             self.planned += 1
-            self.overruns += ms > iteration.limit_ms
+            self.overruns += lasted_ms > limit_ms
+
+    def _learn(self, iteration: Iteration, batch: Batch, ms: float) -> None:
         if iteration.encodes:
             if self.model is not None and not iteration.surcharged:
                 beyond_ms = ms - self.model.predict(batch)

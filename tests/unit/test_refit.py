@@ -1,0 +1,180 @@
+"""Coefficients that an engine's own iterations correct: when they are replaced, and what is learned anew then."""
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import CorrectedModel, Correction, FrozenModel, Residual
+from conserve.profiles.fit import fit
+from conserve.profiles.model import TIMELESS
+from conserve.profiles.refit import (
+    EVERY,
+    KINDS,
+    OF_KIND,
+    Refit,
+    error,
+    kind_of,
+    kinds_of,
+    samples_of,
+    sums_of,
+)
+
+PROFILE = ConServeModel.of(0.1, 1e-4, 0, 0, 0.1, 0.3, 0, 25)  # of short contexts and of few requests
+TRUTH = ConServeModel.of(0.1, 1e-4, 0, 2e-3, 0.8, 0.3, 0, 25)  # 120 steps at 400 tokens take 227 ms, not 49
+
+
+def alone(dice: Random) -> Batch:
+    """A live request's step, without rows."""
+    return Batch.of([Slice(1, dice.randint(50, 500), True)])
+
+
+def many(dice: Random) -> Batch:
+    """Steps of many rows."""
+    return Batch.of([Slice(1, dice.randint(300, 500), True) for _ in range(dice.randint(80, 127))])
+
+
+def prompts(dice: Random) -> Batch:
+    """Chunks of prompts beside a few steps."""
+    chunks = [Slice(dice.randint(50, 600), 0) for _ in range(dice.randint(1, 3))]
+    return Batch.of([*chunks, *(Slice(1, 300, True) for _ in range(dice.randint(0, 9)))])
+
+
+def serve(
+    model: CorrectedModel, truth: ConServeModel, rounds: int, *, noise: float = 0.1, seed: int = 1
+) -> None:
+    """Have the model learn: of 24 iterations 20 are live steps, two are of rows and two of prompts."""
+    dice = Random(seed)
+    for _ in range(rounds):
+        for make in [alone] * 20 + [many, prompts] * 2:
+            batch = make(dice)
+            model.observe(batch, truth.predict(batch) * dice.lognormvariate(0, noise))
+
+
+def test_a_kind_of_iterations_that_is_far_off_is_predicted_after_a_few_hundred_others() -> None:
+    corrected, rows = CorrectedModel(PROFILE), many(Random(9))
+    serve(corrected, TRUTH, 16)
+    assert corrected.refits >= 1
+    assert corrected.predict(rows) == pytest.approx(TRUTH.predict(rows), rel=0.15)
+    step = alone(Random(9))
+    assert corrected.predict(step) == pytest.approx(TRUTH.predict(step), rel=0.1)
+
+
+def test_a_scale_alone_would_not_have_told_the_kinds_apart() -> None:
+    corrected, rows = CorrectedModel(PROFILE), many(Random(9))
+    corrected._refit = None
+    serve(corrected, TRUTH, 16)
+    assert corrected.predict(rows) < 0.5 * TRUTH.predict(rows)
+
+
+@pytest.mark.parametrize("speed", [1.0, 1.6])
+def test_a_model_that_is_right_but_for_its_scale_keeps_its_coefficients(speed: float) -> None:
+    corrected = CorrectedModel(TRUTH)
+    slower = ConServeModel.of(*(speed * weight for weight in TRUTH.coefficients.values()))
+    serve(corrected, slower, 40)
+    assert corrected.refits == 0
+    assert corrected.model is TRUTH
+    assert corrected.scale == pytest.approx(speed, rel=0.1)
+
+
+def test_no_candidate_is_used_before_it_has_predicted_iterations_that_it_had_not_seen() -> None:
+    refit, dice = Refit(PROFILE), Random(1)
+    batches = [make(dice) for _ in range(EVERY) for make in (alone, many)]
+    found = [refit.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]
+    assert found[:-1] == [None] * (2 * EVERY - 1)
+    assert found[-1] is not None
+
+
+def test_a_candidate_that_new_iterations_refute_is_not_used() -> None:
+    refit, dice = Refit(PROFILE), Random(1)
+    batches = [alone(dice) if n % 2 else many(dice) for n in range(EVERY)]
+    late = [refit.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]  # a neighbour's time
+    usual = [refit.observe(batch, PROFILE.predict(batch), PROFILE) for batch in batches]
+    assert [*late, *usual] == [None] * 2 * EVERY
+
+
+def test_rare_kinds_stay_known_and_only_the_newest_of_each_count() -> None:
+    refit, dice = Refit(PROFILE), Random(1)
+    rare = many(dice)
+    refit.observe(rare, 200.0, PROFILE)
+    for n in range(5000):
+        refit.observe(alone(dice), 25.0 + n, PROFILE)
+    kept = refit.kept
+    assert 200.0 in kept.ms
+    assert max(np.bincount(kinds_of(kept))) == OF_KIND
+    assert 25.0 + 4999 in kept.ms
+
+
+def test_kinds_are_bounded_and_the_one_not_seen_for_longest_goes() -> None:
+    refit, dice = Refit(PROFILE), Random(1)
+    shapes = [Batch.of([Slice(1 << n, 1 << m)]) for n in range(11) for m in range(0, 12, 2)]
+    batches = list({kind_of(one): one for one in shapes}.values())
+    dice.shuffle(batches)
+    for number, batch in enumerate(batches):
+        refit.observe(batch, 30.0 + number, PROFILE)
+    assert len(batches) > KINDS
+    assert refit.kept.ms.tolist() == [30.0 + number for number in range(len(batches))][-KINDS:]
+
+
+def test_kinds_of_samples_are_those_of_their_batches() -> None:
+    dice = Random(3)
+    batches = [make(dice) for _ in range(60) for make in (alone, many, prompts)]
+    numbers = kinds_of(samples_of([(*sums_of(batch), 1.0) for batch in batches])).tolist()
+    pairs = {(kind_of(batch), number) for batch, number in zip(batches, numbers, strict=True)}
+    assert len(pairs) == len({kind for kind, _ in pairs}) == len({number for _, number in pairs})
+
+
+def test_an_error_counts_each_kind_alike_and_no_scale() -> None:
+    dice = Random(3)
+    batches = [alone(dice) for _ in range(990)] + [many(dice) for _ in range(10)]
+    rows = samples_of([(*sums_of(batch), 2 * TRUTH.predict(batch)) for batch in batches])
+    assert error(TRUTH, rows) == pytest.approx(0, abs=1e-9)
+    assert error(PROFILE, rows) > 0.3  # nearly all are steps of one request, and right
+
+
+def test_what_was_learned_about_the_earlier_coefficients_is_learned_anew() -> None:
+    corrected = CorrectedModel(PROFILE, [Residual(30.0, 9.0)] * 200)
+    serve(corrected, TRUTH, 16, noise=0.05)
+    assert corrected.margin(220.0) < 1.3
+    assert corrected.scale == pytest.approx(1, rel=0.15)
+    assert corrected.error < 0.1
+
+
+def test_refitted_coefficients_are_kept_over_a_restart(tmp_path: Path) -> None:
+    corrected = CorrectedModel(PROFILE, correction=Correction(of="a profile"))
+    serve(corrected, TRUTH, 16)
+    corrected.correction.save(tmp_path / "file")
+    again = CorrectedModel(PROFILE, correction=Correction.load(tmp_path / "file", of="a profile"))
+    rows = many(Random(9))
+    assert again.predict(rows) == pytest.approx(corrected.predict(rows))
+    assert again.correction.coefficients == corrected.correction.coefficients is not None
+
+
+def test_a_correction_without_coefficients_keeps_those_of_the_profile(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"of":"a profile","log_scale":0.5,"residuals":[[30,1.1]]}')
+    again = CorrectedModel(PROFILE, correction=Correction.load(tmp_path / "file", of="a profile"))
+    assert again.model is PROFILE
+    assert again.correction.coefficients is None
+
+
+def test_a_frozen_model_and_one_without_coefficients_are_not_fitted() -> None:
+    frozen = FrozenModel(PROFILE, scale=1.5, margins={})
+    serve(frozen, TRUTH, 16)
+    timeless = CorrectedModel(TIMELESS)
+    serve(timeless, TRUTH, 16)
+    assert (frozen.refits, frozen.scale, timeless.refits) == (0, 1.5, 0)
+
+
+def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word() -> None:
+    refit, dice = Refit(PROFILE), Random(3)
+    batches = [make(dice) for _ in range(EVERY) for make in (alone, many)]
+    found = [refit.observe(one, TRUTH.predict(one), PROFILE) for one in batches][-1]
+    assert found is not None
+    rows, prompt = many(dice), Batch.of([Slice(2000, 0)])  # of which no iteration was seen
+    assert found.predict(rows) == pytest.approx(TRUTH.predict(rows), rel=0.05)
+    assert found.predict(prompt) == pytest.approx(PROFILE.predict(prompt), rel=0.3)
+    free = fit(ConServeModel, refit.kept)
+    assert free.predict(prompt) > 1000 * PROFILE.predict(prompt)
