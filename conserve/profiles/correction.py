@@ -11,7 +11,7 @@ Where errors depend on the kind of iteration, neither helps: then the coefficien
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, inf, log
 from pathlib import Path
@@ -33,6 +33,7 @@ WINDOW = 1000  # iterations that the margin is taken from
 REFRESH = 16  # iterations between two computations of the margins
 LEAST_NEAR = 99  # residuals that a margin is taken from, if there are as many
 STEPS = 4  # margins per doubling of the iteration's length
+DOUBLINGS = 5  # shortest iterations that are tried under a limit, in halvings of it
 LARGEST_SCALE = 4.0  # bound of the correction; beyond it the profile is wrong, and `out_of_bounds` says so
 LARGEST_STEP = log(1.25)  # largest effect of one iteration on the log of the scale
 
@@ -55,6 +56,24 @@ def margin_near(residuals: Sequence[Residual] | Floats, at_ms: float, share: flo
     apart = np.maximum(predicted_ms, at_ms) / np.minimum(predicted_ms, at_ms)
     nearest = np.argsort(apart, kind="stable")[: max(LEAST_NEAR, len(apart) // 4)]
     return quantile_margin(ratios[nearest].tolist(), share)
+
+
+def planned_ms(margin: Callable[[float], float], limit_ms: float) -> float:
+    """Longest predicted length, in ms, of iterations that stay under the limit with the margin of that length.
+
+    Margins of neighbouring lengths may differ much: after a late iteration the margin of its length is large, and
+    that of a much shorter one is not. So lengths are tried from the longest on, not iterated to a fixed point.
+    """
+    step = step_of(limit_ms)
+    longest_ms, largest = inf, 0.0
+    for tried in range(step, step - STEPS * DOUBLINGS, -1):
+        factor = margin(2 ** (tried / STEPS))
+        fitting_ms = min(limit_ms / factor, longest_ms)
+        shortest_ms = 2 ** ((tried - 0.5) / STEPS)
+        if fitting_ms >= shortest_ms:
+            return fitting_ms
+        longest_ms, largest = shortest_ms, max(largest, factor)
+    return min(longest_ms, limit_ms / largest)
 
 
 def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
@@ -231,8 +250,7 @@ class CorrectedModel:
         """
         if tbt_ms <= 0:
             return 0
-        planned_ms = tbt_ms / self.margin(tbt_ms)  # predicted length of iterations: its margin counts
-        return self.model.can_schedule(batch, request, tbt_ms / (self._scale * self.margin(planned_ms)))
+        return self.model.can_schedule(batch, request, planned_ms(self.margin, tbt_ms) / self._scale)
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Learn from an iteration that took `ms` milliseconds."""

@@ -1,5 +1,6 @@
 """Corrections of a latency model and their report: margins, drift, errors, noise, as tables."""
 
+from collections.abc import Callable
 from math import exp, log, sqrt
 
 import numpy as np
@@ -13,7 +14,9 @@ from conserve.profiles.correction import (
     NewestResiduals,
     Residual,
     margin_near,
+    planned_ms,
     quantile_margin,
+    step_of,
 )
 from conserve.profiles.evaluation import noise_of, overruns, relative_spread
 from conserve.profiles.fit import errors
@@ -23,6 +26,43 @@ from conserve.profiles.worth import Worth
 
 MS_PER_TOKEN = ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10)  # and 10 ms for each iteration
 BATCH = Batch.of([Slice(90, 0)])  # 100 ms
+
+
+def by_step(margins: dict[int, float]) -> Callable[[float], float]:
+    """Margins by quarters of a doubling; those of other lengths are 1."""
+    return lambda ms: margins.get(step_of(ms), 1.0)
+
+
+class TestPlannedLength:
+    """The longest iteration that a limit allows with the margin of its own length."""
+
+    def test_a_shorter_iterations_margin_does_not_allow_a_longer_one(self) -> None:
+        """Of long iterations one in a hundred took eight times as long, of short ones 2.4 times."""
+        margin = by_step({n: 2.4 if n < 17 else 5.5 if n < 24 else 8.3 for n in range(40)})
+        assert planned_ms(margin, 121.0) == pytest.approx(121 / 5.5), "not 121 / 2.4 = 50 ms"
+
+    def test_it_is_the_limit_itself_without_any_scatter(self) -> None:
+        assert planned_ms(lambda ms: 1.0, 121.0) == 121.0
+
+    def test_it_may_be_beyond_the_limit_where_iterations_are_shorter_than_predicted(self) -> None:
+        assert planned_ms(lambda ms: 0.8, 100.0) == pytest.approx(125)
+
+    def test_it_ends_where_a_longer_lengths_margin_begins(self) -> None:
+        margin = by_step({28: 4.0, 27: 4.0, 26: 1.0})  # 99 to 152 ms, and 83 to 99 ms
+        assert planned_ms(margin, 121.0) == pytest.approx(2 ** (26.5 / 4))
+
+    def test_it_has_the_smallest_tried_length_where_none_fits(self) -> None:
+        assert planned_ms(lambda ms: 1000.0, 121.0) == pytest.approx(0.121)
+
+    def test_no_length_overruns_by_its_own_margin_and_none_longer_would_do(self) -> None:
+        dice = np.random.default_rng(7)
+        for _ in range(300):
+            margins = {n: float(dice.uniform(1, 4)) for n in range(-8, 60)}
+            limit_ms = float(dice.uniform(5, 2000))
+            found = planned_ms(by_step(margins), limit_ms)
+            assert found * by_step(margins)(found * (1 - 1e-9)) <= limit_ms * (1 + 1e-6)
+            longer = np.linspace(found * 1.02, limit_ms, 50) if found * 1.02 < limit_ms else []
+            assert all(ms * by_step(margins)(ms) > limit_ms for ms in longer)
 
 
 class TestMargin:

@@ -9,10 +9,10 @@ from math import inf
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import DEFAULT_CLASS, View, tightest
+from conserve.profiles.correction import planned_ms
 from conserve.profiles.model import LatencyModel
 
-ROUNDS = 2  # margins of neighbouring lengths mostly differ little
-STEP = 1.05  # between two limits that are tried where they do not
+STEP = 1.05  # between two limits that are tried where longer iterations have smaller margins
 ROUNDING = 1e-3
 
 
@@ -50,17 +50,9 @@ def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> floa
 def limit_of(model: LatencyModel, predicted_ms: float) -> float:
     """Limit in ms under which `can_schedule` plans iterations of up to this predicted length.
 
-    The margin that `can_schedule` keeps depends on the length that it comes to. Margins of neighbouring lengths may
-    differ much, as after a warm-up with few long iterations; the limit is then smaller rather than larger.
+    Longer ones may have a smaller margin, as after a warm-up with few of them; the limit is then smaller.
     """
     limit_ms = predicted_ms * model.margin(predicted_ms)
-    for _ in range(ROUNDS):
-        limit_ms = predicted_ms * model.margin(limit_ms / model.margin(limit_ms))
-    while limit_ms > predicted_ms and planned_ms(model, limit_ms) > predicted_ms * (1 + ROUNDING):
+    while limit_ms > predicted_ms and planned_ms(model.margin, limit_ms) > predicted_ms * (1 + ROUNDING):
         limit_ms /= STEP
     return limit_ms
-
-
-def planned_ms(model: LatencyModel, limit_ms: float) -> float:
-    """Predicted length in ms that `can_schedule` plans under a limit."""
-    return limit_ms / model.margin(limit_ms / model.margin(limit_ms))
