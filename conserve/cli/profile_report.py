@@ -48,7 +48,14 @@ def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, A
         for name, fitted in profile.models.items()
     }
     correction = (
-        {"scale": learned.scale, "error": learned.error, "iterations": learned.seen} if learned else None
+        {
+            "scale": learned.scale,
+            "error": learned.error,
+            "iterations": learned.seen,
+            "coefficients": learned.coefficients,
+        }
+        if learned
+        else None
     )
     return {
         **whole,
@@ -79,8 +86,13 @@ def correction_lines(learned: "Correction | None") -> list[str]:
     """Lines on the correction that engines have learned while they ran on the profile."""
     if learned is None:
         return []
+    how = (
+        f"times are {learned.scale:.3f} of these"
+        if learned.coefficients is None
+        else "the model was fitted to them anew"
+    )
     return [
-        f"corrected since over {output.count(learned.seen, 'iteration')}: times are {learned.scale:.3f} of these, "
+        f"corrected since over {output.count(learned.seen, 'iteration')}: {how}, "
         f"recent error {percent(learned.error)}",
         *(["that is beyond correction; run: conserve profile MODEL"] if learned.out_of_bounds else []),
     ]

@@ -53,6 +53,7 @@ def require_weights(settings: Settings) -> None:
 
 
 OURS = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
+PROMISES = {"ttft": "--ttft-slo", "tbt": "--tbt-slo"}  # vLLM has no flag with such a word
 NOT_WITH = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
 
 
@@ -72,6 +73,8 @@ def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:
 def _refuse_ours(flags: list[str], command: str, where: str = "") -> None:
     refuse_machines(flags, command)
     for name in names_of(flags):
+        for word in PROMISES.keys() & {*name.split("-")}:
+            raise SettingsError(f"there is no flag {name}{where}; {PROMISES[word]} promises a {word.upper()}")
         if name in OURS:
             raise SettingsError(
                 f"{name}{where} is set by {command}; leave it out, or start vllm serve yourself"

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from conserve.cli.profile_report import correction_lines
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Correction, FrozenModel, Residual
@@ -178,3 +179,14 @@ def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word(
     assert found.predict(prompt) == pytest.approx(PROFILE.predict(prompt), rel=0.3)
     free = fit(ConServeModel, refit.kept)
     assert free.predict(prompt) > 1000 * PROFILE.predict(prompt)
+
+
+def test_the_profiles_report_says_what_was_corrected() -> None:
+    assert correction_lines(None) == []
+    scaled = Correction(log_scale=0.1, seen=3000, error=0.04)
+    assert correction_lines(scaled)[0].startswith(
+        "corrected since over 3,000 iterations: times are 1.105 of these"
+    )
+    fitted = Correction(log_scale=0.1, seen=3000, error=0.04, coefficients=TRUTH.coefficients)
+    [line] = correction_lines(fitted)
+    assert line.startswith("corrected since over 3,000 iterations: the model was fitted to them anew")

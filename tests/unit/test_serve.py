@@ -34,6 +34,12 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
     serve_flags.refuse_ours(["--tensor-parallel-size", "2", "--async-scheduling"])
 
 
+@pytest.mark.parametrize("flag", ["--slo-ttft", "--ttft", "--ttft-ms"])
+def test_a_promise_by_another_name_is_refused_with_its_own_before_anything_starts(flag: str) -> None:
+    with pytest.raises(SettingsError, match=f"no flag {flag}; --ttft-slo promises a TTFT"):
+        serve_flags.refuse_ours(["--tensor-parallel-size", "2", flag, "300ms"])
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -188,7 +188,8 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_rows_held_back/ttft": 1,
         "conserve_rows_held_back/tbt": 0,
         "conserve_receipt_pauses_total": 8,
-        "conserve_harm_limit": 0.1,
+        "conserve_harm_limit/ttft": 0.1,
+        "conserve_harm_limit/tbt": 0.1,
         "conserve_slo_scale": 1.25,
         "conserve_pushed_tokens_total": 900,
         "conserve_live_prompt_tokens_total": 5000,
@@ -492,3 +493,21 @@ def test_an_engine_that_learns_nothing_is_given_up_with_a_sentence(monkeypatch: 
     assert said == ["the warm-up taught too little; the first requests go on with it"]
     virtual_time.run(learning.learn(Learner(10_000, "pooling"), say=said.append))
     assert asked == [False], "a model that generates nothing cannot be warmed up"
+
+
+@pytest.mark.parametrize(
+    ("slo", "limited"),
+    [
+        ({"ttft_ms": 300.0, "tbt_ms": None, "harm": None, "default_harm": 0.1}, {"tbt": 0.1}),
+        ({"ttft_ms": None, "tbt_ms": 50.0, "harm": None, "default_harm": 0.1}, {"ttft": 0.1}),
+        ({"ttft_ms": 300.0, "tbt_ms": 50.0, "harm": None}, {}),
+        ({"ttft_ms": 300.0, "tbt_ms": None, "harm": None, "default_harm": None}, {}),
+    ],
+)
+def test_a_harm_limit_is_of_the_latency_that_it_bounds(
+    slo: dict[str, Any], limited: dict[str, float]
+) -> None:
+    client = EngineClient(lambda: {**SAID, "slo": slo})
+    found = ours(virtual_time.run(get(app_for(client), "/metrics")))
+    limits = {name: value for name, value in found.items() if name.startswith("conserve_harm_limit")}
+    assert limits == {f"conserve_harm_limit/{latency}": value for latency, value in limited.items()}

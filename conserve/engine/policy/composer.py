@@ -328,5 +328,11 @@ def revocable_blocks(view: View) -> int:
 
 
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
-    """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone."""
-    return bisect_left(range(1, largest + 1), True, key=exceeds)
+    """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone.
+
+    Doubled and then bisected: beside live requests there is mostly time for a few decode steps of hundreds, or none.
+    """
+    fits, tried = 0, 1
+    while tried <= largest and not exceeds(tried):
+        fits, tried = tried, 2 * tried
+    return fits + bisect_left(range(fits + 1, min(tried, largest + 1)), True, key=exceeds)

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from conserve.engine.policy.promises import LATENCIES
 from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
 from conserve.engine.vllm.server.reports import LastReports
@@ -160,11 +161,7 @@ class Report(NamedTuple):
                 if count.was is not None:
                     yield CounterMetricFamily(count.was, f"Deprecated: {count.name}_total.", value)
         yield from live_metrics(self._classes or {None: self.said.get("online", {})})
-        harm = at(self.said, ("slo", "harm"))
-        if harm is not None:
-            yield GaugeMetricFamily(
-                "conserve_harm_limit", "Share of its own time that an iteration may be lengthened by.", harm
-            )
+        yield from self._harm_limits()
         scale = at(self.said, ("pushing", "slo_scale"))
         if scale is not None:
             says = "Scale of the promises up to which rows may push."
@@ -179,6 +176,21 @@ class Report(NamedTuple):
             "conserve_preemption_reaction_seconds", "Deprecated: conserve_leave_reaction_seconds."
         )
 
+    def _harm_limits(self) -> Iterator[Metric]:
+        """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
+        slo = self.said.get("slo") or {}
+        limits = GaugeMetricFamily(
+            "conserve_harm_limit",
+            "Share of its own time that a latency may be longer by.",
+            labels=["latency"],
+        )
+        for latency in LATENCIES:
+            harm = slo.get("harm") or (slo.get("default_harm") if slo.get(latency) is None else None)
+            if harm is not None:
+                limits.add_metric([latency.removesuffix("_ms")], harm)
+        if limits.samples:
+            yield limits
+
     def _harm(self) -> Iterator[Metric]:
         """Live latency with offline work over live latency in its pauses, and the interval."""
         labels = ["latency", "quantile", "bound"]
@@ -186,7 +198,7 @@ class Report(NamedTuple):
             "conserve_harm_ratio", "Live latency with offline work over that in its pauses.", labels=labels
         )
         said = self.said.get("harm", {})
-        for latency in ("ttft_ms", "tbt_ms"):
+        for latency in LATENCIES:
             for name, one in (said.get(latency) or {}).items():
                 for bound, key in (("estimate", "ratio"), ("low", "low"), ("high", "high")):
                     if one is not None and one[key] is not None:
