@@ -330,7 +330,7 @@ def revocable_blocks(view: View) -> int:
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
     """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone.
 
-    Doubled and then bisected: beside live requests there is mostly time for a few decode steps of hundreds, or none.
+    Doubled, then bisected: beside live requests there is mostly time for few decode steps of hundreds, or none.
     """
     fits, tried = 0, 1
     while tried <= largest and not exceeds(tried):
