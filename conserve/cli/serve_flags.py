@@ -74,6 +74,8 @@ def _refuse_ours(flags: list[str], command: str, where: str = "") -> None:
     refuse_machines(flags, command)
     for name in names_of(flags):
         for word in PROMISES.keys() & {*name.split("-")}:
+            if name in PROMISES.values():
+                raise SettingsError(f"{name}{where} is no flag of vLLM's; give it to {command} itself")
             raise SettingsError(f"there is no flag {name}{where}; {PROMISES[word]} promises a {word.upper()}")
         if name in OURS:
             raise SettingsError(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples
 from conserve.profiles.model import LatencyModel, LinearModel
-from conserve.profiles.refit import SMALLEST_MS, Refit
+from conserve.profiles.refit import SMALLEST_MS, Reach, Refit, samples_of
 from conserve.whole import write_whole
 
 Floats = NDArray[np.float64]
@@ -64,16 +64,15 @@ def planned_ms(margin: Callable[[float], float], limit_ms: float) -> float:
     Margins of neighbouring lengths may differ much: after a late iteration the margin of its length is large, and
     that of a much shorter one is not. So lengths are tried from the longest on, not iterated to a fixed point.
     """
-    step = step_of(limit_ms)
-    longest_ms, largest = inf, 0.0
-    for tried in range(step, step - STEPS * DOUBLINGS, -1):
+    step, largest, shortest_ms = step_of(limit_ms), 0.0, limit_ms
+    for tried in range(step + STEPS, step - STEPS * DOUBLINGS, -1):  # a margin may be below 1
         factor = margin(2 ** (tried / STEPS))
-        fitting_ms = min(limit_ms / factor, longest_ms)
         shortest_ms = 2 ** ((tried - 0.5) / STEPS)
+        fitting_ms = min(limit_ms / factor, 2 ** ((tried + 0.5) / STEPS))
         if fitting_ms >= shortest_ms:
             return fitting_ms
-        longest_ms, largest = shortest_ms, max(largest, factor)
-    return min(longest_ms, limit_ms / largest)
+        largest = max(largest, factor)
+    return min(shortest_ms, limit_ms / largest)
 
 
 def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
@@ -137,6 +136,7 @@ class Correction:
     seen: int = 0
     residuals: list[Residual] = field(default_factory=list)  # newest last
     coefficients: dict[str, float] | None = None  # fitted again; None: those of the profile
+    rows: list[list[float]] = field(default_factory=list)  # the iterations that fits are to; see `refit`
 
     @property
     def scale(self) -> float:
@@ -174,14 +174,26 @@ class CorrectedModel:
         *,
         overrun_share: float = 0.01,
         correction: Correction | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        """`residuals` are the profile's; measured iterations replace them as they come in."""
+        """`residuals` are the profile's; measured iterations replace them as they come in.
+
+        `reach`: of the batches that `model` was fitted to.
+        """
         start = correction or Correction()
-        self.model = refitted(model, start)
+        self.first = self.model = model  # as the profile or the warm-up has it, and as it is now
+        if start.coefficients is not None:
+            try:
+                self.model = refitted(model, start.coefficients)
+            except ValueError:  # of a model with other terms
+                start = Correction(of=start.of)
         self.overrun_share = overrun_share
         self.refits = 0  # times that the coefficients were replaced
-        self._first = model
-        self._refit = Refit(model) if self.learns and isinstance(model, LinearModel) else None
+        self._refit = (
+            Refit(model, reach, map(tuple, start.rows))
+            if self.learns and isinstance(model, LinearModel)
+            else None
+        )
         self._of = start.of
         self._log_scale = start.log_scale
         self._error = start.error
@@ -234,9 +246,8 @@ class CorrectedModel:
             error=self._error,
             seen=self._seen,
             residuals=[Residual._make(row) for row in self._residuals.table.tolist()],
-            coefficients=self.model.coefficients
-            if self.model is not self._first and isinstance(self.model, LinearModel)
-            else None,
+            coefficients=None if self.model is self.first else coefficients_of(self.model),
+            rows=[[*row] for row in self._refit.rows] if self._refit is not None else [],
         )
 
     def predict(self, batch: Batch) -> float:
@@ -274,24 +285,29 @@ class CorrectedModel:
         if self._refit is not None and isinstance(self.model, LinearModel):
             better = self._refit.observe(batch, ms, self.model)
             if better is not None:
-                self._use(better, self._refit.kept)
+                self._use(better, samples_of(self._refit.rows))
 
     def _use(self, model: LinearModel, samples: Samples) -> None:
         """Replace the coefficients, and what was learned about the earlier ones by what `samples` say of these."""
         predicted_ms = np.maximum(samples.predictions(model), SMALLEST_MS)
         self.model, self.refits = model, self.refits + 1
-        self._log_scale = float(np.median(np.log(samples.ms / predicted_ms)))
+        bound = log(LARGEST_SCALE)
+        self._log_scale = float(np.clip(np.median(np.log(samples.ms / predicted_ms)), -bound, bound))
         self._scale = exp(self._log_scale)
         predicted_ms *= self._scale
         self._residuals = NewestResiduals(map(Residual, predicted_ms, samples.ms / predicted_ms))
+        self._longest_ms = float(predicted_ms.max())
         self._margins.clear()
 
 
-def refitted(model: LatencyModel, correction: Correction) -> LatencyModel:
-    """The model with the coefficients that an earlier run has learned for it, if it has."""
-    if correction.coefficients is None or not isinstance(model, LinearModel):
-        return model
-    return type(model)(correction.coefficients)
+def coefficients_of(model: LatencyModel) -> dict[str, float] | None:
+    """The model's coefficients, if it has any."""
+    return model.coefficients if isinstance(model, LinearModel) else None
+
+
+def refitted(model: LatencyModel, coefficients: Mapping[str, float]) -> LatencyModel:
+    """The model with other coefficients; raises ValueError if it has other terms."""
+    return type(model)(coefficients) if isinstance(model, LinearModel) else model
 
 
 class FrozenModel(CorrectedModel):

@@ -5,9 +5,14 @@ how much time sampling takes by the requests' parameters. A scale corrects all l
 from one kind of iteration it adds to all others. A fit to recent iterations corrects each term.
 """
 
-from collections import deque
-from collections.abc import Sequence
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
+from math import exp, log
 from operator import attrgetter
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +21,64 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import SUMS, Samples, fit
 from conserve.profiles.model import LinearModel
 
+logger = logging.getLogger("vllm.conserve")
 EVERY = 128  # iterations between two fits
 OF_KIND = 16  # newest iterations of each kind that a fit sees: rare kinds count as much as frequent ones
 KINDS = 64  # most kinds that are kept
+SMALL = 4  # requests of a batch that tells the machine's speed
 BETTER = 0.9  # times the error of the model in use: a candidate's error that replaces it
-SMALLEST_MS = 1e-3  # of a prediction that is divided by
+NO_WORSE = 1.1  # the same for kinds that were not seen since the candidate was fitted
+FURTHEST = log(4)  # from the middle of its kind: logarithm of measured / predicted that a fit still sees
+SHORTEST = 8.0  # times shorter than the first model has it at this speed: the shortest that a fit still sees
 LARGEST_ERROR = 1.0  # of one iteration's logarithm, so that single ones decide nothing
-
-FAMILIAR = (  # batches that each profile and warm-up knows; the fit takes the first model's word for them
-    *(Batch.of([Slice(tokens, context)]) for tokens in (16, 128, 512, 2048) for context in (0, 1024)),
-    *(Batch.of([Slice(1, context, True)] * count) for count in (1, 8, 32) for context in (64, 512)),
-)
+SMALLEST_MS = 1e-3  # of a prediction that is divided by
+CHUNKS = (16, 128, 512, 2048, 8192)  # tokens of the batches that the first model speaks for
+STEPS = (1, 8, 32, 128)
+CONTEXTS = (0, 64, 512, 4096, 16_384, 65_536)
 
 Row = tuple[float, ...]  # the sums of a batch, and its time in ms
 sums_of = attrgetter(*SUMS)
+
+
+class Reach(NamedTuple):
+    """Largest measured batches that a model was first fitted to; the default is any warm-up's."""
+
+    tokens: int = 2048
+    requests: int = 32
+    context: int = 1024  # tokens of one request
+
+    def batches(self) -> Iterator[Batch]:
+        """Single chunks and decode steps within the reach."""
+        contexts = [context for context in CONTEXTS if context <= self.context]
+        for tokens, context in product(CHUNKS, contexts):
+            if tokens <= self.tokens:
+                yield Batch.of([Slice(tokens, context)])
+        for count, context in product(STEPS, contexts):
+            if count <= self.requests and context:
+                yield Batch.of([Slice(1, context, True)] * count)
+
+
+class Kind(NamedTuple):
+    """Batches of one kind have prompts or none, and about as many requests, tokens and tokens of context."""
+
+    prompts: bool
+    requests: int  # number of binary digits
+    tokens: int
+    context: int  # half of that number
+
+    @classmethod
+    def of(cls, row: Row) -> "Kind":
+        """The kind of a batch with these sums."""
+        requests, tokens, context, _, _, prefills, *_ = map(int, row)
+        return cls(prefills > 0, requests.bit_length(), tokens.bit_length(), context.bit_length() // 2)
+
+    @property
+    def near(self) -> "frozenset[Kind]":
+        """The kinds whose numbers differ from these by one at most."""
+        steps = product((-1, 0, 1), repeat=3)
+        return frozenset(
+            Kind(self.prompts, self.requests + a, self.tokens + b, self.context + c) for a, b, c in steps
+        )
 
 
 class Refit:
@@ -38,95 +87,123 @@ class Refit:
     A fitted model is used once it has predicted iterations that it had not seen, and better than the model in use.
     """
 
-    def __init__(self, model: LinearModel) -> None:
-        """`model`: a profile's or a warm-up's, right where the engine's iterations do not tell otherwise."""
+    def __init__(self, model: LinearModel, reach: Reach | None = None, rows: Iterable[Row] = ()) -> None:
+        """`model` is right within its `reach` where iterations do not tell otherwise; `rows` were kept before."""
         import scipy.optimize  # noqa: F401 - half a second, which no iteration should wait for
 
         self._first = model
-        self._by_kind: dict[tuple[int, ...], deque[Row]] = {}  # the kind seen last is the last
+        familiar = [
+            (*sums_of(batch), max(model.predict(batch), SMALLEST_MS))
+            for batch in (reach or Reach()).batches()
+        ]
+        self._familiar = [(Kind.of(row).near, row) for row in familiar]
+        self._by_kind: dict[Kind, deque[Row]] = {}  # the kind seen last is the last
         self._since: list[Row] = []  # iterations since the last fit
         self._candidate: LinearModel | None = None
+        for row in rows:
+            self._keep(row)
 
     def observe(self, batch: Batch, ms: float, model: LinearModel) -> LinearModel | None:
         """Note that an iteration took `ms`; returns a model that predicts better than `model`, if one is found."""
         row = (*sums_of(batch), ms)
-        kind = kind_of(batch)
-        rows = self._by_kind.pop(kind, None) or deque(maxlen=OF_KIND)
-        rows.append(row)
-        self._by_kind[kind] = rows
-        if len(self._by_kind) > KINDS:
-            del self._by_kind[next(iter(self._by_kind))]
+        self._keep(row)
         self._since.append(row)
         return self._fit(model) if len(self._since) >= EVERY else None
 
     @property
-    def kept(self) -> Samples:
+    def rows(self) -> list[Row]:
         """The newest iterations of each kind."""
-        return samples_of(self._rows())
-
-    def _rows(self) -> list[Row]:
         return [row for rows in self._by_kind.values() for row in rows]
+
+    def _keep(self, row: Row) -> None:
+        kind = Kind.of(row)
+        rows = self._by_kind.pop(kind, None) or deque(maxlen=OF_KIND)
+        rows.append(row)
+        self._by_kind[kind] = rows
+        if len(self._by_kind) > KINDS:  # of the requests that have most kinds, the one not seen for longest
+            crowded, _ = Counter(known[:2] for known in self._by_kind).most_common(1)[0]
+            del self._by_kind[next(known for known in self._by_kind if known[:2] == crowded)]
 
     def _fit(self, model: LinearModel) -> LinearModel | None:
         """Judge the last candidate by the iterations since, and fit another."""
-        judges, self._since = samples_of(self._since), []
-        last = self._candidate
-        self._candidate = fit(type(self._first), self._to_fit())
-        better = last is not None and error(last, judges) < BETTER * error(model, judges)
-        return last if better else None
+        since, self._since = self._since, []
+        last, self._candidate = self._candidate, None
+        try:
+            self._candidate = fit(type(self._first), self._to_fit())
+        except (RuntimeError, ValueError, np.linalg.LinAlgError) as error:  # the model in use goes on
+            logger.warning("a fit of the latency model failed, and the model stays as it is: %s", error)
+        return last if last is not None and self._is_better(last, model, since) else None
+
+    def _is_better(self, candidate: LinearModel, model: LinearModel, since: Sequence[Row]) -> bool:
+        judges = samples_of(since)
+        if error(candidate, judges) >= BETTER * error(model, judges):
+            return False
+        seen = {Kind.of(row) for row in since}
+        absent = [row for row in self.rows if Kind.of(row) not in seen]
+        if not absent:
+            return True
+        # Their errors are told beside the others, whose middle is everyone's scale.
+        known, missing = samples_of([*since, *absent]), np.arange(len(since) + len(absent)) >= len(since)
+        return error(candidate, known, of=missing) <= NO_WORSE * error(model, known, of=missing)
 
     def _to_fit(self) -> Samples:
-        """The kept iterations, and `FAMILIAR` batches by the first model, at the speed of the kept ones.
+        """The kept iterations, and familiar batches by the first model of which none nearby was seen.
 
         Without these, terms that recent iterations do not tell apart would take each other's time: p^2 of steps is
         their number, and a coefficient fitted to that would foretell hours for a prompt.
         """
-        kept = self.kept
-        speed = float(np.median(kept.ms / np.maximum(kept.predictions(self._first), SMALLEST_MS)))
-        familiar = [
-            (*sums_of(batch), max(speed * self._first.predict(batch), SMALLEST_MS)) for batch in FAMILIAR
-        ]
-        return samples_of([*self._rows(), *familiar])
+        logs = iter(logs_of(self._first, samples_of(self.rows)).tolist())
+        near: list[tuple[Row, float]] = []
+        for kept in self._by_kind.values():
+            own = [*islice(logs, len(kept))]
+            middle = sorted(own)[len(own) // 2]
+            near += [(row, off) for row, off in zip(kept, own, strict=True) if abs(off - middle) <= FURTHEST]
+        small = [off for row, off in near if row[0] <= SMALL]
+        speed = exp(median(small)) if small else 1.0
+        # Of a kind with one iteration the middle tells nothing, and a fit of shares minds too short times most.
+        rows = [row for row, off in near if off > log(speed / SHORTEST)]
+        seen = self._by_kind.keys()
+        familiar = [(*row[:-1], speed * row[-1]) for kinds, row in self._familiar if seen.isdisjoint(kinds)]
+        return samples_of([*rows, *familiar])
 
 
-def kind_of(batch: Batch) -> tuple[int, ...]:
-    """Batches of one kind have about as many requests, tokens and tokens of context, and prompts or none."""
-    return (
-        batch.requests.bit_length(),
-        batch.tokens.bit_length(),
-        batch.context.bit_length() // 2,
-        batch.prefills > 0,
-    )
-
-
-def samples_of(rows: Sequence[Row]) -> Samples:
+def samples_of(rows: Iterable[Row]) -> Samples:
     """Samples of rows with the sums of a batch and its time in ms."""
-    *columns, ms = np.asarray(rows, dtype=np.float64).reshape(-1, len(SUMS) + 1).T
+    *columns, ms = np.asarray([*rows], dtype=np.float64).reshape(-1, len(SUMS) + 1).T
     return Samples(**dict(zip(SUMS, columns, strict=True)), ms=ms)
 
 
-def error(model: LinearModel, samples: Samples) -> float:
+def logs_of(model: LinearModel, samples: Samples) -> NDArray[np.float64]:
+    """Logarithms of measured / predicted."""
+    logs: NDArray[np.float64] = np.log(samples.ms / np.maximum(samples.predictions(model), SMALLEST_MS))
+    return logs
+
+
+def error(model: LinearModel, samples: Samples, *, of: NDArray[np.bool_] | None = None) -> float:
     """Mean error of the model's predictions, each kind counted alike, whatever its scale.
 
-    An iteration's error is the logarithm of measured / predicted, less the median of all.
+    An iteration's error is the logarithm of measured / predicted, less the median of all. `of`: whose errors count.
     """
-    logs = np.log(samples.ms / np.maximum(samples.predictions(model), SMALLEST_MS))
+    logs = logs_of(model, samples)
     off = np.minimum(np.abs(logs - np.median(logs)), LARGEST_ERROR)
-    return float(means_by(kinds_of(samples), off).mean())
+    counted = np.ones(len(samples), dtype=np.bool_) if of is None else of
+    return float(means_by(kinds_of(samples)[counted], off[counted]).mean())
 
 
 def kinds_of(samples: Samples) -> NDArray[np.int64]:
     """A number for the kind of each sample."""
     columns = [
+        samples.prefills > 0,
         np.frexp(samples.requests)[1],
         np.frexp(samples.tokens)[1],
         np.frexp(samples.context)[1] // 2,
-        samples.prefills > 0,
     ]
     _, numbers = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
     return np.asarray(numbers, dtype=np.int64).reshape(-1)
 
 
 def means_by(groups: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of the values of each group."""
-    return np.bincount(groups, weights=values) / np.bincount(groups)
+    """Mean of the values of each group that has any."""
+    counts = np.bincount(groups)
+    means: NDArray[np.float64] = np.bincount(groups, weights=values)[counts > 0] / counts[counts > 0]
+    return means

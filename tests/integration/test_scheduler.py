@@ -819,6 +819,31 @@ def test_no_prompt_is_cut_where_vllm_cuts_none(make: Make, policy: str) -> None:
     assert len(ended) == len(asked) or policy == "online-only"
 
 
+def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_all_left(make: Make) -> None:
+    from conserve.engine.policy.plan import Plan
+    from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
+    from conserve.engine.vllm.scheduling.iterations import Iterations
+    from conserve.engine.vllm.settings import EngineSettings
+    from conserve.profiles.batch import Batch
+
+    iterations = Iterations(EngineSettings.read(unprofiled(make, "conserve").config))
+    stamp = Stamp(iteration=1, flag="", rows=["row1", "row2"], every=1)
+
+    def end(limit_ms: float | None, **outcome: Any) -> tuple[int, int]:
+        planned = Plan(tokens={}, batch=Batch(), limit_ms=limit_ms)
+        one = Iteration(plan=planned, tokens={"row1": 1, "row2": 1}, batch=Batch(), stamp=stamp)
+        one.outcome, one.started, iterations._ended = IterationOutcome(**outcome), 10.0, 10.0
+        iterations.end(one, 10.05)
+        return iterations.planned, iterations.overruns
+
+    assert end(None) == (0, 0)
+    assert end(60.0) == (1, 0)
+    assert end(40.0) == (2, 1)
+    assert end(40.0, joined=1) == (3, 2)
+    assert end(40.0, left=frozenset(["row1"])) == (4, 3)
+    assert end(40.0, left=frozenset(["row1", "row2"])) == (4, 3)
+
+
 def test_a_model_that_embeds_is_not_learned(make: Make) -> None:
     """A plan by what was learned would cut prompts, and there is no decode step to spare."""
     from conserve.engine.vllm.scheduling.iterations import Iterations

@@ -68,6 +68,12 @@ def test_an_iteration_takes_the_time_of_its_batch_if_no_row_left_or_joined(
     assert (iteration.left, iteration.batch_ms) == (left, batch_ms)
 
 
+def test_an_iteration_lasts_whatever_rows_left_or_joined() -> None:
+    for outcome in (IterationOutcome(left=frozenset(["row1"])), IterationOutcome(joined=1)):
+        assert Iteration(stamp=STAMP, outcome=outcome, took_s=0.02).lasted_ms == 20.0
+    assert Iteration(overlapped=True, took_s=0.02).lasted_ms is None
+
+
 def plan(predicted_ms: float) -> Plan:
     return Plan(tokens={}, batch=Batch(), predicted_ms=predicted_ms)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from conserve.cli.profile_report import correction_lines
+from conserve.profiles import refit
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Correction, FrozenModel, Residual
@@ -16,9 +17,10 @@ from conserve.profiles.refit import (
     EVERY,
     KINDS,
     OF_KIND,
+    Kind,
+    Reach,
     Refit,
     error,
-    kind_of,
     kinds_of,
     samples_of,
     sums_of,
@@ -26,6 +28,10 @@ from conserve.profiles.refit import (
 
 PROFILE = ConServeModel.of(0.1, 1e-4, 0, 0, 0.1, 0.3, 0, 25)  # of short contexts and of few requests
 TRUTH = ConServeModel.of(0.1, 1e-4, 0, 2e-3, 0.8, 0.3, 0, 25)  # 120 steps at 400 tokens take 227 ms, not 49
+
+
+def kind_of(batch: Batch) -> Kind:
+    return Kind.of((*sums_of(batch), 1.0))
 
 
 def alone(dice: Random) -> Batch:
@@ -82,42 +88,42 @@ def test_a_model_that_is_right_but_for_its_scale_keeps_its_coefficients(speed: f
 
 
 def test_no_candidate_is_used_before_it_has_predicted_iterations_that_it_had_not_seen() -> None:
-    refit, dice = Refit(PROFILE), Random(1)
+    known, dice = Refit(PROFILE), Random(1)
     batches = [make(dice) for _ in range(EVERY) for make in (alone, many)]
-    found = [refit.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]
+    found = [known.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]
     assert found[:-1] == [None] * (2 * EVERY - 1)
     assert found[-1] is not None
 
 
 def test_a_candidate_that_new_iterations_refute_is_not_used() -> None:
-    refit, dice = Refit(PROFILE), Random(1)
+    known, dice = Refit(PROFILE), Random(1)
     batches = [alone(dice) if n % 2 else many(dice) for n in range(EVERY)]
-    late = [refit.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]  # a neighbour's time
-    usual = [refit.observe(batch, PROFILE.predict(batch), PROFILE) for batch in batches]
+    late = [known.observe(batch, TRUTH.predict(batch), PROFILE) for batch in batches]  # a neighbour's time
+    usual = [known.observe(batch, PROFILE.predict(batch), PROFILE) for batch in batches]
     assert [*late, *usual] == [None] * 2 * EVERY
 
 
 def test_rare_kinds_stay_known_and_only_the_newest_of_each_count() -> None:
-    refit, dice = Refit(PROFILE), Random(1)
+    known, dice = Refit(PROFILE), Random(1)
     rare = many(dice)
-    refit.observe(rare, 200.0, PROFILE)
+    known.observe(rare, 200.0, PROFILE)
     for n in range(5000):
-        refit.observe(alone(dice), 25.0 + n, PROFILE)
-    kept = refit.kept
+        known.observe(alone(dice), 25.0 + n, PROFILE)
+    kept = samples_of(known.rows)
     assert 200.0 in kept.ms
     assert max(np.bincount(kinds_of(kept))) == OF_KIND
     assert 25.0 + 4999 in kept.ms
 
 
 def test_kinds_are_bounded_and_the_one_not_seen_for_longest_goes() -> None:
-    refit, dice = Refit(PROFILE), Random(1)
+    known, dice = Refit(PROFILE), Random(1)
     shapes = [Batch.of([Slice(1 << n, 1 << m)]) for n in range(11) for m in range(0, 12, 2)]
     batches = list({kind_of(one): one for one in shapes}.values())
     dice.shuffle(batches)
     for number, batch in enumerate(batches):
-        refit.observe(batch, 30.0 + number, PROFILE)
+        known.observe(batch, 30.0 + number, PROFILE)
     assert len(batches) > KINDS
-    assert refit.kept.ms.tolist() == [30.0 + number for number in range(len(batches))][-KINDS:]
+    assert samples_of(known.rows).ms.tolist() == [30.0 + number for number in range(len(batches))][-KINDS:]
 
 
 def test_kinds_of_samples_are_those_of_their_batches() -> None:
@@ -170,14 +176,14 @@ def test_a_frozen_model_and_one_without_coefficients_are_not_fitted() -> None:
 
 
 def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word() -> None:
-    refit, dice = Refit(PROFILE), Random(3)
+    known, dice = Refit(PROFILE), Random(3)
     batches = [make(dice) for _ in range(EVERY) for make in (alone, many)]
-    found = [refit.observe(one, TRUTH.predict(one), PROFILE) for one in batches][-1]
+    found = [known.observe(one, TRUTH.predict(one), PROFILE) for one in batches][-1]
     assert found is not None
     rows, prompt = many(dice), Batch.of([Slice(2000, 0)])  # of which no iteration was seen
     assert found.predict(rows) == pytest.approx(TRUTH.predict(rows), rel=0.05)
     assert found.predict(prompt) == pytest.approx(PROFILE.predict(prompt), rel=0.3)
-    free = fit(ConServeModel, refit.kept)
+    free = fit(ConServeModel, samples_of(known.rows))
     assert free.predict(prompt) > 1000 * PROFILE.predict(prompt)
 
 
@@ -190,3 +196,95 @@ def test_the_profiles_report_says_what_was_corrected() -> None:
     fitted = Correction(log_scale=0.1, seen=3000, error=0.04, coefficients=TRUTH.coefficients)
     [line] = correction_lines(fitted)
     assert line.startswith("corrected since over 3,000 iterations: the model was fitted to them anew")
+
+
+LONG = Reach(tokens=8192, requests=128, context=32_768)  # of a profile
+FAR = [Batch.of([Slice(1, 16_000, True)] * 8), Batch.of([Slice(2048, 30_000)]), Batch.of([Slice(512, 0)])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_profile_knows_and_the_engine_has_not_seen_stays_known(seed: int) -> None:
+    """All that the profile lacks is what a request takes; its long contexts are right."""
+    profile = ConServeModel.of(0.1, 1e-4, 1e-5, 5e-4, 0.1, 0.3, 0, 25)
+    truth = ConServeModel.of(0.1, 1e-4, 1e-5, 5e-4, 0.8, 0.3, 0, 25)
+    corrected = CorrectedModel(profile, reach=LONG)
+    serve(corrected, truth, 40, seed=seed)
+    assert corrected.refits >= 1
+    rows = many(Random(9))
+    assert corrected.predict(rows) == pytest.approx(truth.predict(rows), rel=0.15)
+    for batch in FAR:
+        assert corrected.predict(batch) == pytest.approx(truth.predict(batch), rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_iterations_of_rows_alone_do_not_make_prompts_longer(seed: int) -> None:
+    corrected, dice = CorrectedModel(PROFILE), Random(seed)
+    for _ in range(100):
+        for context in (100, 300, 500, 900, 1500, 3000, 6000):
+            batch = Batch.of([Slice(1, dice.randint(context, 2 * context), True) for _ in range(100)])
+            corrected.observe(batch, TRUTH.predict(batch) * dice.lognormvariate(0, 0.05))
+        live = alone(dice)
+        corrected.observe(live, TRUTH.predict(live) * dice.lognormvariate(0, 0.05))
+    for tokens in (512, 2048):
+        prompt = Batch.of([Slice(tokens, 0)])
+        assert corrected.predict(prompt) == pytest.approx(TRUTH.predict(prompt), rel=0.35)
+
+
+def test_live_work_alone_after_a_restart_does_not_undo_what_was_learned_of_rows(tmp_path: Path) -> None:
+    before = CorrectedModel(PROFILE, correction=Correction(of="a profile"))
+    serve(before, TRUTH, 30)
+    before.correction.save(tmp_path / "file")
+    again = CorrectedModel(PROFILE, correction=Correction.load(tmp_path / "file", of="a profile"))
+    slower_alone = ConServeModel.of(0.1, 1e-4, 0, 2e-3, 0.8, 0.3, 0, 18)
+    dice, rows = Random(5), many(Random(9))
+    for _ in range(1000):
+        batch = alone(dice)
+        again.observe(batch, slower_alone.predict(batch) * dice.lognormvariate(0, 0.1))
+    relative = again.predict(rows) / again.predict(alone(Random(9)))
+    assert relative == pytest.approx(TRUTH.predict(rows) / TRUTH.predict(alone(Random(9))), rel=0.2)
+
+
+def test_kinds_of_many_live_lengths_do_not_drive_out_what_is_known_of_rows() -> None:
+    known, dice = Refit(PROFILE), Random(1)
+    rows = many(dice)
+    known.observe(rows, 200.0, PROFILE)
+    for _ in range(3000):
+        slices = [Slice(1, dice.randint(0, 16_000), True) for _ in range(dice.randint(0, 15))]
+        batch = Batch.of([*slices, Slice(dice.randint(1, 2048), dice.choice([0, 512, 4096]))])
+        known.observe(batch, TRUTH.predict(batch), TRUTH)
+    assert 200.0 in samples_of(known.rows).ms
+    assert len(known._by_kind) <= KINDS
+
+
+def test_a_mistaken_clock_keeps_no_fit_away() -> None:
+    corrected, dice = CorrectedModel(PROFILE), Random(2)
+    for number in range(16):
+        serve(corrected, TRUTH, 3, seed=number)
+        batch = prompts(dice)
+        corrected.observe(batch, TRUTH.predict(batch) / 30)
+    assert corrected.refits >= 1
+    rows = many(Random(9))
+    assert corrected.predict(rows) == pytest.approx(TRUTH.predict(rows), rel=0.2)
+
+
+def test_a_fit_that_fails_leaves_the_model_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise np.linalg.LinAlgError("not positive definite")
+
+    monkeypatch.setattr(refit, "fit", fails)
+    corrected = CorrectedModel(PROFILE)
+    serve(corrected, TRUTH, 16)
+    assert corrected.model is PROFILE
+    assert "a fit of the latency model failed" in caplog.text
+
+
+def test_coefficients_of_other_terms_are_not_taken_nor_what_was_learned_with_them() -> None:
+    earlier = Correction(
+        of="a profile", log_scale=1.0, residuals=[Residual(30.0, 3.0)], coefficients={"x": 1.0}
+    )
+    again = CorrectedModel(PROFILE, [Residual(30.0, 1.1)] * 99, correction=earlier)
+    assert again.model is PROFILE
+    assert (again.scale, again.correction.of) == (1.0, "a profile")
+    assert again.margin(30.0) == pytest.approx(1.1, rel=0.02)

@@ -40,6 +40,14 @@ def test_a_promise_by_another_name_is_refused_with_its_own_before_anything_start
         serve_flags.refuse_ours(["--tensor-parallel-size", "2", flag, "300ms"])
 
 
+def test_a_promise_in_a_file_of_vllms_flags_is_told_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "vllm.yaml").write_text("ttft-slo: 300ms\n")
+    with pytest.raises(
+        SettingsError, match=r"--ttft-slo \(in .*vllm.yaml\) is no flag of vLLM's; give it to"
+    ):
+        serve_flags.refuse_ours(["--config", str(tmp_path / "vllm.yaml")])
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

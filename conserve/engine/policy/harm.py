@@ -53,6 +53,6 @@ def limit_of(model: LatencyModel, predicted_ms: float) -> float:
     Longer ones may have a smaller margin, as after a warm-up with few of them; the limit is then smaller.
     """
     limit_ms = predicted_ms * model.margin(predicted_ms)
-    while limit_ms > predicted_ms and planned_ms(model.margin, limit_ms) > predicted_ms * (1 + ROUNDING):
+    while planned_ms(model.margin, limit_ms) > predicted_ms * (1 + ROUNDING):
         limit_ms /= STEP
     return limit_ms

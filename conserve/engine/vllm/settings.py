@@ -20,7 +20,8 @@ from conserve.errors import SettingsError
 from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction, Residual
 from conserve.profiles.hygen import HyGenModel
-from conserve.profiles.profile import MODELS, KVCopy
+from conserve.profiles.profile import MODELS, KVCopy, Profile
+from conserve.profiles.refit import Reach
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,6 +125,7 @@ class Pacing:
             "coefficients": found.models[found.best].coefficients,
             "residuals": found.models[found.best].residuals,
             "hygen": hygen.coefficients if (hygen := found.models.get(HyGenModel.name)) else None,
+            "reach": reach_of(found),
             "of": found.stamp,
             "profile_name": found.name,
             "block_ms": block_ms(found.kv_copies),
@@ -185,7 +187,8 @@ class EngineSettings:
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
         correction = earlier or Correction(of=section["of"])
         residuals = map(Residual._make, section["residuals"])
-        corrected = CorrectedModel(model, residuals, correction=correction)
+        reach = Reach(*section["reach"]) if section.get("reach") else None
+        corrected = CorrectedModel(model, residuals, correction=correction, reach=reach)
         return cls(
             policy=policy,
             promises=promises,
@@ -202,6 +205,12 @@ class EngineSettings:
             push_slo_scale=scale,
             live_prefixes=kept,
         )
+
+
+def reach_of(profile: Profile) -> Reach | None:
+    """The largest batches that the profile's model was fitted to; None if it was fitted to none."""
+    known = profile.measured
+    return Reach(known.tokens, known.requests, known.context) if known is not None else None
 
 
 def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:

@@ -34,7 +34,7 @@ class Iterations:
         """`learns`: False for a model that only embeds, whose iterations vLLM composes: it cuts no prompt."""
         self.model: CorrectedModel | None = installed.model
         self.warm_up = WarmUp() if installed.model is None and learns else None
-        self.worth = Worth.by(installed.model) if installed.model is not None else Worth()
+        self.worth = Worth.by(installed.model.first) if installed.model is not None else Worth()
         self.hygen: HyGenModel | None = installed.hygen  # HyGen's predictor, by the same measurements
         self.counted = self.planned = self.overruns = 0
         self._correction_file = installed.correction_file
@@ -89,7 +89,7 @@ class Iterations:
         """Fit a model to the iterations of the warm-up, if there are enough of them."""
         if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
             self.hygen = fit(HyGenModel, self.warm_up.samples)
-            self.model, self.warm_up, self.worth = model, None, Worth.by(model)
+            self.model, self.warm_up, self.worth = model, None, Worth.by(model.first)
 
     def described(self) -> dict[str, Any] | None:
         """The latency model and its last errors, for JSON; None while there is no model."""
@@ -117,9 +117,13 @@ class Iterations:
         }
 
     def _count_overrun(self, iteration: Iteration) -> None:
-        """Compare the time of an iteration with offline tokens to its limit, also if rows left it or joined it."""
+        """Compare the time of an iteration with offline tokens to its limit, also if rows left it or joined it.
+
+        One that all requests left tells nothing.
+        """
         lasted_ms, limit_ms = iteration.lasted_ms, iteration.limit_ms
-        if iteration.batch is not None and lasted_ms is not None and limit_ms is not None:
+        whole = iteration.batch is not None and len(iteration.left) < len(iteration.tokens)
+        if whole and lasted_ms is not None and limit_ms is not None:
             self.planned += 1
             self.overruns += lasted_ms > limit_ms
 
