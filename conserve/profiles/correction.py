@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples
 from conserve.profiles.model import LatencyModel, LinearModel
-from conserve.profiles.refit import SMALLEST_MS, Reach, Refit, samples_of
+from conserve.profiles.refit import SMALLEST_MS, FittedReach, Refit, samples_of
 from conserve.whole import write_whole
 
 Floats = NDArray[np.float64]
@@ -174,7 +174,7 @@ class CorrectedModel:
         *,
         overrun_share: float = 0.01,
         correction: Correction | None = None,
-        reach: Reach | None = None,
+        reach: FittedReach | None = None,
     ) -> None:
         """`residuals` are the profile's; measured iterations replace them as they come in.
 

@@ -21,7 +21,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import SUMS, Samples, fit
 from conserve.profiles.model import LinearModel
 
-logger = logging.getLogger("vllm.conserve")
+logger = logging.getLogger(__name__)
 EVERY = 128  # iterations between two fits
 OF_KIND = 16  # newest iterations of each kind that a fit sees: rare kinds count as much as frequent ones
 KINDS = 64  # most kinds that are kept
@@ -40,7 +40,7 @@ Row = tuple[float, ...]  # the sums of a batch, and its time in ms
 sums_of = attrgetter(*SUMS)
 
 
-class Reach(NamedTuple):
+class FittedReach(NamedTuple):
     """Largest measured batches that a model was first fitted to; the default is any warm-up's."""
 
     tokens: int = 2048
@@ -58,7 +58,7 @@ class Reach(NamedTuple):
                 yield Batch.of([Slice(1, context, True)] * count)
 
 
-class Kind(NamedTuple):
+class BatchKind(NamedTuple):
     """Batches of one kind have prompts or none, and about as many requests, tokens and tokens of context."""
 
     prompts: bool
@@ -67,17 +67,17 @@ class Kind(NamedTuple):
     context: int  # half of that number
 
     @classmethod
-    def of(cls, row: Row) -> "Kind":
+    def of(cls, row: Row) -> "BatchKind":
         """The kind of a batch with these sums."""
         requests, tokens, context, _, _, prefills, *_ = map(int, row)
         return cls(prefills > 0, requests.bit_length(), tokens.bit_length(), context.bit_length() // 2)
 
     @property
-    def near(self) -> "frozenset[Kind]":
+    def near(self) -> "frozenset[BatchKind]":
         """The kinds whose numbers differ from these by one at most."""
         steps = product((-1, 0, 1), repeat=3)
         return frozenset(
-            Kind(self.prompts, self.requests + a, self.tokens + b, self.context + c) for a, b, c in steps
+            BatchKind(self.prompts, self.requests + a, self.tokens + b, self.context + c) for a, b, c in steps
         )
 
 
@@ -87,17 +87,19 @@ class Refit:
     A fitted model is used once it has predicted iterations that it had not seen, and better than the model in use.
     """
 
-    def __init__(self, model: LinearModel, reach: Reach | None = None, rows: Iterable[Row] = ()) -> None:
+    def __init__(
+        self, model: LinearModel, reach: FittedReach | None = None, rows: Iterable[Row] = ()
+    ) -> None:
         """`model` is right within its `reach` where iterations do not tell otherwise; `rows` were kept before."""
         import scipy.optimize  # noqa: F401 - half a second, which no iteration should wait for
 
         self._first = model
         familiar = [
             (*sums_of(batch), max(model.predict(batch), SMALLEST_MS))
-            for batch in (reach or Reach()).batches()
+            for batch in (reach or FittedReach()).batches()
         ]
-        self._familiar = [(Kind.of(row).near, row) for row in familiar]
-        self._by_kind: dict[Kind, deque[Row]] = {}  # the kind seen last is the last
+        self._familiar = [(BatchKind.of(row).near, row) for row in familiar]
+        self._by_kind: dict[BatchKind, deque[Row]] = {}  # the kind seen last is the last
         self._since: list[Row] = []  # iterations since the last fit
         self._candidate: LinearModel | None = None
         for row in rows:
@@ -116,7 +118,7 @@ class Refit:
         return [row for rows in self._by_kind.values() for row in rows]
 
     def _keep(self, row: Row) -> None:
-        kind = Kind.of(row)
+        kind = BatchKind.of(row)
         rows = self._by_kind.pop(kind, None) or deque(maxlen=OF_KIND)
         rows.append(row)
         self._by_kind[kind] = rows
@@ -138,8 +140,8 @@ class Refit:
         judges = samples_of(since)
         if error(candidate, judges) >= BETTER * error(model, judges):
             return False
-        seen = {Kind.of(row) for row in since}
-        absent = [row for row in self.rows if Kind.of(row) not in seen]
+        seen = {BatchKind.of(row) for row in since}
+        absent = [row for row in self.rows if BatchKind.of(row) not in seen]
         if not absent:
             return True
         # Their errors are told beside the others, whose middle is everyone's scale.

@@ -17,8 +17,8 @@ from conserve.profiles.refit import (
     EVERY,
     KINDS,
     OF_KIND,
-    Kind,
-    Reach,
+    BatchKind,
+    FittedReach,
     Refit,
     error,
     kinds_of,
@@ -30,8 +30,8 @@ PROFILE = ConServeModel.of(0.1, 1e-4, 0, 0, 0.1, 0.3, 0, 25)  # of short context
 TRUTH = ConServeModel.of(0.1, 1e-4, 0, 2e-3, 0.8, 0.3, 0, 25)  # 120 steps at 400 tokens take 227 ms, not 49
 
 
-def kind_of(batch: Batch) -> Kind:
-    return Kind.of((*sums_of(batch), 1.0))
+def kind_of(batch: Batch) -> BatchKind:
+    return BatchKind.of((*sums_of(batch), 1.0))
 
 
 def alone(dice: Random) -> Batch:
@@ -198,7 +198,7 @@ def test_the_profiles_report_says_what_was_corrected() -> None:
     assert line.startswith("corrected since over 3,000 iterations: the model was fitted to them anew")
 
 
-LONG = Reach(tokens=8192, requests=128, context=32_768)  # of a profile
+LONG = FittedReach(tokens=8192, requests=128, context=32_768)  # of a profile
 FAR = [Batch.of([Slice(1, 16_000, True)] * 8), Batch.of([Slice(2048, 30_000)]), Batch.of([Slice(512, 0)])]
 
 

@@ -21,7 +21,7 @@ from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction, Residual
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS, KVCopy, Profile
-from conserve.profiles.refit import Reach
+from conserve.profiles.refit import FittedReach
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -187,7 +187,7 @@ class EngineSettings:
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
         correction = earlier or Correction(of=section["of"])
         residuals = map(Residual._make, section["residuals"])
-        reach = Reach(*section["reach"]) if section.get("reach") else None
+        reach = FittedReach(*section["reach"]) if section.get("reach") else None
         corrected = CorrectedModel(model, residuals, correction=correction, reach=reach)
         return cls(
             policy=policy,
@@ -207,10 +207,10 @@ class EngineSettings:
         )
 
 
-def reach_of(profile: Profile) -> Reach | None:
+def reach_of(profile: Profile) -> FittedReach | None:
     """The largest batches that the profile's model was fitted to; None if it was fitted to none."""
     known = profile.measured
-    return Reach(known.tokens, known.requests, known.context) if known is not None else None
+    return FittedReach(known.tokens, known.requests, known.context) if known is not None else None
 
 
 def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:
