@@ -73,10 +73,11 @@ def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:
 def _refuse_ours(flags: list[str], command: str, where: str = "") -> None:
     refuse_machines(flags, command)
     for name in names_of(flags):
-        for word in PROMISES.keys() & {*name.split("-")}:
-            if name in PROMISES.values():
+        for word, flag in PROMISES.items():
+            if name == flag:
                 raise SettingsError(f"{name}{where} is no flag of vLLM's; give it to {command} itself")
-            raise SettingsError(f"there is no flag {name}{where}; {PROMISES[word]} promises a {word.upper()}")
+            if word in name.split("-"):
+                raise SettingsError(f"there is no flag {name}{where}; {flag} promises a {word.upper()}")
         if name in OURS:
             raise SettingsError(
                 f"{name}{where} is set by {command}; leave it out, or start vllm serve yourself"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples
 from conserve.profiles.model import LatencyModel, LinearModel
-from conserve.profiles.refit import SMALLEST_MS, FittedReach, Refit, samples_of
+from conserve.profiles.refit import FittedReach, Refit, logs_of
 from conserve.whole import write_whole
 
 Floats = NDArray[np.float64]
@@ -285,17 +285,17 @@ class CorrectedModel:
         if self._refit is not None and isinstance(self.model, LinearModel):
             better = self._refit.observe(batch, ms, self.model)
             if better is not None:
-                self._use(better, samples_of(self._refit.rows))
+                self._use(better, Samples.of_sums(self._refit.rows))
 
     def _use(self, model: LinearModel, samples: Samples) -> None:
         """Replace the coefficients, and what was learned about the earlier ones by what `samples` say of these."""
-        predicted_ms = np.maximum(samples.predictions(model), SMALLEST_MS)
+        logs, bound = logs_of(model, samples), log(LARGEST_SCALE)
         self.model, self.refits = model, self.refits + 1
-        bound = log(LARGEST_SCALE)
-        self._log_scale = float(np.clip(np.median(np.log(samples.ms / predicted_ms)), -bound, bound))
+        self._log_scale = float(np.clip(np.median(logs), -bound, bound))
         self._scale = exp(self._log_scale)
-        predicted_ms *= self._scale
-        self._residuals = NewestResiduals(map(Residual, predicted_ms, samples.ms / predicted_ms))
+        ratios = np.exp(logs - self._log_scale)
+        predicted_ms = samples.ms / ratios
+        self._residuals = NewestResiduals(map(Residual, predicted_ms, ratios))
         self._longest_ms = float(predicted_ms.max())
         self._margins.clear()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Self, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ ROBUST_ROUNDS = 2
 HUBER = 2.0  # times the median error; batches further off count less
 FOLDS = 8  # parts of the samples, each predicted from the others
 SUMS = tuple(field.name for field in fields(Batch))
+sums_of = attrgetter(*SUMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,13 @@ class Samples:
     @classmethod
     def of(cls, batches: Iterable[Batch], ms: Sequence[float]) -> Self:
         """Samples of these batches."""
-        rows = [[getattr(batch, name) for name in SUMS] for batch in batches]
-        columns = np.asarray(rows, dtype=np.float64).reshape(-1, len(SUMS)).T
-        return cls(**dict(zip(SUMS, columns, strict=True)), ms=np.asarray(ms, dtype=np.float64))
+        return cls.of_sums((*sums_of(batch), took) for batch, took in zip(batches, ms, strict=True))
+
+    @classmethod
+    def of_sums(cls, sums: Iterable[Sequence[float]]) -> Self:
+        """Samples of batches of which only `SUMS` are known, each with its time in ms behind them."""
+        *columns, ms = np.asarray([*sums], dtype=np.float64).reshape(-1, len(SUMS) + 1).T
+        return cls(**dict(zip(SUMS, columns, strict=True)), ms=ms)
 
     def __len__(self) -> int:
         return len(self.ms)

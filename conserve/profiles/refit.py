@@ -6,19 +6,18 @@ from one kind of iteration it adds to all others. A fit to recent iterations cor
 """
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, product
 from math import exp, log
-from operator import attrgetter
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.fit import SUMS, Samples, fit
+from conserve.profiles.fit import Samples, fit, sums_of
 from conserve.profiles.model import LinearModel
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ STEPS = (1, 8, 32, 128)
 CONTEXTS = (0, 64, 512, 4096, 16_384, 65_536)
 
 Row = tuple[float, ...]  # the sums of a batch, and its time in ms
-sums_of = attrgetter(*SUMS)
 
 
 class FittedReach(NamedTuple):
@@ -137,16 +135,14 @@ class Refit:
         return last if last is not None and self._is_better(last, model, since) else None
 
     def _is_better(self, candidate: LinearModel, model: LinearModel, since: Sequence[Row]) -> bool:
-        judges = samples_of(since)
-        if error(candidate, judges) >= BETTER * error(model, judges):
+        if error(candidate, since) >= BETTER * error(model, since):
             return False
-        seen = {BatchKind.of(row) for row in since}
-        absent = [row for row in self.rows if BatchKind.of(row) not in seen]
+        seen = {*map(BatchKind.of, since)}
+        absent = [row for kind, rows in self._by_kind.items() if kind not in seen for row in rows]
         if not absent:
             return True
-        # Their errors are told beside the others, whose middle is everyone's scale.
-        known, missing = samples_of([*since, *absent]), np.arange(len(since) + len(absent)) >= len(since)
-        return error(candidate, known, of=missing) <= NO_WORSE * error(model, known, of=missing)
+        known = [*since, *absent]  # the middle of all is the scale of all
+        return error(candidate, known, but=seen) <= NO_WORSE * error(model, known, but=seen)
 
     def _to_fit(self) -> Samples:
         """The kept iterations, and familiar batches by the first model of which none nearby was seen.
@@ -154,7 +150,7 @@ class Refit:
         Without these, terms that recent iterations do not tell apart would take each other's time: p^2 of steps is
         their number, and a coefficient fitted to that would foretell hours for a prompt.
         """
-        logs = iter(logs_of(self._first, samples_of(self.rows)).tolist())
+        logs = iter(logs_of(self._first, Samples.of_sums(self.rows)).tolist())
         near: list[tuple[Row, float]] = []
         for kept in self._by_kind.values():
             own = [*islice(logs, len(kept))]
@@ -166,13 +162,7 @@ class Refit:
         rows = [row for row, off in near if off > log(speed / SHORTEST)]
         seen = self._by_kind.keys()
         familiar = [(*row[:-1], speed * row[-1]) for kinds, row in self._familiar if seen.isdisjoint(kinds)]
-        return samples_of([*rows, *familiar])
-
-
-def samples_of(rows: Iterable[Row]) -> Samples:
-    """Samples of rows with the sums of a batch and its time in ms."""
-    *columns, ms = np.asarray([*rows], dtype=np.float64).reshape(-1, len(SUMS) + 1).T
-    return Samples(**dict(zip(SUMS, columns, strict=True)), ms=ms)
+        return Samples.of_sums([*rows, *familiar])
 
 
 def logs_of(model: LinearModel, samples: Samples) -> NDArray[np.float64]:
@@ -181,31 +171,15 @@ def logs_of(model: LinearModel, samples: Samples) -> NDArray[np.float64]:
     return logs
 
 
-def error(model: LinearModel, samples: Samples, *, of: NDArray[np.bool_] | None = None) -> float:
+def error(model: LinearModel, rows: Sequence[Row], *, but: Container[BatchKind] = ()) -> float:
     """Mean error of the model's predictions, each kind counted alike, whatever its scale.
 
-    An iteration's error is the logarithm of measured / predicted, less the median of all. `of`: whose errors count.
+    An iteration's error is the logarithm of measured / predicted, less the median of all. `but`: kinds whose errors
+    do not count.
     """
-    logs = logs_of(model, samples)
+    logs = logs_of(model, Samples.of_sums(rows))
     off = np.minimum(np.abs(logs - np.median(logs)), LARGEST_ERROR)
-    counted = np.ones(len(samples), dtype=np.bool_) if of is None else of
-    return float(means_by(kinds_of(samples)[counted], off[counted]).mean())
-
-
-def kinds_of(samples: Samples) -> NDArray[np.int64]:
-    """A number for the kind of each sample."""
-    columns = [
-        samples.prefills > 0,
-        np.frexp(samples.requests)[1],
-        np.frexp(samples.tokens)[1],
-        np.frexp(samples.context)[1] // 2,
-    ]
-    _, numbers = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
-    return np.asarray(numbers, dtype=np.int64).reshape(-1)
-
-
-def means_by(groups: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of the values of each group that has any."""
-    counts = np.bincount(groups)
-    means: NDArray[np.float64] = np.bincount(groups, weights=values)[counts > 0] / counts[counts > 0]
-    return means
+    by_kind: defaultdict[BatchKind, list[float]] = defaultdict(list)
+    for row, one in zip(rows, off.tolist(), strict=True):
+        by_kind[BatchKind.of(row)].append(one)
+    return fmean(fmean(errors) for kind, errors in by_kind.items() if kind not in but)

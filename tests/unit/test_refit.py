@@ -1,5 +1,6 @@
 """Coefficients that an engine's own iterations correct: when they are replaced, and what is learned anew then."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ from conserve.profiles import refit
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Correction, FrozenModel, Residual
-from conserve.profiles.fit import fit
+from conserve.profiles.fit import Samples, fit, sums_of
 from conserve.profiles.model import TIMELESS
 from conserve.profiles.refit import (
     EVERY,
@@ -21,9 +22,6 @@ from conserve.profiles.refit import (
     FittedReach,
     Refit,
     error,
-    kinds_of,
-    samples_of,
-    sums_of,
 )
 
 PROFILE = ConServeModel.of(0.1, 1e-4, 0, 0, 0.1, 0.3, 0, 25)  # of short contexts and of few requests
@@ -109,9 +107,9 @@ def test_rare_kinds_stay_known_and_only_the_newest_of_each_count() -> None:
     known.observe(rare, 200.0, PROFILE)
     for n in range(5000):
         known.observe(alone(dice), 25.0 + n, PROFILE)
-    kept = samples_of(known.rows)
+    kept = Samples.of_sums(known.rows)
     assert 200.0 in kept.ms
-    assert max(np.bincount(kinds_of(kept))) == OF_KIND
+    assert max(Counter(map(BatchKind.of, known.rows)).values()) == OF_KIND
     assert 25.0 + 4999 in kept.ms
 
 
@@ -123,21 +121,15 @@ def test_kinds_are_bounded_and_the_one_not_seen_for_longest_goes() -> None:
     for number, batch in enumerate(batches):
         known.observe(batch, 30.0 + number, PROFILE)
     assert len(batches) > KINDS
-    assert samples_of(known.rows).ms.tolist() == [30.0 + number for number in range(len(batches))][-KINDS:]
-
-
-def test_kinds_of_samples_are_those_of_their_batches() -> None:
-    dice = Random(3)
-    batches = [make(dice) for _ in range(60) for make in (alone, many, prompts)]
-    numbers = kinds_of(samples_of([(*sums_of(batch), 1.0) for batch in batches])).tolist()
-    pairs = {(kind_of(batch), number) for batch, number in zip(batches, numbers, strict=True)}
-    assert len(pairs) == len({kind for kind, _ in pairs}) == len({number for _, number in pairs})
+    assert (
+        Samples.of_sums(known.rows).ms.tolist() == [30.0 + number for number in range(len(batches))][-KINDS:]
+    )
 
 
 def test_an_error_counts_each_kind_alike_and_no_scale() -> None:
     dice = Random(3)
     batches = [alone(dice) for _ in range(990)] + [many(dice) for _ in range(10)]
-    rows = samples_of([(*sums_of(batch), 2 * TRUTH.predict(batch)) for batch in batches])
+    rows = [(*sums_of(batch), 2 * TRUTH.predict(batch)) for batch in batches]
     assert error(TRUTH, rows) == pytest.approx(0, abs=1e-9)
     assert error(PROFILE, rows) > 0.3  # nearly all are steps of one request, and right
 
@@ -183,7 +175,7 @@ def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word(
     rows, prompt = many(dice), Batch.of([Slice(2000, 0)])  # of which no iteration was seen
     assert found.predict(rows) == pytest.approx(TRUTH.predict(rows), rel=0.05)
     assert found.predict(prompt) == pytest.approx(PROFILE.predict(prompt), rel=0.3)
-    free = fit(ConServeModel, samples_of(known.rows))
+    free = fit(ConServeModel, Samples.of_sums(known.rows))
     assert free.predict(prompt) > 1000 * PROFILE.predict(prompt)
 
 
@@ -252,7 +244,7 @@ def test_kinds_of_many_live_lengths_do_not_drive_out_what_is_known_of_rows() -> 
         slices = [Slice(1, dice.randint(0, 16_000), True) for _ in range(dice.randint(0, 15))]
         batch = Batch.of([*slices, Slice(dice.randint(1, 2048), dice.choice([0, 512, 4096]))])
         known.observe(batch, TRUTH.predict(batch), TRUTH)
-    assert 200.0 in samples_of(known.rows).ms
+    assert 200.0 in Samples.of_sums(known.rows).ms
     assert len(known._by_kind) <= KINDS
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from conserve.engine.policy.promises import LATENCIES
+from conserve.engine.policy.promises import LATENCIES, Promises
 from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
 from conserve.engine.vllm.server.reports import LastReports
@@ -178,16 +178,15 @@ class Report(NamedTuple):
 
     def _harm_limits(self) -> Iterator[Metric]:
         """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
-        slo = self.said.get("slo") or {}
+        slo = Promises.of(self.said.get("slo") or {}).slo
         limits = GaugeMetricFamily(
             "conserve_harm_limit",
             "Share of its own time that a latency may be longer by.",
             labels=["latency"],
         )
-        for latency in LATENCIES:
-            harm = slo.get("harm") or (slo.get("default_harm") if slo.get(latency) is None else None)
+        for latency, harm in (("ttft", slo.ttft_harm), ("tbt", slo.tbt_harm)):
             if harm is not None:
-                limits.add_metric([latency.removesuffix("_ms")], harm)
+                limits.add_metric([latency], harm)
         if limits.samples:
             yield limits
 
