@@ -78,14 +78,15 @@ def model(settings: Settings) -> Finding:
 
 def cores() -> Finding:
     """Cores that the engine computes on, and their limit."""
-    from conserve.engine.runtime.machine import cores, cpu_model
-    from conserve.engine.vllm.launching.environment import BINDING
+    from conserve.engine.runtime.machine import BINDING, RESERVED, cores, cpu_model
 
     found = cores()
     limits = [f"{found.online} in the machine", f"{found.allowed} by affinity"]
     limits += [f"{found.quota:g} by control group"] if found.quota is not None else []
     bound = os.environ.get(BINDING)
     how = f"bound by {BINDING}={bound}" if bound else f"{output.count(found.usable, 'thread')} compute"
+    if not bound and found.usable > 1 and not found.bounded_by_quota and RESERVED not in os.environ:
+        how += ", in conserve serve one fewer for each worker"
     return Finding("cores", f"{cpu_model()}: {', '.join(limits)}; {how}")
 
 

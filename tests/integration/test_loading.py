@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
 from tests.warned import OF_VLLM
@@ -57,6 +58,8 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     monkeypatch.setattr(
         launching, "_available_bytes", lambda: 8 << 30
     )  # other tests take some, and give it back
+    monkeypatch.setenv(RESERVED, "")  # put back afterwards
+    monkeypatch.delenv(RESERVED)
     flags = ["--max-model-len", "2048", "--port", "8123"]
     section = {
         "policy": "conserve",
@@ -67,7 +70,8 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     }
     printed = command_of(str(demo_model), flags, section, models_folder=demo_model.parent, keys=True)
     start, *words = shlex.split(printed.replace("\\\n", ""))
-    assert [start, *words[:4]] == ["VLLM_PLUGINS=conserve", *VLLM_CPU.split()]
+    assert [start, words.pop(0)] == ["VLLM_PLUGINS=conserve", f"{RESERVED}=1"]
+    assert words[:4] == VLLM_CPU.split()
     assert words[-3:] == ["--api-key", "$VLLM_API_KEY", "$CONSERVE_HARVEST_KEY"]
     read = vars(parsed(words[4:-3]))
     served = vars(arguments(str(demo_model), flags, section, models_folder=demo_model.parent))
@@ -139,3 +143,32 @@ def test_rows_leave_under_a_worker_of_a_former_name() -> None:
 
     assert why_not(config("conserve.engine.vllm.worker.Worker")) == "the pipeline is parallel"
     assert "--worker-cls" in (why_not(config("other.Worker")) or "")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("users", [None, "0"])
+@pytest.mark.parametrize("connector", ["none", "ours", "another", "both"])
+def test_a_server_leaves_the_cores_free_that_it_would_without_our_connector(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch, connector: str, users: str | None
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints
+    from conserve.engine.vllm.launching.flags import configured
+    from conserve.engine.vllm.server.process import parsed
+
+    def reserved(flags: list[str]) -> int:
+        monkeypatch.setenv(RESERVED, "")
+        monkeypatch.delenv(RESERVED)
+        if users is not None:
+            monkeypatch.setenv(RESERVED, users)
+        args = AsyncEngineArgs.from_cli_args(parsed([str(few_layers), "--max-model-len", "256", *flags]))
+        cores: int = OMPProcessManager(configured(args, served=True)).reserve_cpu_num
+        return cores
+
+    others = [FLAG, '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}']
+    theirs = others if connector in ("another", "both") else []
+    flags = with_checkpoints(theirs, {}) if connector in ("ours", "both") else theirs
+    vllms_own = 2 if theirs else 1
+    assert reserved(flags) == (vllms_own if users is None else int(users))

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from conserve.engine.runtime.machine import (
+    BINDING,
     Cores,
     cpu_model,
     cpu_quota,
     memory_headroom,
     memory_limit,
 )
-from conserve.engine.vllm.launching.environment import BINDING, bind_threads
+from conserve.engine.vllm.launching.environment import bind_threads
 
 GIB = 1 << 30
 

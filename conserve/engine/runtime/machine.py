@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"  # cores that the engine computes on
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"  # cores that it leaves free
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")

@@ -41,7 +41,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.engine.exceptions.{EngineDeadError,EngineGenerateError}": "how generate() fails",
         "vllm.{utils.system_utils,v1.engine.utils,v1.executor.multiproc_executor}.get_mp_context": "replaced on a "
         "CPU: core and worker are forked off one process that has imported vLLM",
-        "vllm.utils.ompmultiprocessing.OMPProcessManager.configure_omp_envs": "the variables of a CPU worker",
+        "vllm.utils.ompmultiprocessing.OMPProcessManager.{configure_omp_envs,reserve_cpu_num}": "a CPU worker's cores",
         "vllm.exceptions.{VLLMClientError,VLLMValidationError,GracefulHTTPError}": "refusals and "
         "their parameter",
         # outputs and resuming

@@ -12,11 +12,10 @@ import warnings
 from io import TextIOWrapper
 from pathlib import Path
 
-from conserve.engine.runtime.machine import Cores, cores
+from conserve.engine.runtime.machine import BINDING, RESERVED, Cores, cores
 
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
 JSON_LOGGING = Path(__file__).with_name("json_logging.json")  # for VLLM_LOGGING_CONFIG_PATH
-BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 TAIL_BYTES = 65_536
 CONSEQUENCES = ("initialization failed", "EngineDeadError")  # of one process after another one has failed
 
@@ -29,9 +28,9 @@ def prepare_environment(*, offline: bool, served: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # vLLM keeps one core for the front end, which is nearly idle in a batch run: with both cores computing,
     # a two-core machine does 2,136 tokens/s instead of 1,297 (64 rows of 400 in, 48 out, SmolLM2-135M).
-    # A server's front end is busy, so vLLM's choice stands there.
+    # A server's front end is busy: see `reserve_cores`.
     if not served:
-        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        os.environ.setdefault(RESERVED, "0")
     bind_threads(cores())
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

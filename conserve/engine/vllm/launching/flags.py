@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from conserve.engine.runtime.machine import memory_headroom
+from conserve.engine.runtime.machine import RESERVED, memory_headroom
 from conserve.engine.runtime.vllm_flags import names_of, value_of
 from conserve.engine.vllm.launching.number_format import (
     FLOAT32,
@@ -62,7 +64,27 @@ def configured(arguments: Any, *, served: bool) -> VllmConfig:
 
     offline = None if current_platform.is_cpu() else UsageContext.LLM_CLASS
     config: VllmConfig = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER if served else offline)
+    if served and current_platform.is_cpu():
+        reserve_cores(config)
     return config
+
+
+def reserve_cores(config: VllmConfig) -> None:
+    """Have a server on a CPU leave as many cores free as vLLM's own would, unless the user said how many.
+
+    vLLM leaves one to the engine core, which spins while it waits, and one more where there is a KV connector, for
+    the one that needs it. Ours does not. Of two cores none would be left then: the worker's threads and the engine
+    core take turns on them, and a decode step takes a quarter longer (docs/adr/0037).
+    """
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    from conserve.engine.vllm.settings import CONNECTOR
+
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == CONNECTOR:
+        alone = copy(config)
+        alone.kv_transfer_config = None
+        os.environ.setdefault(RESERVED, str(OMPProcessManager(alone).reserve_cpu_num))
 
 
 def names_scheduling(flags: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from conserve.engine.runtime.machine import cores, cpu_model
+from conserve.engine.runtime.machine import BINDING, RESERVED, cores, cpu_model
 from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.model.fingerprint import folder_of, model_identity
 from conserve.profiles.points import IterationLimits
@@ -71,6 +71,6 @@ def device() -> str:
 
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
-    reserved = os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "default")
-    bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    reserved = os.environ.get(RESERVED, "default")
+    bind = os.environ.get(BINDING, "auto")
     return f"{cpu_model()}, {cores().usable} cores, {reserved} reserved, threads bound {bind}"

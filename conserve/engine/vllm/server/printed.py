@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from conserve.config import default_home
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
@@ -65,7 +67,10 @@ def command_of(
     ours += ["--middleware", GUARD]
     ours += ["--additional-config", json.dumps({SECTION: portable(section, config)})]
     path, *rest = [*words, *ours]
-    start = f"VLLM_PLUGINS=conserve {VLLM_CPU if current_platform.is_cpu() else VLLM} {shlex.quote(path)}"
+    start = f"VLLM_PLUGINS=conserve {VLLM} {shlex.quote(path)}"
+    if current_platform.is_cpu():
+        cores = f"{RESERVED}={os.environ[RESERVED]} " if RESERVED in os.environ else ""
+        start = f"VLLM_PLUGINS=conserve {cores}{VLLM_CPU} {shlex.quote(path)}"
     lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest)), *([KEYS] if keys else [])]
     return " \\\n    ".join(lines)
 
