@@ -502,6 +502,7 @@ class TestTheServersDefault:
             return SimpleNamespace(create_engine_config=lambda _: self.config(v2, wanted, pipeline))
 
         monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.from_cli_args", made)
+        monkeypatch.setattr("conserve.engine.vllm.launching.flags.reserve_cores", lambda config: None)
         args: Any = SimpleNamespace(async_scheduling=None)
         config = engine_config(args, flags, {"preemption": preemption})
         assert config.scheduler_config.async_scheduling is ahead

@@ -8,7 +8,8 @@ which all take about the same time, are added many at a time.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from functools import cached_property
 from math import inf
 
 from conserve.engine.policy.adapters import Adapters
@@ -43,7 +44,8 @@ class Composer:
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
         self._reserved_blocks = view.reserved_blocks
-        self._revocable_blocks = revocable_blocks(view)
+        self._view = view
+        self._revoked_blocks = 0  # of those that could be evicted at no cost
         self.free_blocks = view.free_blocks
         self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
         self.watermark_blocks = view.watermark_blocks
@@ -68,7 +70,13 @@ class Composer:
     @property
     def reserved_blocks(self) -> int:
         """Free blocks kept for online requests to come, less those that can be evicted at no cost."""
-        return max(0, self._reserved_blocks - max(0, self._revocable_blocks))
+        if not self._reserved_blocks:
+            return 0
+        return max(0, self._reserved_blocks - max(0, self._revocable_blocks - self._revoked_blocks))
+
+    @cached_property
+    def _revocable_blocks(self) -> int:
+        return revocable_blocks(self._view)
 
     @property
     def predicted_ms(self) -> float:
@@ -235,9 +243,11 @@ class Composer:
         while self._held and self.free_blocks < blocks:
             self._free_blocks_of(self._held.pop())
 
-    def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
+    def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
         """Evict victims, the last first, until `blocks` and `slots` are free; none if all would not suffice."""
         missing = blocks - self.free_blocks
+        if missing <= 0 and self.free_slots >= slots:
+            return True
         if missing > 0 and sum(victim.blocks for victim in (*self._held, *victims)) < missing:
             return False
         if self.free_slots + len(victims) < slots:
@@ -262,7 +272,7 @@ class Composer:
         """True if the waiting request's adapter fits, or would without some of the victims."""
         return self.adapter_fits(candidate) or bool(self._adapters and self._adapters.in_the_way(victims))
 
-    def make_adapter_room(self, victims: list[Candidate], candidate: Candidate) -> None:
+    def make_adapter_room(self, victims: MutableSequence[Candidate], candidate: Candidate) -> None:
         """Evict the victims whose adapter is in the waiting request's way."""
         if self._adapters is None or self._adapters.fits(candidate.name):
             return
@@ -273,21 +283,24 @@ class Composer:
     def _free_blocks_of(self, victim: Candidate) -> None:
         self.evicted.append(victim.name)
         self.free_blocks += victim.blocks
-        self._revocable_blocks -= victim.blocks if victim.saved else 0
+        self._revoked_blocks += victim.blocks if victim.saved else 0
 
-    def steps(self, decodes: Sequence[Candidate]) -> Steps:
-        """Decode steps of these requests, with their sums."""
-        return Steps(decodes, self._kv_groups, self._block_tokens)
+    def steps(self, among: Sequence[Candidate]) -> Steps:
+        """The decode steps among these requests, with their sums."""
+        return Steps(among, self._kv_groups, self._block_tokens)
 
     def growth(self, decodes: Iterable[Candidate]) -> int:
         """New KV blocks that the decode steps of these requests take together."""
         return sum(self.blocks_for(request, request.tokens) for request in decodes)
 
-    def add_decodes(self, steps: Steps, limit_ms: float) -> int:
-        """Add decode steps in order while time, tokens and blocks last; returns how many were added."""
-        most = self.fitting_decodes(steps, limit_ms, most=steps.within_blocks(self.free_blocks))
-        self.add_first(steps, most)
-        return most
+    def add_decodes(self, steps: Steps, limit_ms: float, *, most: int | None = None) -> int:
+        """Add decode steps in order while time, tokens and blocks last; returns how many were added.
+
+        `most`: if it is known that no more find time.
+        """
+        fitting = self.fitting_decodes(steps, limit_ms, blocks=self.free_blocks, most=most)
+        self.add_first(steps, fitting)
+        return fitting
 
     def add_first(self, steps: Steps, count: int) -> None:
         """Add the first `count` decode steps, without checks."""
@@ -296,12 +309,22 @@ class Composer:
         self.tokens_left -= steps.tokens(count)
         self.free_blocks -= steps.blocks(count)
 
-    def fitting_decodes(self, steps: Steps, limit_ms: float, *, most: int | None = None) -> int:
-        """Number of decode steps, in order and `most` at most, that time and tokens suffice for."""
-        most = min(len(steps) if most is None else most, steps.within_tokens(self.tokens_left))
-        if most and not self._fit(steps, most, limit_ms):
-            most = _most(most, lambda count: not self._fit(steps, count, limit_ms))
-        return most
+    def fitting_decodes(
+        self, steps: Steps, limit_ms: float, *, blocks: float = inf, most: int | None = None
+    ) -> int:
+        """Number of decode steps, in order, that time, tokens and so many new KV blocks suffice for.
+
+        `most` is tried first; no more find time.
+        """
+
+        def exceeds(count: int) -> bool:
+            if not steps.has(count) or steps.tokens(count) > self.tokens_left or steps.blocks(count) > blocks:
+                return True
+            return not self._fit(steps, count, limit_ms)
+
+        if most is None and (limit_ms == inf or not self._live_waits):
+            most = len(steps)  # it is likely that all of them find time
+        return most if most and not exceeds(most) else _most(inf, exceeds)
 
     def _fit(self, steps: Steps, count: int, limit_ms: float) -> bool:
         """True if the batch with the first `count` decode steps stays within `limit_ms`."""
@@ -327,7 +350,7 @@ def revocable_blocks(view: View) -> int:
     return saved if view.used_blocks is None else min(saved, max(0, view.used_blocks - others))
 
 
-def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
+def _most(largest: float, exceeds: Callable[[int], bool]) -> int:
     """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone.
 
     Doubled, then bisected: beside live requests there is mostly time for few decode steps of hundreds, or none.
@@ -335,4 +358,4 @@ def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
     fits, tried = 0, 1
     while tried <= largest and not exceeds(tried):
         fits, tried = tried, 2 * tried
-    return fits + bisect_left(range(fits + 1, min(tried, largest + 1)), True, key=exceeds)
+    return fits + bisect_left(range(fits + 1, int(min(tried, largest + 1))), True, key=exceeds)

@@ -37,8 +37,8 @@ class Conserve:
         composer = Composer(view)
         limit_ms = arrival_limit_ms(view)
         if turn_ms := offline_turn_ms(view, limit_ms):
-            composer.is_turn, running = True, list(view.offline)
-            serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
+            composer.is_turn = True
+            running = serve_offline(composer, view.offline, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
                 if view.pushed:
                     pushed_ms = worth_ms(turn_ms, turn_ms * view.push_scale, smallest_ms(view.model))
@@ -55,9 +55,9 @@ class Conserve:
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
             pushes = bool(view.pushed) and not prompts
             pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if pushes else 0.0
-            running, waiting = share.running_offline, iter(view.waiting_offline)
+            waiting = iter(view.waiting_offline)
             first = list(islice(waiting, 1))
-            serve_offline(composer, running, chain(first, waiting), budget_ms)
+            running = serve_offline(composer, share.running_offline, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
             serve_pushed(composer, view, running, pushed_ms)
         return composer.plan()

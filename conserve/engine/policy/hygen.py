@@ -8,13 +8,13 @@ model is HyGen's own predictor, without correction.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from math import inf
-from operator import attrgetter
 from zlib import crc32
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import add_steps, make_place, place, rows_left
 from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.victims import Victims
 from conserve.engine.policy.view import Candidate, View
 
 MOST_ORDERED = 512  # waiting rows that are put into the tree's order
@@ -43,7 +43,7 @@ class HyGen:
             if self._rated:
                 waiting = islice(waiting, view.rows_due)  # all where no rate is given
             first = list(islice(waiting, 1))
-            serve_offline(composer, running, chain(first, waiting), budget_ms)
+            running = serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
         return composer.plan()
 
@@ -63,12 +63,12 @@ def hygen() -> HyGen:
     return HyGen(budgeted=True, rated=False, ordered=True)
 
 
-def online_phase(composer: Composer, view: View, budget_ms: float) -> list[Candidate] | None:
+def online_phase(composer: Composer, view: View, budget_ms: float) -> Sequence[Candidate] | None:
     """Add all decode steps, then prompts within the budget, evicting rows for their memory.
 
     Returns the running rows that were not evicted; None if a live request is left without all of its tokens.
     """
-    victims = sorted(view.offline, key=attrgetter("saved"))
+    victims = Victims(view.offline)
     add_steps(composer, victims, [request for request in view.online if request.decode])
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):

@@ -14,21 +14,21 @@ GROWTH = 2  # running requests for which one block is kept free, so that the nex
 
 
 def serve_offline(
-    composer: Composer, running: list[Candidate], waiting: Iterable[Candidate], limit_ms: float
-) -> None:
+    composer: Composer, running: Sequence[Candidate], waiting: Iterable[Candidate], limit_ms: float
+) -> Sequence[Candidate]:
     """Add decode steps, then running prompts, then waiting requests; stop at the first one that is cut short.
 
     Decode steps come first, since they give a token for the least time and free their memory soonest. A request
     that only has to be restored from host memory takes no time of the iteration. Rows leave the KV blocks that are
-    kept for live requests, but for one: it may always run.
+    kept for live requests, but for one: it may always run. Returns the running requests that were not evicted.
     """
     composer.begin_offline(limit_ms)
-    if len(running) > 1:
+    if composer.kept_blocks and len(running[:2]) > 1:
         composer.leave_kept()
-    steps = _with_blocks_to_grow(composer, running, limit_ms)
-    waiting = _restore(composer, _with_adapters(composer, waiting), len(running))
-    if composer.add_decodes(steps, limit_ms) < len(steps):
-        return
+    running, steps, fitting = _with_blocks_to_grow(composer, running, limit_ms)
+    waiting = _restore(composer, _with_adapters(composer, waiting), running)
+    if steps.has(composer.add_decodes(steps, limit_ms, most=fitting) + 1):
+        return running
     prompts = [request for request in running if not request.decode]
     parked: list[Candidate] = []  # in front of an image that finds no time
     while prompts:
@@ -40,13 +40,14 @@ def serve_offline(
             continue
         blocks = composer.blocks_for(request, tokens)
         if not tokens or not (composer.make_room(prompts, blocks) or composer.make_room(parked, blocks)):
-            return
+            return running
         composer.add(request, tokens)
         if tokens < request.tokens and not passed:
-            return
+            return running
     if running:
         composer.leave_kept()
     _admit(composer, waiting, limit_ms, first=not running)
+    return running
 
 
 def serve_least(
@@ -104,24 +105,27 @@ def _can_start(composer: Composer, request: Candidate) -> bool:
     return not request.restorable and not taken_back and _has_room(composer, request, first=True)
 
 
-def _with_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> Steps:
+def _with_blocks_to_grow(
+    composer: Composer, running: Sequence[Candidate], limit_ms: float
+) -> tuple[Sequence[Candidate], Steps, int | None]:
     """Evict the last requests until the decode steps of the others have KV blocks; at least one request stays.
 
-    Returns the decode steps of those that stay.
+    Returns the requests that stay, their decode steps, and how many of these find time, unless that has changed.
+    Only those need KV blocks: the others do not grow in this iteration.
     """
-    steps = composer.steps([request for request in running if request.decode])
-    if steps.blocks(len(steps)) <= composer.free_blocks:
-        return steps
-    # Only decode steps that fit into the time are counted; the others do not grow in this iteration.
-    growing = list(steps.requests[: composer.fitting_decodes(steps, limit_ms)])
+    steps = composer.steps(running)
+    fitting = composer.fitting_decodes(steps, limit_ms)
+    if steps.blocks(fitting) <= composer.free_blocks:
+        return running, steps, fitting
+    staying, growing = [*running], steps.requests[:fitting]
     composer.take_back(composer.growth(growing))
-    while len(running) > 1 and composer.growth(growing) > composer.free_blocks:
-        saved = [index for index, request in enumerate(running) if request.saved]
-        victim = running.pop(saved[-1] if saved else -1)
+    while len(staying) > 1 and composer.growth(growing) > composer.free_blocks:
+        saved = [index for index, request in enumerate(staying) if request.saved]
+        victim = staying.pop(saved[-1] if saved else -1)
         composer.evict(victim)
         if victim in growing:
             growing.remove(victim)
-    return composer.steps([request for request in running if request.decode])
+    return staying, composer.steps(staying), None
 
 
 def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -136,13 +140,15 @@ def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator
             return
 
 
-def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> Iterable[Candidate]:
+def _restore(
+    composer: Composer, waiting: Iterable[Candidate], running: Sequence[Candidate]
+) -> Iterable[Candidate]:
     """Begin to restore the evicted requests in front; returns the waiting requests after them."""
     rest = iter(waiting)
     for request in rest:
         if not request.restorable:
             return chain((request,), rest)
-        if not _comes_back(composer, request, running):
+        if not _comes_back(composer, request, len(running)):
             return ()  # none overtakes it, or the blocks that it needs would never be free
     return ()
 

@@ -1,12 +1,13 @@
 """Phase 1: all online requests, before any offline one (conserve-2026 Algorithm 1)."""
 
+from collections.abc import Sequence
 from math import inf
-from operator import attrgetter
 from typing import NamedTuple
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.fairness import others_limit_ms, prompts_in_turn
 from conserve.engine.policy.preemption import PATIENCE
+from conserve.engine.policy.victims import Victims
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.profiles.model import smallest_ms
 
@@ -16,7 +17,7 @@ class OnlineShare(NamedTuple):
 
     complete: bool  # every online request got all tokens it could use
     limit_ms: float  # longest iteration that the online requests in it can bear
-    running_offline: list[Candidate]  # running offline requests that were not evicted
+    running_offline: Sequence[Candidate]  # running offline requests that were not evicted
 
 
 def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None) -> OnlineShare:
@@ -26,7 +27,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006). None stands for the TBT that
     is promised to these requests, and a late prompt then keeps to what other classes bear (docs/adr/0023).
     """
-    victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
+    victims = Victims(view.offline)
     limit_ms, first_tokens_ms, gap_ms, patience_ms = inf, inf, inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:
@@ -77,7 +78,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     return OnlineShare(complete, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer))
 
 
-def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
+def add_steps(composer: Composer, victims: Victims, decodes: list[Candidate]) -> None:
     """Add all decode steps; vLLM evicts online requests where the offline ones have too few blocks."""
     steps = composer.steps(decodes)
     if composer.free_slots >= 0 and steps.blocks(len(steps)) <= composer.free_blocks:
@@ -88,8 +89,10 @@ def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candid
         composer.add(request, request.tokens)
 
 
-def rows_left(view: View, composer: Composer) -> list[Candidate]:
+def rows_left(view: View, composer: Composer) -> Sequence[Candidate]:
     """Running offline requests that were not evicted, in serving order."""
+    if not composer.evicted:
+        return view.offline
     gone = set(composer.evicted)
     return [request for request in view.offline if request.name not in gone]
 
@@ -148,7 +151,7 @@ def chunks_ms(composer: Composer, request: Candidate, tokens: int, limit_ms: flo
 
 def place(
     composer: Composer,
-    victims: list[Candidate],
+    victims: Victims,
     request: Candidate,
     tokens: int,
     *,
@@ -166,7 +169,7 @@ def place(
     return True
 
 
-def make_place(composer: Composer, victims: list[Candidate], request: Candidate, owed: int = 0) -> bool:
+def make_place(composer: Composer, victims: Victims, request: Candidate, owed: int = 0) -> bool:
     """Evict others until a waiting request has room for all its tokens, and `owed` KV blocks stay free.
 
     False if that cannot be.

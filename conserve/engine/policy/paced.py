@@ -1,11 +1,12 @@
 """Every iteration within a time limit, for batch runs that share their machine with other work."""
 
+from collections.abc import Sequence
 from itertools import chain, islice
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import View
+from conserve.engine.policy.view import Candidate, View
 
 
 class Paced:
@@ -18,9 +19,9 @@ class Paced:
     def plan(self, view: View) -> Plan:
         """Plan the tokens that fit into the limit, at least one."""
         composer = Composer(view)
-        running = [*view.online, *view.offline]
+        running: Sequence[Candidate] = [*view.online, *view.offline]
         waiting = chain(view.waiting_online, view.waiting_offline)
         first = list(islice(waiting, 1))
-        serve_offline(composer, running, chain(first, waiting), view.slo.tbt_ms)
+        running = serve_offline(composer, running, chain(first, waiting), view.slo.tbt_ms)
         serve_least(composer, running, first)
         return composer.plan()

@@ -2,9 +2,10 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from conserve.engine.policy.kv_groups import KvGroup
 from conserve.profiles.batch import Batch, Slice
@@ -108,7 +109,7 @@ def least(*bounds: float | None) -> float | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-class Lazy(Generic[T]):
+class Lazy(Sequence[T]):
     """A sequence that is made as far as it is read, and only once: every reading gives the same values."""
 
     def __init__(self, source: Iterator[T]) -> None:
@@ -119,6 +120,32 @@ class Lazy(Generic[T]):
     def known(self) -> int:
         """Number of values that have been read."""
         return len(self._read)
+
+    def has(self, count: int) -> bool:
+        """True if there are at least so many values; these are read, and no others."""
+        missing = count - len(self._read)
+        if missing > 0:
+            self._read.extend(islice(self._source, missing))
+        return len(self._read) >= count
+
+    def __bool__(self) -> bool:
+        return self.has(1)
+
+    def __len__(self) -> int:
+        self._read.extend(self._source)
+        return len(self._read)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[T]: ...
+    def __getitem__(self, place: int | slice) -> T | Sequence[T]:
+        end = place.stop if isinstance(place, slice) else place + 1
+        if end is not None and end > 0:
+            self.has(end)
+        else:
+            len(self)
+        return self._read[place]
 
     def __iter__(self) -> Iterator[T]:
         read, source = self._read, self._source
@@ -166,7 +193,7 @@ class View:
     """
 
     online: Sequence[Candidate] = ()  # running
-    offline: Sequence[Candidate] = ()  # running
+    offline: Sequence[Candidate] = ()  # running; each is looked at when it is read
     waiting_online: Iterable[Candidate] = ()
     waiting_offline: Iterable[Candidate] = ()
     queued_online: int = 0  # waiting online requests, with the ones that cannot start yet

@@ -55,9 +55,11 @@ class Picture:
         self._now = time.time() + scheduler.ahead.rest_ms(time.monotonic()) / 1e3
 
     def view(self, slo: Slo, model: LatencyModel) -> View:
-        """Make the view for a policy. A waiting request is looked at when it is read."""
+        """Make the view for a policy. A row and a waiting request are looked at when they are read."""
         scheduler = self._scheduler
-        online, offline = self._running()
+        running = scheduler.running
+        online = [*self._running([one for one in running if one.priority < OFFLINE_PRIORITY])]
+        offline = Lazy(self._running([one for one in running if one.priority >= OFFLINE_PRIORITY]))
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
         ahead = scheduler.ahead.beside
@@ -104,16 +106,14 @@ class Picture:
         waited = any(request.decode and request.name not in last.tokens for request in online)
         return last.took_s * 1e3 if waited else 0.0
 
-    def _running(self) -> tuple[list[Candidate], list[Candidate]]:
-        """Running requests with something to compute, online and offline."""
+    def _running(self, requests: Iterable[Request]) -> Iterator[Candidate]:
+        """Running requests of one lane with something to compute; a generator, for there may be hundreds."""
         scheduler, blocks_of = self._scheduler, self._blocks_of
         step, decode_tokens = scheduler.current_step + 1, 1 + scheduler.num_spec_tokens
         checkpoints = scheduler.checkpoints
         saves = checkpoints if checkpoints is not None and checkpoints.any_saved else None
-        new = tuple.__new__  # a `Candidate` without a call in Python: there may be hundreds
-        online: list[Candidate] = []
-        offline: list[Candidate] = []
-        for request in scheduler.running:
+        new = tuple.__new__  # a `Candidate` without a call in Python
+        for request in requests:
             context, under_way = request.num_computed_tokens, request.num_output_placeholders
             tokens = request.num_tokens_with_spec + under_way - context
             # vLLM skips those whose token is not back yet, or whose last step may be under way.
@@ -121,17 +121,14 @@ class Picture:
                 continue
             name = request.request_id
             blocks = self._blocks(request) if self._kv_groups else len(blocks_of.get(name, ()))
-            lane = online if request.priority < OFFLINE_PRIORITY else offline
-            saved = saves is not None and lane is offline and saves.has_all_of(name)
+            offline = request.priority >= OFFLINE_PRIORITY
+            saved = saves is not None and offline and saves.has_all_of(name)
             if tokens <= decode_tokens and context >= request.num_prompt_tokens:
-                lane.append(
-                    new(Candidate, (name, tokens, context, True, blocks, 0.0, True, 0.0, saved, 0, (), ()))
-                )
+                yield new(Candidate, (name, tokens, context, True, blocks, 0.0, True, 0.0, saved, 0, (), ()))
                 continue
-            if lane is offline and (cap := scheduler.arrival_monitor.chunk(name)) is not None:
+            if offline and (cap := scheduler.arrival_monitor.chunk(name)) is not None:
                 tokens = min(tokens, cap)
-            lane.append(self._prompt(request, tokens, context, blocks, saved=saved))
-        return online, offline
+            yield self._prompt(request, tokens, context, blocks, saved=saved)
 
     def _waiting(self, requests: Iterable[Request]) -> Iterator[Candidate]:
         """Waiting requests that vLLM could start; a generator, since there may be thousands."""

@@ -1,0 +1,22 @@
+"""Offline requests that may be evicted."""
+
+from collections import UserList
+from collections.abc import Iterable
+from functools import cached_property
+from operator import attrgetter
+
+from conserve.engine.policy.view import Candidate
+
+
+class Victims(UserList[Candidate]):
+    """The requests in their order, those whose KV host memory has at the end: the last one is evicted first.
+
+    They are looked at when one is to be evicted, which is seldom.
+    """
+
+    def __init__(self, rows: Iterable[Candidate]) -> None:
+        self._rows = rows
+
+    @cached_property
+    def data(self) -> list[Candidate]:  # type: ignore[override]
+        return sorted(self._rows, key=attrgetter("saved"))
