@@ -147,7 +147,10 @@ def test_a_secret_is_hidden_in_every_spelling() -> None:
 
 
 @pytest.mark.parametrize("given", [("-pp", "2"), ("-pp=2",), ("--pipeline_parallel_size=2",)])
-def test_stages_of_a_pipeline_are_not_eager(given: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_a_pipeline_are_not_eager(
+    given: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("conserve.engine.vllm.launching.flags._available_bytes", lambda: 8 << 30)
-    assert "--enforce-eager" not in cpu_defaults("nowhere", ["--dtype", "float32", *given])
-    assert "--enforce-eager" in cpu_defaults("nowhere", ["--dtype", "float32"])
+    model = str(tmp_path)  # anything else would be looked for on the hub, for 20 s
+    assert "--enforce-eager" not in cpu_defaults(model, ["--dtype", "float32", *given])
+    assert "--enforce-eager" in cpu_defaults(model, ["--dtype", "float32"])
