@@ -52,6 +52,9 @@ from conserve.hosts import split_login
 
 log = logging.getLogger(__name__)
 
+PIECE_TOKENS = (
+    16  # of a row in one event: making one takes the server as long as vLLM takes for several tokens
+)
 PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
@@ -247,6 +250,7 @@ class HttpEndpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            "stream_interval": PIECE_TOKENS,
         }
         if call.resume_from:
             body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "conserve_resume": list(call.resume_from)}

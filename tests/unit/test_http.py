@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from conserve.endpoints.exchange import AnswerLimits
-from conserve.endpoints.http import HttpEndpoint, put_push
+from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint, put_push
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
     EndpointBusy,
@@ -309,6 +309,7 @@ def test_a_stream_becomes_the_completion_it_is() -> None:
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (3, 2, 1)
     assert seen == [[1, 2], [1, 2, 3]]
     assert (sent["stream"], sent["priority"], sent["return_token_ids"]) == (True, 1000, True)
+    assert sent["stream_interval"] == PIECE_TOKENS
     assert "vllm_xargs" not in sent
 
 
