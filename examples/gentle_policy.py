@@ -26,6 +26,6 @@ class Gentle:
             spare_ms = share.limit_ms - online_ms
             limit_ms = online_ms + spare_ms / 2 if spare_ms < inf else IDLE_MS
             rows = iter(view.waiting_offline)
-            serve_offline(composer, share.running_offline, rows, limit_ms)
-            serve_least(composer, share.running_offline, [], view.block_tokens)
+            running = serve_offline(composer, share.running_offline, rows, limit_ms)
+            serve_least(composer, running, [], view.block_tokens)
         return composer.plan()

@@ -86,7 +86,7 @@ def cores() -> Finding:
     bound = os.environ.get(BINDING)
     how = f"bound by {BINDING}={bound}" if bound else f"{output.count(found.usable, 'thread')} compute"
     if not bound and found.usable > 1 and not found.bounded_by_quota and RESERVED not in os.environ:
-        how += ", in conserve serve one fewer for each worker"
+        how += ", fewer in conserve serve"
     return Finding("cores", f"{cpu_model()}: {', '.join(limits)}; {how}")
 
 

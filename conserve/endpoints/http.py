@@ -52,9 +52,7 @@ from conserve.hosts import split_login
 
 log = logging.getLogger(__name__)
 
-PIECE_TOKENS = (
-    16  # of a row in one event: making one takes the server as long as vLLM takes for several tokens
-)
+PIECE_TOKENS = 8  # of a row in one event: making one takes the server longer than the rest of a token does
 PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request

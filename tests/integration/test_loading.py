@@ -1,12 +1,14 @@
 """The engine's library loads in a process of its own, as `conserve doctor` has it."""
 
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from conserve.engine.runtime.machine import RESERVED
+from conserve.engine.runtime.machine import BINDING, RESERVED
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
 from tests.warned import OF_VLLM
@@ -172,3 +174,35 @@ def test_a_server_leaves_the_cores_free_that_it_would_without_our_connector(
     flags = with_checkpoints(theirs, {}) if connector in ("ours", "both") else theirs
     vllms_own = 2 if theirs else 1
     assert reserved(flags) == (vllms_own if users is None else int(users))
+
+
+@pytest.mark.parametrize("binding", ["nobind", "0-1|2-3"])
+def test_no_core_is_reserved_where_threads_are_bound(monkeypatch: pytest.MonkeyPatch, binding: str) -> None:
+    from conserve.engine.vllm.launching.flags import reserve_cores
+
+    monkeypatch.setenv(RESERVED, "")
+    monkeypatch.delenv(RESERVED)
+    monkeypatch.setenv(BINDING, binding)
+    unread: Any = None
+    reserve_cores(unread)
+    assert RESERVED not in os.environ
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("simulated", ["0", "1"])
+def test_each_of_several_engines_leaves_a_core_free(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch, simulated: str
+) -> None:
+    """The front end, which asks, is none of them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from conserve.engine.vllm.launching.flags import configured
+    from conserve.engine.vllm.server.process import parsed
+
+    monkeypatch.setenv(RESERVED, "")
+    monkeypatch.delenv(RESERVED)
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", simulated)
+    words = [str(few_layers), "--max-model-len", "256", "--data-parallel-size", "2"]
+    config = configured(AsyncEngineArgs.from_cli_args(parsed(words)), served=True)
+    assert config.parallel_config.data_parallel_rank_local is None
+    assert os.environ[RESERVED] == "1"

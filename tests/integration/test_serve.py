@@ -403,7 +403,7 @@ def test_saved_tokens_come_back_as_the_beginning_of_the_answer(harvester: openai
     stream = client.chat.completions.create(**asked, extra_body=extra, stream=True)
     texts = [text for chunk in stream if chunk.choices and (text := chunk.choices[0].delta.content)]
     assert "".join(texts) == whole.choices[0].message.content
-    assert len(texts) <= 4  # saved tokens, the first new one, 16, and the rest
+    assert len(texts) <= 6  # saved tokens, the first new one, and 24 in pieces
 
 
 def test_a_request_that_is_too_long_disturbs_nobody(client: openai.OpenAI, greedy: str) -> None:

@@ -20,7 +20,7 @@ from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import POLICIES, SERVING
 from conserve.engine.policy.priority import Priority
 from conserve.engine.policy.recorded import line_of, recorded
-from conserve.engine.policy.view import Candidate, Image, Slo, View
+from conserve.engine.policy.view import Candidate, Image, Lazy, Slo, View
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LatencyModel, LinearModel
@@ -306,6 +306,12 @@ def test_no_plan_exceeds_what_there_is(view: View, policy: Policy) -> None:
     assert not set(plan.evicted) & set(plan.tokens)
     assert len(set(plan.evicted)) == len(plan.evicted)
     assert judged.blocks_left >= 0 or beyond_memory(judged, policy)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.one_of(views(), full_views(), views_with_rows_that_come_back()), st.sampled_from(PLANNING))
+def test_rows_that_are_looked_at_as_they_are_read_are_planned_alike(view: View, policy: Policy) -> None:
+    assert policy.plan(replace(view, offline=Lazy(iter(view.offline)))) == policy.plan(view)
 
 
 @settings(max_examples=EXAMPLES)

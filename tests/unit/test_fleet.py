@@ -236,7 +236,7 @@ def test_a_server_that_falls_silent_is_suspected_and_its_rows_are_asked_elsewher
 
     def happens(play: Play) -> None:
         play.at(0.5, lambda: setattr(servers[1], "tokens_per_s", 1e-6))
-        play.at(7.0, lambda: states.extend(one.state for one in play.fleet.sightings() if one.url == B))
+        play.at(12.0, lambda: states.extend(one.state for one in play.fleet.sightings() if one.url == B))
 
     play = send(servers, SHORT * 2, happens)
     assert states == [MemberState.SUSPECTED.value]
@@ -249,7 +249,7 @@ def test_a_suspected_server_that_answers_again_is_fed_again() -> None:
 
     def happens(play: Play) -> None:
         play.at(0.5, lambda: setattr(servers[1], "tokens_per_s", 1e-6))
-        play.at(6.5, lambda: setattr(servers[1], "tokens_per_s", 50.0))
+        play.at(11.5, lambda: setattr(servers[1], "tokens_per_s", 50.0))
 
     send(servers, SHORT * 2, happens)
     assert len(servers[1].texts) > len(SHORT) / 3

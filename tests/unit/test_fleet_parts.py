@@ -800,8 +800,8 @@ def test_a_server_that_is_undrained_keeps_the_rows_that_it_runs() -> None:
 @pytest.mark.parametrize(
     ("changes", "now", "silent"),
     [
-        ({}, 105.0, False),
-        ({}, 105.1, True),
+        ({}, 110.0, False),
+        ({}, 110.1, True),
         ({"others_took": (1.0, 10.0, 2.0)}, 130.0, False),
         ({"others_took": (1.0, 10.0, 2.0)}, 130.1, True),
         ({"others_took": ()}, 999.0, False),

@@ -38,6 +38,8 @@ class TestASequenceThatIsMadeAsItIsRead:
         lazy.has(read_before)
         assert (len(lazy), [*lazy], lazy[-1], list(lazy[1:])) == (4, [*values], "d", [*values[1:]])
         assert (list(lazy[:-1]), list(lazy[3:9]), "c" in lazy) == ([*values[:-1]], ["d"], True)
+        for place in (slice(-2, 3), slice(3, 1, -1), slice(None, None, 2), slice(2), slice(0, 0)):
+            assert tuple(Lazy(iter(values))[place]) == values[place]
         assert not lazy.has(5)
         with pytest.raises(IndexError):
             lazy[4]

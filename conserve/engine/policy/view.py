@@ -140,11 +140,15 @@ class Lazy(Sequence[T]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[T]: ...
     def __getitem__(self, place: int | slice) -> T | Sequence[T]:
-        end = place.stop if isinstance(place, slice) else place + 1
-        if end is not None and end > 0:
-            self.has(end)
+        if isinstance(place, int):
+            reach = place + 1 if place >= 0 else None
         else:
+            forwards = (place.start or 0) >= 0 and (place.step or 1) > 0
+            reach = place.stop if forwards else None
+        if reach is None or reach < 0:
             len(self)
+        else:
+            self.has(reach)
         return self._read[place]
 
     def __iter__(self) -> Iterator[T]:

@@ -11,7 +11,7 @@ from conserve.jobs.fleet.membership import Membership
 CHECK_S = 5.0  # without a sign of life until a server is asked for one
 IDLE_S = 30.0  # the same of a server without rows
 DRAIN_S = 10.0  # for rows that cannot continue elsewhere to end on a server that is drained
-SILENT_S = 5.0  # least time without a token after which a server is suspected
+SILENT_S = 10.0  # least time without tokens after which a server is suspected; they come several at a time
 SILENT_TIMES = 3.0  # the time that the slowest of others' last rows took
 SLOWER = 2.0  # a row goes elsewhere if it would be done there in this part of the time
 MARGIN_S = 1.0
@@ -28,7 +28,7 @@ class Care:
     def release(self, member: Member, now: float) -> None:
         """Let the rows of a server that gets no more go elsewhere: at once, or at their end if that comes soon.
 
-        Rows with tokens lose nothing by going on elsewhere.
+        Rows with tokens lose a few of them at most by going on elsewhere.
         """
         if member.listed and not member.drained:
             member.recall_at = None

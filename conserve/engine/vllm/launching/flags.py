@@ -8,7 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from conserve.engine.runtime.machine import RESERVED, memory_headroom
+from conserve.engine.runtime.machine import BINDING, RESERVED, memory_headroom
 from conserve.engine.runtime.vllm_flags import names_of, value_of
 from conserve.engine.vllm.launching.number_format import (
     FLOAT32,
@@ -74,8 +74,11 @@ def reserve_cores(config: VllmConfig) -> None:
 
     vLLM leaves one to the engine core, which spins while it waits, and one more where there is a KV connector, for
     the one that needs it. Ours does not. Of two cores none would be left then: the worker's threads and the engine
-    core take turns on them, and a decode step takes a quarter longer (docs/adr/0037).
+    core take turns on them, and a decode step takes a quarter longer (docs/adr/0037). Where the user or the control
+    group binds the threads, none is reserved.
     """
+    if RESERVED in os.environ or os.environ.get(BINDING, "auto") != "auto":
+        return
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     from conserve.engine.vllm.settings import CONNECTOR
@@ -83,8 +86,9 @@ def reserve_cores(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector == CONNECTOR:
         alone = copy(config)
-        alone.kv_transfer_config = None
-        os.environ.setdefault(RESERVED, str(OMPProcessManager(alone).reserve_cpu_num))
+        alone.kv_transfer_config, alone.parallel_config = None, copy(config.parallel_config)
+        alone.parallel_config.data_parallel_rank_local = 0  # the first engine's cores stand for each one's
+        os.environ[RESERVED] = str(OMPProcessManager(alone).reserve_cpu_num)
 
 
 def names_scheduling(flags: Sequence[str]) -> bool:
