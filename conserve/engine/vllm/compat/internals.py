@@ -92,7 +92,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "SamplingParams.{clone,update_from_generation_config,detokenize,eos_token_id,ignore_eos,output_kind}": (
             "the parameters of a continued request and of a warm-up"
         ),
-        "SamplingParams.{max_tokens,min_tokens,n,stop,stop_token_ids,temperature,seed}": (
+        "SamplingParams.{max_tokens,min_tokens,n,stop,stop_token_ids,stream_interval,temperature,seed}": (
             "what continuing counts and cuts"
         ),
         "SamplingParams.{bad_words,frequency_penalty,logprob_token_ids,logprobs,presence_penalty,"
@@ -142,7 +142,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "EngineCore.{step,preprocess_add_request,add_request,abort_requests,collective_rpc}": "an engine that runs "
         "given batches",
         "vllm.v1.executor.abstract.Executor.get_class": "the executor of the deployment, for that core",
-        "ParallelConfig.reconfigure_for_independent_dp_rank": "one of the data parallel engines",
+        "ParallelConfig.{data_parallel_rank_local,reconfigure_for_independent_dp_rank}": "one of the data parallel engines",
         "KVCacheManager.allocate_slots": "blocks for a context that is not computed",
         "vllm.config.ParallelConfig.worker_extension_cls": "adds our probes to vLLM's worker",
         "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
