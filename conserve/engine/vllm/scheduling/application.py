@@ -36,7 +36,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     admitted = [scheduler.requests[name] for name in plan.admitted]
     restored = [scheduler.requests[name] for name in plan.restored]
     out_of_order = any(request.status == RequestStatus.PREEMPTED for request in admitted)
-    out_of_order = out_of_order or _overtaken(scheduler, admitted)
+    out_of_order = out_of_order or _overtaken(scheduler, admitted) or _behind_rows(scheduler, admitted)
     starts = bool(admitted or restored)
     late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
     with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
@@ -44,7 +44,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
     if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
         scheduler.restores_pause = RESTORES_PAUSE
-    if out_of_order:  # vLLM evicts from the end, where the last arrivals should be
+    if out_of_order:  # vLLM evicts from the end, where the last arrivals should be, and begins with the first
         scheduler.running.sort()
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
@@ -189,6 +189,12 @@ def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> It
         yield
     finally:
         manager.allocate_slots = allocate
+
+
+def _behind_rows(scheduler: Any, admitted: Sequence[Request]) -> bool:
+    """True if a live request is admitted behind rows: vLLM would go through all of them to find it."""
+    running = scheduler.running
+    return bool(running) and not is_online(running[-1]) and any(map(is_online, admitted))
 
 
 def _overtaken(scheduler: Any, admitted: Sequence[Request]) -> bool:

@@ -23,9 +23,14 @@ class Recordings:
         self._views = recording_at(installed.record_views, number)
         self._arrivals = arrivals_at(installed.record_arrivals, number)
 
+    @property
+    def watches(self) -> bool:
+        """True if views are recorded."""
+        return self._views is not None and self._views.on
+
     def planned(self, view: View, plan: Plan | None, policy: str) -> None:
         """Keep a view and its plan, unless the plan changes nothing."""
-        if self._views is not None and self._views.on and (plan is None or plan.changes_something):
+        if self._views is not None and self.watches and (plan is None or plan.changes_something):
             self._views.add(line_of(view, plan, policy=policy, at=time.time()))
 
     def ended(self, request: Request) -> None:

@@ -41,6 +41,7 @@ from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
+from conserve.engine.vllm.scheduling.repetition import Repetition
 from conserve.engine.vllm.scheduling.report import report
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
@@ -80,9 +81,7 @@ class CoServing:
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
-        self._finished: dict[
-            str, float | None
-        ] = {}  # whose last tokens are not counted yet; when it was aborted
+        self._finished: dict[str, float | None] = {}  # last tokens not counted yet; when it was aborted
         self._last = Iteration()  # the newest one
         self._most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
@@ -95,6 +94,7 @@ class CoServing:
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
+        self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
         self.batches = True  # batching mode is allowed
@@ -233,9 +233,8 @@ class CoServing:
             return None
         if self._last.stalled and not self._last_was_a_turn:
             return online_alone(self, self._most_tokens) if policy.holds_offline else None
-        if isinstance(policy, HyGen):
-            model = self._iterations.hygen or model
-        return self._plan_by_policy(model or TIMELESS)
+        model = (self._iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
+        return self._repetition.again(model) or self._plan_by_policy(model)
 
     def _choose_planner(self) -> Policy:
         """The policy, or in a pause of the receipt one that computes no offline token."""
@@ -259,6 +258,7 @@ class CoServing:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
         self._recordings.planned(view, plan, ONLINE_ONLY if self._planner is PAUSE else self._policy_name)
+        self._repetition.note(plan, view)
         return plan
 
     def _make_ready(self) -> None:
