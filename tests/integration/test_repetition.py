@@ -144,3 +144,41 @@ def test_nothing_is_repeated_where_iterations_are_scheduled_ahead(make: Callable
     looks = make(asynchronous=True)
     looks.beside_rows()
     assert not looks.scheduler._repetition._left
+
+
+def test_a_plan_that_others_followed_is_not_repeated(make: Callable[..., Looks]) -> None:
+    """Else its contexts would be those of long ago."""
+    from conserve.profiles.batch import Batch, Slice
+
+    looks = make()
+    live = looks.beside_rows(rows=1)
+    list(looks.steps(3))
+    rows = [one for one in looks.scheduler.requests.values() if one is not live]
+    looks.engine.abort(rows)
+    list(looks.steps(40))  # vLLM's own iterations
+    looks.engine.add(40, 10, offline=True)
+    context = live.num_computed_tokens
+    next(looks.steps(1))
+    assert looks.scheduler.last_iteration.batch == Batch.of([Slice(1, context, True)])
+
+
+def test_a_finished_request_is_not_kept(make: Callable[..., Looks]) -> None:
+    looks = make()
+    live = looks.beside_rows(tokens=12)
+    while not live.is_finished():
+        next(looks.steps(1))
+    assert not looks.scheduler._repetition._requests
+
+
+def test_turns_of_rows_go_on(make: Callable[..., Looks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows cannot leave alone, their iterations alternate with those of live requests."""
+    from conserve.engine.policy.view import Slo
+
+    looks = make()
+    live = looks.beside_rows(tokens=100)
+    monkeypatch.setattr(type(looks.scheduler), "_slo", Slo(ttft_ms=700, tbt_ms=400))
+    arrivals = looks.scheduler.arrival_monitor
+    monkeypatch.setattr(type(arrivals), "acts", True)
+    monkeypatch.setattr(arrivals, "separable", False)
+    turns = [live.request_id not in names for names in looks.steps(20)]
+    assert turns == 10 * [True, False] or turns == 10 * [False, True]

@@ -32,7 +32,7 @@ class Repetition:
 
     def note(self, plan: Plan | None, view: View) -> None:
         """Note a plan that was made from a look."""
-        self._left = 0
+        self.forget()
         if plan is None or not self._is_of_live_steps_alone(plan, view):
             return
         self._left, self._plan = MOST, plan
@@ -40,40 +40,44 @@ class Repetition:
         self._planned = (self._scheduler._planner, view.slo)
         self._reserved_blocks = view.reserved_blocks + view.kept_blocks
 
+    def forget(self) -> None:
+        """Repeat nothing until the next look, and hold no request."""
+        self._left, self._plan, self._requests = 0, None, []
+
     def again(self, model: LatencyModel) -> Plan | None:
         """The plan with contexts that are a token longer; None if the engine has to be looked at."""
-        if not self._left or not self._holds():
-            self._left = 0
+        plan = self._plan
+        if plan is None or not self._left or not self._holds(plan):
+            self.forget()
             return None
-        assert self._plan is not None
         self._left -= 1
-        batch = self._plan.batch.copy()
+        batch = plan.batch.copy()
         batch.context += batch.requests
         batch.product += batch.requests
-        self._plan = replace(self._plan, batch=batch, predicted_ms=model.predict(batch))
+        self._plan = replace(plan, batch=batch, predicted_ms=model.predict(batch))
         self._scheduler._reserve(self._reserved_blocks)
         return self._plan
 
     def _is_of_live_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and no other request anything."""
         scheduler, batch = self._scheduler, plan.batch
-        if (
-            not getattr(scheduler._planner, "repeats", False)
-            or plan.admitted
-            or plan.restored
-            or plan.evicted
-        ):
+        if not getattr(scheduler._planner, "repeats", False) or scheduler._traffic.classified:
+            return False
+        if scheduler.scheduler_config.async_scheduling or plan.admitted or plan.restored or plan.evicted:
+            return False
+        if view.online_waited_ms or view.pushed:  # of this iteration alone: the next may be the rows' turn
             return False
         steps = bool(plan.tokens) and not batch.prefills and batch.tokens == batch.requests
         everyone = len(plan.tokens) == len(scheduler.requests) - len(scheduler._offline)
-        simple = not (scheduler.scheduler_config.async_scheduling or scheduler._traffic.classified)
-        return (
-            steps and everyone and simple and scheduler._offline.isdisjoint(plan.tokens) and not view.pushed
-        )
+        return steps and everyone and scheduler._offline.isdisjoint(plan.tokens)
 
-    def _holds(self) -> bool:
+    def _holds(self, plan: Plan) -> bool:
         """True if the live requests are the same and decode on, and no other wants anything of an iteration."""
-        scheduler, requests = self._scheduler, self._requests
+        scheduler, requests, last = self._scheduler, self._requests, self._scheduler.last_iteration
+        if (
+            last.plan is not plan or last.tokens != plan.tokens
+        ):  # others came in between, or vLLM did otherwise
+            return False
         if len(scheduler.requests) - len(scheduler._offline) != len(requests):
             return False
         if scheduler.kv_holding_waiting or scheduler._grammars or scheduler._traffic.pushing.urgent:

@@ -151,9 +151,10 @@ class CoServing:
             names.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._grammars.pop(request.request_id, None)
-        aborted = request.status == RequestStatus.FINISHED_ABORTED
-        self._finished[request.request_id] = time.monotonic() if aborted else None
+        aborted_at = time.monotonic() if request.status == RequestStatus.FINISHED_ABORTED else None
+        self._finished[request.request_id] = aborted_at
         self._recordings.ended(request)
+        self._repetition.forget()
         self.prefixes.end(request, now=time.monotonic())
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -337,10 +338,7 @@ class CoServing:
 
     def _batch(self, tokens: Mapping[str, int]) -> Batch:
         """The batch that was scheduled just now; the requests' counters have moved on by it already."""
-        batch = Batch()
-        for name, count in tokens.items():
-            batch.add(*self._slice(name, count))
-        return batch
+        return Batch.of(self._slice(name, count) for name, count in tokens.items())
 
     def _slice(self, name: str, tokens: int) -> Slice:
         """The request's part in the iteration that was scheduled last."""
