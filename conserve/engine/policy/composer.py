@@ -314,7 +314,7 @@ class Composer:
     ) -> int:
         """Number of decode steps, in order, that time, tokens and so many new KV blocks suffice for.
 
-        `most` is tried first; no more find time.
+        `most`, if it is known that no more find time, is tried first.
         """
 
         def exceeds(count: int) -> bool:
@@ -322,9 +322,11 @@ class Composer:
                 return True
             return not self._fit(steps, count, limit_ms)
 
-        if most is None and (limit_ms == inf or not self._live_waits):
+        if most is None:
+            if limit_ms < inf and self._live_waits:
+                return _most(inf, exceeds)
             most = len(steps)  # it is likely that all of them find time
-        return most if most and not exceeds(most) else _most(inf, exceeds)
+        return _most(most - 1, exceeds) if most and exceeds(most) else most
 
     def _fit(self, steps: Steps, count: int, limit_ms: float) -> bool:
         """True if the batch with the first `count` decode steps stays within `limit_ms`."""

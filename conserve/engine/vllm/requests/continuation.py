@@ -71,9 +71,7 @@ class Continuation:
         params.min_tokens = max(0, params.min_tokens - len(token_ids))
         params.stop, params.detokenize = [], False
         params.output_kind = RequestOutputKind.DELTA
-        if (
-            self._prompt.params.stop
-        ):  # they are looked for here, and each token beyond one is computed for nothing
+        if self._prompt.params.stop:  # looked for here: tokens behind one would be computed for nothing
             params.stream_interval = None
         prompt = {
             **self._prompt.engine_input,

@@ -58,6 +58,11 @@ class Repetition:
         self._scheduler._reserve(self._reserved_blocks)
         return self._plan
 
+    @property
+    def _live_requests(self) -> int:
+        """Number of live requests in the engine, running or not."""
+        return len(self._scheduler.requests) - len(self._scheduler._offline)
+
     def _is_of_live_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and no other request anything."""
         scheduler, batch = self._scheduler, plan.batch
@@ -68,17 +73,15 @@ class Repetition:
         if view.online_waited_ms or view.pushed:  # of this iteration alone: the next may be the rows' turn
             return False
         steps = bool(plan.tokens) and not batch.prefills and batch.tokens == batch.requests
-        everyone = len(plan.tokens) == len(scheduler.requests) - len(scheduler._offline)
+        everyone = len(plan.tokens) == self._live_requests
         return steps and everyone and scheduler._offline.isdisjoint(plan.tokens)
 
     def _holds(self, plan: Plan) -> bool:
         """True if the live requests are the same and decode on, and no other wants anything of an iteration."""
         scheduler, requests, last = self._scheduler, self._requests, self._scheduler.last_iteration
-        if (
-            last.plan is not plan or last.tokens != plan.tokens
-        ):  # others came in between, or vLLM did otherwise
+        if last.plan is not plan or last.tokens != plan.tokens:  # others came between, or vLLM did otherwise
             return False
-        if len(scheduler.requests) - len(scheduler._offline) != len(requests):
+        if self._live_requests != len(requests):
             return False
         if scheduler.kv_holding_waiting or scheduler._grammars or scheduler._traffic.pushing.urgent:
             return False
