@@ -1,5 +1,6 @@
 """Rows that left: what they keep, what was lost, and when they may stay."""
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,80 +103,124 @@ class Model:
         return hidden * scale + positions[:, None], None
 
 
+class Passes:
+    """Passes of four layers over rows with so many tokens each, which leave when the test says."""
+
+    def __init__(self, lengths: Mapping[str, int], leave_order: Sequence[str]) -> None:
+        import torch
+
+        from conserve.engine.vllm.iteration import Stamp
+        from conserve.engine.vllm.preemption.rows import RunnerRows
+        from conserve.engine.vllm.preemption.runner_v1 import V1Runner
+        from conserve.engine.vllm.preemption.safepoints import Safepoints
+
+        names, total = list(lengths), sum(lengths.values())
+        runner = SimpleNamespace(
+            attn_groups=[],
+            maybe_get_kv_connector_output=None,
+            device=torch.device("cpu"),
+            query_start_loc=SimpleNamespace(np=np.cumsum([0, *lengths.values()])),
+            discard_request_mask=SimpleNamespace(np=np.zeros(len(names), bool)),
+            num_prompt_logprobs={},
+            input_batch=SimpleNamespace(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                num_computed_tokens_cpu=np.zeros(len(names), int),
+                num_reqs=len(names),
+                generators={},
+            ),
+        )
+        self._lengths = lengths
+        self._orders = Orders()
+        self._safepoints = Safepoints(self._orders, 4)
+        self.rows = RunnerRows(V1Runner(runner), self._safepoints)
+        self._model = Model(self.rows, 4)
+        self._inputs = torch.arange(total), torch.randn(total, 5), torch.rand(total, 1)
+        self.wanted = Model(None, 4)(*self._inputs)
+        self._output = SimpleNamespace(
+            finished_req_ids=set(),
+            preempted_req_ids=None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            num_scheduled_tokens=lengths,
+            total_num_scheduled_tokens=total,
+        )
+        self._stamp = Stamp(iteration=1, flag="", rows=leave_order, every=1)
+
+    def once(self, at: dict[int, int]) -> Any:
+        """Result of a pass; `at` says by layer how many rows are told to leave before it."""
+        self._orders.at, self._orders.layer = at, -1
+        self.rows.begin(self._output, watched=True)
+        self._safepoints.arm(self._stamp)
+        try:
+            return self._model(*self._inputs)
+        finally:
+            self._safepoints.disarm()
+            self.rows.end(self._lengths)
+
+
+class Orders:
+    """Says at each layer how many rows are to leave."""
+
+    heard = True
+
+    def __init__(self) -> None:
+        self.at: dict[int, int] = {}
+        self.layer = -1
+
+    def word(self, stamp: Any) -> None:
+        """They have to be asked for."""
+
+    def rows_ordered(self, stamp: Any) -> int:
+        self.layer += 1
+        return self.at.get(self.layer, 0)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> type[Passes]:
+    from conserve.engine.vllm.preemption import rows
+
+    monkeypatch.setattr(rows.RunnerRows, "_share", lambda *_: None)
+    return Passes
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_every_layer_gets_whole_are_cut_for_each(passes: type[Passes]) -> None:
     import torch
 
     from conserve.engine.runtime.safepoint import ALL_ROWS
-    from conserve.engine.vllm.iteration import Stamp
-    from conserve.engine.vllm.preemption import rows as module
-    from conserve.engine.vllm.preemption.runner_v1 import V1Runner
-    from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
+    from conserve.engine.vllm.preemption.safepoints import Abandoned
 
-    class Orders:
-        heard = True
-
-        def __init__(self) -> None:
-            self.at: dict[int, int] = {}
-            self.layer = -1
-
-        def word(self, stamp: Stamp) -> None:
-            """They have to be asked for."""
-
-        def rows_ordered(self, stamp: Stamp) -> int:
-            self.layer += 1
-            return self.at.get(self.layer, 0)
-
-    monkeypatch.setattr(module.RunnerRows, "_share", lambda *_: None)
-    lengths = {"a": 3, "b": 2, "c": 4}
-    starts = np.cumsum([0, *lengths.values()])
-    names = list(lengths)
-    runner = SimpleNamespace(
-        attn_groups=[],
-        maybe_get_kv_connector_output=None,
-        device=torch.device("cpu"),
-        query_start_loc=SimpleNamespace(np=starts),
-        discard_request_mask=SimpleNamespace(np=np.zeros(3, bool)),
-        num_prompt_logprobs={},
-        input_batch=SimpleNamespace(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            num_computed_tokens_cpu=np.zeros(3, int),
-            num_reqs=3,
-            generators={},
-        ),
-    )
-    orders = Orders()
-    safepoints = Safepoints(orders, 4)
-    rows = module.RunnerRows(V1Runner(runner), safepoints)
-    model = Model(rows, 4)
-    positions, hidden, scale = torch.arange(9), torch.randn(9, 5), torch.rand(9, 1)
-    wanted = Model(None, 4)(positions, hidden, scale)
-    output = SimpleNamespace(
-        finished_req_ids=set(),
-        preempted_req_ids=None,
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-        num_scheduled_tokens=lengths,
-        total_num_scheduled_tokens=9,
-    )
-    stamp = Stamp(iteration=1, flag="", rows=["c", "a", "b"], every=1)
-
-    def once(at: dict[int, int]) -> Any:
-        orders.at, orders.layer = at, -1
-        rows.begin(output, watched=True)
-        safepoints.arm(stamp)
-        try:
-            return model(positions, hidden, scale)
-        finally:
-            safepoints.disarm()
-            rows.end(lengths)
-
-    some = once({1: 1, 3: 2})  # c leaves before layer 1, a before layer 3
-    assert rows.left == {"a", "c"}
-    assert torch.equal(some[3:5], wanted[3:5])
+    under = passes({"a": 3, "b": 2, "c": 4}, ["c", "a", "b"])
+    some = under.once({1: 1, 3: 2})  # c leaves before layer 1, a before layer 3
+    assert under.rows.left == {"a", "c"}
+    assert torch.equal(some[3:5], under.wanted[3:5])
     with pytest.raises(Abandoned):
-        once({2: ALL_ROWS})  # at a layer where c has joined and a has not
-    assert rows.suspended == {"a": 3, "b": 2, "c": 2}
-    assert torch.equal(once({}), wanted)  # all go on where they left
-    assert rows.suspended == {}
+        under.once({2: ALL_ROWS})  # at a layer where c has joined and a has not
+    assert under.rows.suspended == {"a": 3, "b": 2, "c": 2}
+    assert torch.equal(under.once({}), under.wanted)  # all go on where they left
+    assert under.rows.suspended == {}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_decode_steps_leave_in_one_copy_and_a_prompt_in_its_own(passes: type[Passes]) -> None:
+    import torch
+
+    from conserve.engine.runtime.safepoint import ALL_ROWS
+    from conserve.engine.vllm.preemption.safepoints import Abandoned
+
+    under = passes({"a": 1, "prompt": 4, "b": 1, "c": 1}, ["prompt", "c", "b", "a"])
+    some = under.once({2: 2})  # the prompt and c
+    assert torch.equal(some[[0, 5]], under.wanted[[0, 5]])
+    with pytest.raises(Abandoned):
+        under.once({3: ALL_ROWS})
+    memory = {}
+    for name, parts in under.rows._suspended.items():
+        hidden = parts[0].inputs[1]
+        assert len(hidden) == parts[0].tokens
+        memory[name] = (hidden.untyped_storage().data_ptr(), hidden.untyped_storage().nbytes())
+    assert memory["a"] == memory["b"] == memory["c"]
+    assert memory["a"][1] == 3 * 5 * 4  # three tokens of five numbers of four bytes
+    assert memory["prompt"][1] == 4 * 5 * 4
+    assert torch.equal(under.once({}), under.wanted)
+    assert under.rows.suspended == {}

@@ -10,7 +10,7 @@ hidden states get their full size back, so that vLLM's sampler finds each row in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -36,6 +36,12 @@ class Suspended:
     start: int  # tokens of the request before the chunk
     tokens: int  # in the chunk
     inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
+
+    def first(self, tokens: int) -> Mapping[Key, torch.Tensor]:
+        """Inputs of the chunk's first tokens."""
+        if tokens == self.tokens:
+            return self.inputs
+        return {key: value[:tokens] for key, value in self.inputs.items()}
 
     def after(self, tokens: int) -> Self:
         """Inputs of the chunk without its first tokens."""
@@ -176,10 +182,7 @@ class RunnerRows:
             inputs,
             coming=(
                 torch.from_numpy(np.concatenate(tokens)).to(before.device),
-                [
-                    {key: value[: len(own)] for key, value in one.inputs.items()}
-                    for (_, one), own in zip(coming, tokens, strict=True)
-                ],
+                [one.first(len(own)) for (_, one), own in zip(coming, tokens, strict=True)],
             ),
         )
 
@@ -194,13 +197,8 @@ class RunnerRows:
         leaving -= self.left
         if not leaving:
             return
-        for name in leaving - self._absent if index else ():
-            own = torch.from_numpy(batch.tokens_of(batch.places[name]))
-            place = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
-            inputs_of = {key: value[place] for key, value in inputs.items() if self._is_per_token(value)}
-            start = int(batch.computed[batch.places[name]])
-            leaves = Suspended(index, start, len(own), inputs_of)
-            self._suspended[name] = with_first(leaves, self._suspended.get(name, ()))
+        if index:
+            self._keep(leaving - self._absent, index, inputs)
         self.left |= leaving
         self._absent |= leaving
         for names in self._joining.values():
@@ -210,8 +208,31 @@ class RunnerRows:
             raise Abandoned
         self._change(inputs)
 
+    def _keep(self, leaving: Collection[str], layer: int, inputs: Mapping[Key, Any]) -> None:
+        """Copy the leaving rows' inputs to this layer: all decode steps at once, each prompt on its own.
+
+        There may be hundreds of decode steps, and an arrival waits meanwhile. Prompts in the same copy would take
+        memory until the last of the steps has joined.
+        """
+        batch = self._runner.batch
+        tokens = {name: batch.tokens_of(batch.places[name]) for name in leaving}
+        steps = [name for name, own in tokens.items() if len(own) == 1]
+        prompts = [[name] for name, own in tokens.items() if len(own) > 1]
+        per_token = {key: value for key, value in inputs.items() if self._is_per_token(value)}
+        for names in [steps, *prompts] if steps else prompts:
+            own = torch.from_numpy(np.concatenate([tokens[name] for name in names]))
+            places = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
+            each = len(own) // len(names)
+            copies = {key: value[places].split(each) for key, value in per_token.items()}
+            for number, name in enumerate(names):
+                start = int(batch.computed[batch.places[name]])
+                part = Suspended(layer, start, each, {key: copy[number] for key, copy in copies.items()})
+                self._suspended[name] = with_first(part, self._suspended.get(name, ()))
+
     def _change(
-        self, inputs: dict[Key, Any], coming: tuple[torch.Tensor, list[dict[Key, torch.Tensor]]] | None = None
+        self,
+        inputs: dict[Key, Any],
+        coming: tuple[torch.Tensor, list[Mapping[Key, torch.Tensor]]] | None = None,
     ) -> None:
         """Rows have left or joined: change the layer's inputs, and the metadata that all layers share."""
         batch = self._runner.batch

@@ -33,6 +33,7 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
     if iteration.refused:
         strike_out(scheduler, iteration.encodes)
     left, requests, size = iteration.left, scheduler.requests, scheduler.block_size
+    uncounted = 0
     for name, tokens in iteration.tokens.items():
         request = requests.get(name)
         if request is None or not is_running(request):
@@ -40,33 +41,36 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
         elif request.num_stale_output_tokens:
             continue  # rewound with an earlier iteration
         elif name in left:
-            rewind(scheduler, request, tokens)
+            uncounted += rewind(scheduler, request, tokens)
         else:
             computed = request.num_computed_tokens - request.num_in_flight_tokens + tokens
             if tokens > 1 or not computed % size:  # most steps fill no block
                 scheduler.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
+    if uncounted:
+        scheduler._traffic.offline(-uncounted, at=time.monotonic())
 
 
-def rewind(scheduler: Any, request: Request, tokens: int) -> None:
+def rewind(scheduler: Any, request: Request, tokens: int) -> int:
     """Set the counters back to before the iteration; the row keeps its blocks, which were never registered.
 
-    `tokens` are the row's in this iteration; more of them may be in flight.
+    `tokens` are the row's in this iteration; more of them may be in flight. Returns those that had been counted.
     """
-    in_flight = request.num_in_flight_tokens
+    in_flight, uncounted = request.num_in_flight_tokens, 0
     request.num_computed_tokens -= in_flight
     if request.request_id in scheduler._offline:
-        uncount(scheduler, request, tokens)
+        uncounted = uncount(scheduler, request, tokens)
         if in_flight > tokens:
-            uncount(scheduler, request, in_flight - tokens, behind=tokens)
+            uncounted += uncount(scheduler, request, in_flight - tokens, behind=tokens)
     request.num_stale_output_tokens, request.drop_stale_output = in_flight, True
     request.num_output_placeholders = 0
     request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
     if request.is_prefill_chunk:
         scheduler._inflight_prefills.add(request)
+    return uncounted
 
 
-def uncount(scheduler: Any, request: Request, tokens: int, *, behind: int = 0) -> None:
-    """Uncount tokens that a row was to compute, `behind` others after the ones that it has."""
+def uncount(scheduler: Any, request: Request, tokens: int, *, behind: int = 0) -> int:
+    """Uncount tokens that a row was to compute, `behind` others after the ones that it has; says how many."""
     part = scheduler.part(request, tokens, request.num_computed_tokens + behind)
-    counted = scheduler._offline_tokens.left(request.request_id, part, scheduler._iterations.worth)
-    scheduler._traffic.offline(-counted, at=time.monotonic())
+    counted: int = scheduler._offline_tokens.left(request.request_id, part, scheduler._iterations.worth)
+    return counted
