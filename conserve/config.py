@@ -51,7 +51,7 @@ class Settings:
     lease_s: float = 60.0
     """Seconds of silence after which another `run` may take the rows of this one."""
     max_attempts: int = 5
-    """Faulty answers after which a row fails."""
+    """Faulty answers that brought no tokens to go on from, after which a row fails."""
     max_answer_s: float = 3600.0
     """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
     max_answer_mib: float = 64.0

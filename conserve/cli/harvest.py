@@ -74,7 +74,9 @@ def harvest(
     lease_s: Annotated[
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
-    max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option(help="Faulty answers without new tokens that fail a row.")
+    ] = None,
     utility: Utility = None,
     share: Share = None,
     rebind: Rebind = False,

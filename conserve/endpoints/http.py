@@ -268,7 +268,9 @@ class HttpEndpoint:
                 raise EndpointFault("the stream ended before the answer did, and brought no token")
             return pieces.completion()
         except (httpx.HTTPError, TimeoutError) as error:
-            raise await self._trouble(error, begun=pieces.begun) from error
+            saved = len(call.resume_from)  # which the server sends back at once
+            begun = pieces.tokens > saved if saved else pieces.begun
+            raise await self._trouble(error, begun=begun) from error
         except UNREADABLE as error:
             raise EndpointFault(f"the stream is no completion: {one_line(error)}") from error
         finally:

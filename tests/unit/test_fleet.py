@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, InFlight, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, OnTokens, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointFault,
@@ -23,7 +23,7 @@ from conserve.errors import (
 )
 from conserve.jobs.fleet.care import DRAIN_S
 from conserve.jobs.fleet.fleet import now_s
-from conserve.jobs.fleet.member import MemberState
+from conserve.jobs.fleet.member import Member, MemberState
 from conserve.jobs.harvest import notes as server_notes
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
@@ -662,6 +662,28 @@ def test_a_server_whose_answers_are_of_no_use_is_suspected(store: Store, write_i
     servers[0].failing = lambda: EndpointFault("HTTP 500")
     harvest(store, servers)
     check(store, job_id, SHORT[:100])
+
+
+def test_servers_behind_a_proxy_that_cuts_rows_off_are_not_suspected(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Proxied(ModelledServer):
+        async def _complete(self, call: Call, on_tokens: OnTokens | None) -> Completion:
+            assert on_tokens is not None
+
+            def cut(tokens: Sequence[int]) -> None:
+                if len(tokens) - len(call.resume_from) > 6:
+                    raise EndpointFault("the connection broke")
+                on_tokens(tokens)
+
+            return await super()._complete(call, cut)
+
+    suspected: list[Member] = []
+    monkeypatch.setattr(Member, "suspect", lambda self, *_: suspected.append(self))
+    job_id = queue_up(store, write_input, SHORT[:40])
+    harvest(store, [Proxied(url) for url in (A, B, C)])
+    check(store, job_id, SHORT[:40])
+    assert not suspected
 
 
 def test_a_row_that_is_withdrawn_frees_its_place(store: Store) -> None:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -383,6 +383,63 @@ def test_a_stop_saves_tokens_and_the_next_run_continues_from_them(
     assert [row[1] for row in rows] == [answer("long one", 100), answer("long two", 100)]
     assert [row[4] for row in rows] == second.continued
     assert tally.resumed_tokens == sum(second.continued)
+
+
+class Proxied(FakeEndpoint):
+    """A proxy in front of it cuts each answer off after so many tokens."""
+
+    def __init__(self, script: Script, *lets_through: int) -> None:
+        super().__init__(script)
+        self._lets_through = iter(lets_through)
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        assert on_tokens is not None
+        most = len(call.resume_from) + next(self._lets_through)
+
+        def cut(tokens: Sequence[int]) -> None:
+            if len(tokens) > most:
+                raise EndpointFault("the connection broke")
+            on_tokens(tokens)
+
+        return await super().complete(call, cut)
+
+
+def test_a_row_that_is_cut_off_every_few_tokens_gets_done(
+    store: Store, queue_up: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = queue_up("long one")
+    endpoint = Proxied(Script(token_ms=5, tokens=20), *[3] * 7)
+    harvest(store, endpoint, max_attempts=2)
+    assert endpoint.continued == [3, 6, 9, 12, 15, 18]
+    assert results(store, job_id) == [(0, answer("long one", 20), None, 7, 18)]
+    assert caplog.text.count("the connection broke") == 1
+
+
+def test_an_attempt_that_gets_no_further_counts_against_the_row(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up("long one")
+    endpoint = Proxied(Script(token_ms=5, tokens=20), 3, 0, 0)
+    harvest(store, endpoint, max_attempts=2)
+    assert endpoint.continued == [3, 3]
+    assert [row[2:4] for row in results(store, job_id)] == [("endpoint_fault", 3)]
+
+
+def test_servers_that_throw_away_each_others_tokens_fail_a_row_in_the_end(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    """Each begins anew, since the saved tokens are the other's, and gets no further than the other did."""
+    job_id = queue_up("long one")
+
+    class InTurns(Proxied):
+        @property
+        def identity(self) -> str:
+            return f"server {self.calls % 2}"
+
+    endpoint = InTurns(Script(token_ms=5, tokens=20), 3, 3, 3)
+    harvest(store, endpoint, max_attempts=2)
+    assert not endpoint.continued
+    assert [row[2:4] for row in results(store, job_id)] == [("endpoint_fault", 3)]
 
 
 @pytest.mark.parametrize("steps", range(8))

@@ -210,8 +210,9 @@ def test_decode_steps_leave_in_one_copy_and_a_prompt_in_its_own(passes: type[Pas
     from conserve.engine.vllm.preemption.safepoints import Abandoned
 
     under = passes({"a": 1, "prompt": 4, "b": 1, "c": 1}, ["prompt", "c", "b", "a"])
-    some = under.once({2: 2})  # the prompt and c
-    assert torch.equal(some[[0, 5]], under.wanted[[0, 5]])
+    some = under.once({1: 1, 2: 3})  # the prompt, then b and c of those that are left
+    assert under.rows.suspended == {"prompt": 1, "b": 2, "c": 2}
+    assert torch.equal(some[0], under.wanted[0])
     with pytest.raises(Abandoned):
         under.once({3: ALL_ROWS})
     memory = {}

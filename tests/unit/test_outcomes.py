@@ -290,6 +290,20 @@ def test_as_many_faults_fail_a_row_as_it_has_attempts() -> None:
     assert [decision.after_s for decision in decisions] == [1.0, 2.0, 0.0]
 
 
+def test_a_fault_of_an_attempt_that_got_on_does_not_count() -> None:
+    decision = decide(EndpointFault("cut"), faults=99, max_attempts=1, alone=True, gained=True)
+    assert decision == RetryDecision(after_s=1.0)
+    later = decide(EndpointFault("cut"), faults=0, max_attempts=1, alone=True, gained=True, attempts=4)
+    assert later == RetryDecision(after_s=8.0)
+    for error in (EndpointBusy("x"), EndpointUnavailable("x"), EngineDied("x")):
+        unlike = decide(error, faults=0, max_attempts=1, alone=False)
+        assert decide(error, faults=0, max_attempts=1, alone=False, gained=True, attempts=4) == unlike
+    refused = decide(
+        RequestRejected("no", kind="too_long"), faults=0, max_attempts=1, alone=True, gained=True
+    )
+    assert refused.error_type == "too_long"
+
+
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     for error in (EndpointBusy("x"), EndpointUnavailable("x")):
         decision = decide(error, faults=99, max_attempts=1, alone=True)

@@ -194,7 +194,7 @@ class Fleet:
             if errand.on_tokens is not None:
                 errand.on_tokens(tokens)
 
-        errand.recalled, errand.sent_at = False, now_s()
+        errand.recalled, errand.sent_at, errand.begun_with = False, now_s(), len(errand.tokens)
         watched = on_tokens if same and errand.on_tokens is not None else None
         errand.task = asyncio.ensure_future(endpoint.complete(call, watched))
         completion = await errand.task
@@ -216,7 +216,8 @@ class Fleet:
     async def _judge(self, errand: Errand, member: Member, error: EndpointError) -> None:
         """Return if the row is to be asked elsewhere; raises an error that is the row's, or that nothing mends."""
         others = [one for one in self.servers.open() if one is not member]
-        if isinstance(error, EndpointFault) and member.fault() >= MOST_FAULTS and others:
+        useless = isinstance(error, EndpointFault) and len(errand.tokens) <= errand.begun_with
+        if useless and member.fault() >= MOST_FAULTS and others:
             member.suspect(error, now_s())
         if isinstance(error, EndpointBusy) and others:
             member.hold(error.retry_after_s, now_s())

@@ -54,6 +54,7 @@ class Errand:
     piece: int = 0  # number of the piece that it was placed with
     charge: float = 0.0  # tokens that the server is charged with
     sent_at: float = 0.0
+    begun_with: int = 0  # tokens that it was sent with
     moves: int = 0  # away from servers that were slow
     losses: int = 0  # servers that went down with it
     avoid: frozenset["Member"] = frozenset()  # servers that it comes from

@@ -16,6 +16,7 @@ from conserve.jobs.harvest.retry import RetryDecision, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.results import Result
+from conserve.store.books.saved_tokens import unpack_tokens
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,15 @@ class Flight:
     lost: bool = False  # its lease is gone, so its outcome is dropped
     ended: bool = False  # its outcome is in the outbox
     task: "asyncio.Task[None] | None" = None
+
+    @property
+    def gained(self) -> bool:
+        """True if the row has more tokens now than the store has, of whichever server.
+
+        Tokens of another server count too: two servers in turn would otherwise throw each other's away for ever.
+        """
+        known = unpack_tokens(self.work.row.tokens) if self.work.row.tokens else ()
+        return len(self.tokens) > len(known)
 
 
 class Flights:
@@ -188,12 +198,16 @@ class Flights:
             deaths=work.row.deaths,
             max_attempts=self._max_attempts,
             alone=flight.alone,
+            gained=flight.gained,
+            attempts=work.row.attempts,
             max_deaths=self._max_deaths,
         )
         if decision.error_type is not None:
             self._end(flight, failure(work, decision.error_type, str(error), now=self._clock()))
             return
         self._tally.retried += 1
+        if flight.gained and isinstance(error, EndpointFault):
+            self._warn(work, error)
         self._save_tokens(flight)
         self._end(flight, decision)
         self._tally.waiting_for = self._hold.begin(error, decision.hold_s) or self._tally.waiting_for

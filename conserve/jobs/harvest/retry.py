@@ -33,6 +33,8 @@ def decide(
     faults: int,
     max_attempts: int,
     alone: bool,
+    gained: bool = False,
+    attempts: int = 1,
     deaths: int = 0,
     max_deaths: int = SUSPECT_FAILURES,
 ) -> RetryDecision:
@@ -40,8 +42,10 @@ def decide(
 
     A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which
     waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row; `faults` is their
-    number so far. Rows in flight when an engine died are suspects: each runs alone, and one that was
-    alone when `max_deaths` engines died fails; `deaths` is their number so far.
+    number so far. A faulty answer that brought tokens for the next attempt to go on from (`gained`) does not count,
+    since the row gets done by pieces; each of its `attempts` is waited for longer than the one before. Rows in
+    flight when an engine died are suspects: each runs alone, and one that was alone when `max_deaths` engines died
+    fails; `deaths` is their number so far.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
@@ -52,6 +56,8 @@ def decide(
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S)
     assert isinstance(error, RetryableError), error
+    if gained:
+        return RetryDecision(after_s=backoff_s(attempts - 1))
     if faults + 1 >= max_attempts:
         return RetryDecision(error_type=error.kind)
     return RetryDecision(after_s=backoff_s(faults), counts=True)

@@ -211,8 +211,8 @@ class RunnerRows:
     def _keep(self, leaving: Collection[str], layer: int, inputs: Mapping[Key, Any]) -> None:
         """Copy the leaving rows' inputs to this layer: all decode steps at once, each prompt on its own.
 
-        There may be hundreds of decode steps, and an arrival waits meanwhile. Prompts in the same copy would take
-        memory until the last of the steps has joined.
+        There may be hundreds of decode steps, and an arrival waits meanwhile. A copy takes memory until the last of
+        its rows has joined: one token of each decode step, and so not those of prompts.
         """
         batch = self._runner.batch
         tokens = {name: batch.tokens_of(batch.places[name]) for name in leaving}
@@ -220,8 +220,8 @@ class RunnerRows:
         prompts = [[name] for name, own in tokens.items() if len(own) > 1]
         per_token = {key: value for key, value in inputs.items() if self._is_per_token(value)}
         for names in [steps, *prompts] if steps else prompts:
-            own = torch.from_numpy(np.concatenate([tokens[name] for name in names]))
-            places = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
+            own = torch.from_numpy(np.concatenate([tokens[name] for name in names])).to(self._runner.device)
+            places = own if self._in is None else torch.searchsorted(self._in, own)
             each = len(own) // len(names)
             copies = {key: value[places].split(each) for key, value in per_token.items()}
             for number, name in enumerate(names):

@@ -53,7 +53,7 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
 def rewind(scheduler: Any, request: Request, tokens: int) -> int:
     """Set the counters back to before the iteration; the row keeps its blocks, which were never registered.
 
-    `tokens` are the row's in this iteration; more of them may be in flight. Returns those that had been counted.
+    `tokens` are the row's in this iteration; more of them may be in flight. Returns how many had been counted.
     """
     in_flight, uncounted = request.num_in_flight_tokens, 0
     request.num_computed_tokens -= in_flight
@@ -70,7 +70,7 @@ def rewind(scheduler: Any, request: Request, tokens: int) -> int:
 
 
 def uncount(scheduler: Any, request: Request, tokens: int, *, behind: int = 0) -> int:
-    """Uncount tokens that a row was to compute, `behind` others after the ones that it has; says how many."""
+    """Uncount tokens that a row was to compute, `behind` others after those that it has; returns their number."""
     part = scheduler.part(request, tokens, request.num_computed_tokens + behind)
     counted: int = scheduler._offline_tokens.left(request.request_id, part, scheduler._iterations.worth)
     return counted
