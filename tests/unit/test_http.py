@@ -592,7 +592,13 @@ class Endless(httpx.AsyncByteStream):
 
 
 def bounded(
-    body: Endless, limits: AnswerLimits, *, coserving: bool, status: int = 200, begins_s: float = 0.0
+    body: Endless,
+    limits: AnswerLimits,
+    *,
+    coserving: bool,
+    status: int = 200,
+    begins_s: float = 0.0,
+    resume_from: Sequence[int] = (),
 ) -> float:
     """Ask for an answer with this body; returns the seconds until the error, which is raised on."""
 
@@ -612,7 +618,8 @@ def bounded(
         await endpoint.start()
         begun = asyncio.get_running_loop().time()
         try:
-            await endpoint.complete(CHAT, (lambda _: None) if coserving else None)
+            call = replace(CHAT, resume_from=resume_from)
+            await endpoint.complete(call, (lambda _: None) if coserving else None)
         except EndpointError as error:
             error.add_note(str(asyncio.get_running_loop().time() - begun))
             raise
@@ -647,6 +654,14 @@ def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
         with pytest.raises(EndpointUnavailable, match="no whole answer within 30 s") as error:
             bounded(body, AnswerLimits(seconds=30.0), coserving=True, begins_s=begins_s)
         assert seconds(error) == pytest.approx(30, abs=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "error"), [([1, 2], EndpointUnavailable), ([1, 2, 3], EndpointFault)])
+def test_saved_tokens_that_come_back_are_no_beginning(tokens: list[int], error: type[EndpointError]) -> None:
+    """A resumed row waits for live requests like any other."""
+    body = Endless(b"\n", 1, first=delta("a", tokens))
+    with pytest.raises(error, match="no whole answer within 30 s"):
+        bounded(body, AnswerLimits(seconds=30.0), coserving=True, resume_from=[1, 2])
 
 
 @pytest.mark.parametrize(
