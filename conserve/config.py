@@ -53,7 +53,7 @@ class Settings:
     max_attempts: int = 5
     """Faulty answers that brought no tokens to go on from, after which a row fails."""
     max_answer_s: float = 3600.0
-    """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
+    """Seconds that one attempt at an answer of `endpoint` may take, from sending its request to the last byte."""
     max_answer_mib: float = 64.0
     """Size that one answer of `endpoint` may have, in MiB."""
     max_answers_mib: float = 512.0

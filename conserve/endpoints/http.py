@@ -252,7 +252,7 @@ class HttpEndpoint:
         }
         if call.resume_from:
             body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "conserve_resume": list(call.resume_from)}
-        pieces = AnswerPieces(call.url, on_tokens)
+        pieces = AnswerPieces(call.url, on_tokens, saved=len(call.resume_from))
         self._streamed.add(pieces)
         try:
             async with (
@@ -262,15 +262,12 @@ class HttpEndpoint:
             ):
                 async for payload in found:
                     pieces.add(payload)
-            gained = pieces.tokens > len(call.resume_from)
-            if not pieces.ended and not gained and await self._probes.is_up(self.server):
+            if not pieces.ended and not pieces.gained and await self._probes.is_up(self.server):
                 # The next attempt would be no further, nor the one after.
                 raise EndpointFault("the stream ended before the answer did, and brought no token")
             return pieces.completion()
         except (httpx.HTTPError, TimeoutError) as error:
-            saved = len(call.resume_from)  # which the server sends back at once
-            begun = pieces.tokens > saved if saved else pieces.begun
-            raise await self._trouble(error, begun=begun) from error
+            raise await self._trouble(error, begun=pieces.begun) from error
         except UNREADABLE as error:
             raise EndpointFault(f"the stream is no completion: {one_line(error)}") from error
         finally:

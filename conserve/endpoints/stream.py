@@ -59,8 +59,9 @@ decode = msgspec.json.Decoder(StreamEvent).decode
 class AnswerPieces:
     """One answer in pieces, of one choice: rows that can be resumed have no more."""
 
-    def __init__(self, url: Url, on_tokens: OnTokens) -> None:
-        self._url, self._on_tokens = url, on_tokens
+    def __init__(self, url: Url, on_tokens: OnTokens, *, saved: int = 0) -> None:
+        """`saved`: tokens that the server was sent, and sends back at once."""
+        self._url, self._on_tokens, self._saved = url, on_tokens, saved
         self._id: str | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -76,8 +77,13 @@ class AnswerPieces:
 
     @property
     def begun(self) -> bool:
-        """True once a part of the answer has come."""
-        return bool(self._token_ids) or any(self._texts)
+        """True once a part of the answer has come that was not saved before."""
+        return self.gained or (not self._saved and any(self._texts))
+
+    @property
+    def gained(self) -> bool:
+        """True once the answer has more tokens than were saved before."""
+        return self.tokens > self._saved
 
     @property
     def ended(self) -> bool:

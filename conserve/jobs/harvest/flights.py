@@ -206,7 +206,7 @@ class Flights:
             self._end(flight, failure(work, decision.error_type, str(error), now=self._clock()))
             return
         self._tally.retried += 1
-        if flight.gained and isinstance(error, EndpointFault):
+        if isinstance(error, EndpointFault) and not decision.counts:
             self._warn(work, error)
         self._save_tokens(flight)
         self._end(flight, decision)

@@ -219,7 +219,7 @@ class RunnerRows:
         steps = [name for name, own in tokens.items() if len(own) == 1]
         prompts = [[name] for name, own in tokens.items() if len(own) > 1]
         per_token = {key: value for key, value in inputs.items() if self._is_per_token(value)}
-        for names in [steps, *prompts] if steps else prompts:
+        for names in filter(None, [steps, *prompts]):
             own = torch.from_numpy(np.concatenate([tokens[name] for name in names])).to(self._runner.device)
             places = own if self._in is None else torch.searchsorted(self._in, own)
             each = len(own) // len(names)
