@@ -859,6 +859,24 @@ def test_one_process_at_a_time_compacts_a_job(store: Store, monkeypatch: pytest.
     assert shards.compact_full(store, "job-1", now=0.0) == 10
 
 
+def test_a_look_for_results_to_move_fetches_none_that_were_moved_before(store: Store) -> None:
+    """Until a vacuum the table holds them; a job of a million rows ends before the first."""
+    rows = 4_000
+    add_job(store, rows=rows)
+    finish(store, leased(store, limit=rows))
+    shards.compact(store, "job-1", now=0.0)
+    fetched = text("select pg_stat_get_xact_blocks_fetched('journal'::regclass)")
+    blocks = select(store, "select pg_relation_size('journal') / 8192")[0][0]
+    looks = []
+    for _ in range(3):
+        with store.read() as tx:
+            before = tx.scalar(fetched)
+            assert not list(shards.by_position(tx, "job-1", failed=False))
+            looks.append(tx.scalar(fetched) - before)
+    assert looks[0] >= blocks > 20, "the first finds out which rows are deleted"
+    assert looks[2] == 0
+
+
 def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     listener = Listener.of(store.engine)
     assert listener is not None

@@ -24,7 +24,7 @@ from conserve.store.books.states import JobState
 from conserve.store.books.too_long import fails_again, too_long
 from conserve.store.books.unrendered import stays_failed, unrendered
 from conserve.store.database import schema
-from conserve.store.database.bulk import afresh, insert_rows, matching, read_rows
+from conserve.store.database.bulk import afresh, along_indexes, insert_rows, matching, read_rows
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -155,6 +155,7 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
 def by_position(tx: Connection, job_id: str, *, failed: bool) -> Iterator[Any]:
     """Yield the job's journal rows by position; read in parts, since PostgreSQL sends all that is asked for."""
     ours = select(journal).where(journal.c.job_id == job_id, journal.c.failed == failed)
+    along_indexes(tx)
     part, read = ours, SHARD_ROWS
     while read == SHARD_ROWS:
         read = last = 0
