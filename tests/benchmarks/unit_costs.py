@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,11 @@ def log_position(server: PostgresServer) -> int:
 def cpu_s(server: PostgresServer) -> float:
     """Processor time of the server, of connections that have ended too."""
     pid = int((server.data_folder / "postmaster.pid").read_text().split()[0])
-    times = [process.cpu_times() for process in (psutil.Process(pid), *psutil.Process(pid).children())]
-    mother = times[0]
+    children = psutil.Process(pid).children()
+    times = []
+    for process in children:
+        with suppress(psutil.NoSuchProcess):  # its time is the mother's now
+            times.append(process.cpu_times())
+    mother = psutil.Process(pid).cpu_times()
+    times.append(mother)
     return sum(each.user + each.system for each in times) + mother.children_user + mother.children_system
