@@ -10,7 +10,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -464,13 +464,19 @@ class PreemptedEngine:
 
     def close(self) -> None:
         """End the engine, so that another can start in this process."""
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        self.llm.engine_core.shutdown()
+        llm = self.llm
         for name in list(vars(self)):
             delattr(self, name)
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        ended(llm)
+
+
+def ended(llm: LLMEngine) -> None:
+    """End an engine of this process, so that another can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    gc.collect()
 
 
 @contextmanager
@@ -507,25 +513,31 @@ def registering_once() -> Iterator[None]:
 @contextmanager
 def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
     """An engine that leaves nothing behind in this process."""
-    environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
-    # Each of the collections at a start and an end takes half a second with all that is imported.
-    gc.freeze()
-    frozen = mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
     # vLLM compiles this one function even where nothing else is compiled, for longer than the tests take.
     counting = "batched_count_greater_than"
     as_written = mock.patch.object(sampler, counting, inspect.unwrap(getattr(sampler, counting)))
+    with room_for_an_engine() as frozen:
+        with frozen(), registering_once():
+            engine = PreemptedEngine(model, **flags)
+        try:
+            with as_written:
+                yield engine
+        finally:
+            with frozen():
+                engine.close()
+
+
+@contextmanager
+def room_for_an_engine() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """The environment of an engine in this process, restored behind it; yields what shortens its start and end."""
+    environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    # Each of the collections at a start and an end takes half a second with all that is imported.
+    gc.freeze()
     set_num_threads(1)  # so small a model is slower on several, much slower where others compute too
     os.environ.update(ENVIRONMENT)
-    engine = None
     try:
-        with frozen, registering_once():
-            engine = PreemptedEngine(model, **flags)
-        with as_written:
-            yield engine
+        yield lambda: mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
     finally:
-        with frozen:
-            if engine is not None:
-                engine.close()
         ensure_kv_transfer_shutdown()  # of a start that failed: the next engine would take its connector
         os.environ.clear()
         os.environ.update(environment)

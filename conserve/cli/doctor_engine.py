@@ -51,19 +51,23 @@ def library(found: "EngineDescription", loaded: "LoadTrial") -> Finding:
     again = f"{pip('install')} --force-reinstall --no-deps {found.distribution}=={found.version}"
     first = "run it with nothing beside it" if loaded.gave_up else "install what the cause names"
     fix = f"{first}, or install the engine anew: {again}"
-    loads = f"loads in {output.duration(loaded.seconds)}, on {loaded.device}"
+    done = "loads and is tried" if found.untried else "loads"
+    loads = f"{done} in {output.duration(loaded.seconds)}, on {loaded.device}"
     return Finding.judged("library", loaded.problem or loads, fix, ok=loaded.problem is None)
 
 
 def internals(found: "EngineDescription", loaded: "LoadTrial") -> Iterator[Finding]:
     """Outcome of the self-test: names of vLLM that ConServe uses, and the parts that do without."""
+    from conserve.engine.vllm.compat.rehearsal import SAME_TOKENS
+
     if loaded.names is None:
         return
     fix = f"install a tried version; {found.install}"
     for fault in loaded.faults:
         yield Finding("internals", fault, ok=False, fix=fix)
     if not loaded.faults:
-        yield Finding("internals", f"all {loaded.names} names of vLLM that ConServe uses are there")
+        same = f", and {SAME_TOKENS}" if found.untried else ""
+        yield Finding("internals", f"all {loaded.names} names of vLLM that ConServe uses are there{same}")
 
 
 def model(settings: Settings) -> Finding:

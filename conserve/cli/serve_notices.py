@@ -36,9 +36,16 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
             told = [*only_counted(section), *by_default(said["slo"], section)]
-            return [*told, *pushed(section), *found]
+            return [*told, *pushed(section), *found, *never_tried()]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
+
+
+def never_tried() -> list[str]:
+    """Warn of a vLLM that is newer than the tried ones; the server's log tells of its self-test."""
+    from conserve.engine.vllm.compat.installed import untried
+
+    return [] if (told := untried()) is None else [f"{told}; conserve doctor says what it does without"]
 
 
 def only_counted(section: dict[str, Any]) -> list[str]:

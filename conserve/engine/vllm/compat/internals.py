@@ -47,8 +47,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         # outputs and resuming
         "VllmConfig.logging_config": "its processes tell their steps",
         "vllm.logger._last_configured_logging_config": "the same",
-        "vllm.outputs.{RequestOutput,CompletionOutput}": "results, and RequestOutput.add to merge deltas",
-        "vllm.outputs.RequestOutput.add": "the same",
+        "vllm.outputs.{RequestOutput,CompletionOutput,RequestOutput.add}": "results, and deltas that are merged",
         "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",
         "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",
         "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "replays saved tokens: text and stop strings",
@@ -218,6 +217,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.exceptions.VLLMValidationError.parameter": "which field was refused",
     },
     Part.LEAVING: {
+        "vllm.LLM.{generate,reset_prefix_cache}": "an engine in whose iterations the leaving of rows is rehearsed",
         "vllm.config.ParallelConfig.worker_cls": "names our worker",
         "vllm.v1.worker.{gpu_worker.Worker,cpu_worker.CPUWorker}": "subclassed",
         "Worker.{execute_model,sample_tokens,compile_or_warm_up_model,model_runner,vllm_config}": "alternate; an output "

@@ -1,7 +1,7 @@
 """Self-test of an installed vLLM: do the names that ConServe touches exist, and do overrides take what vLLM passes.
 
-It imports vLLM and our modules that extend it, and takes seconds. No engine is started: a behaviour that changed
-under an old name passes (`calls.HABITS`).
+It imports vLLM and our modules that extend it, and takes seconds. A behaviour that changed under an old name passes
+(`calls.HABITS`), but for the leaving of rows, which is tried (`rehearsal`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conserve.engine.vllm.compat import rehearsal
 from conserve.engine.vllm.compat.calls import OVERRIDING, SIGNATURES
 from conserve.engine.vllm.compat.classes import CLASSES
-from conserve.engine.vllm.compat.installed import install_command, installed_engine, untried
+from conserve.engine.vllm.compat.installed import InstalledEngine, install_command, untried, untried_engine
 from conserve.engine.vllm.compat.internals import INTERNALS, ON_CPUS, Part
-from conserve.engine.vllm.compat.versions import VersionStanding, minor_of, name_in, standing
+from conserve.engine.vllm.compat.versions import minor_of, name_in
 from conserve.errors import EndpointUnusable
 
 REST = "..."  # in SIGNATURES: other parameters may follow
@@ -34,10 +35,13 @@ class UnfitPart(NamedTuple):
 
 def lost_parts() -> Mapping[Part, str]:
     """Parts that an untried version of vLLM does without, and the first cause of each; none in a tried version."""
-    engine = installed_engine()
-    if engine is None or standing(engine.version) is not VersionStanding.NEWER:
+    engine = untried_engine()
+    if engine is None:
         return {}
-    return first_causes(engine.version)
+    lost = first_causes(engine.version)
+    if Part.LEAVING not in lost and (fault := rehearsal.fault_of(engine)) is not None:
+        lost = {**lost, Part.LEAVING: fault}
+    return lost
 
 
 @cache
@@ -48,20 +52,33 @@ def first_causes(version: str) -> Mapping[Part, str]:
 
 def require(*parts: Part, say: Callable[[str], None]) -> None:
     """Say what an untried version of vLLM does without; raises `EndpointUnusable` if it is one of these parts."""
-    told = untried()
-    if told is None:
+    engine, told = untried_engine(), untried()
+    if engine is None:
         return
-    lost = lost_parts()
+    lost = first_causes(engine.version)
     for part in parts:
         if part in lost:
             raise EndpointUnusable(f"{told}, and {lost[part]}; {install_command()}")
+    if Part.SCHEDULER in parts:  # else no row leaves an iteration
+        if to_rehearse() is not None and not rehearsal.is_known(engine):
+            say(f"{rehearsal.REHEARSING}, once for this version of vLLM, in some ten seconds")
+            rehearsal.rehearse(engine)
+        lost = lost_parts()
     say(f"{told}; {said_of(lost)}")
+
+
+def to_rehearse() -> InstalledEngine | None:
+    """The installed vLLM, if it was never tried and has the names that rows need to leave."""
+    engine = untried_engine()
+    return None if engine is None or Part.LEAVING in first_causes(engine.version) else engine
 
 
 def said_of(lost: Mapping[Part, str]) -> str:
     """The outcome of the self-test as a phrase."""
     if not lost:
-        return f"all {count_of_names()} names that ConServe uses are there"
+        engine = untried_engine()
+        same = f", and {rehearsal.SAME_TOKENS}" if engine is not None and rehearsal.is_known(engine) else ""
+        return f"all {count_of_names()} names that ConServe uses are there{same}"
     return "; ".join(f"{part.value}: {cause}" for part, cause in lost.items())
 
 

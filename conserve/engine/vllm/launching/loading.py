@@ -15,6 +15,7 @@ from typing import Self
 
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import installed_engine
+from conserve.engine.vllm.compat.rehearsal import rehearse
 from conserve.engine.vllm.launching.environment import last_error, prepare_environment
 
 LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
@@ -106,10 +107,12 @@ def main() -> None:
 
 
 def try_names() -> None:
-    """Print the outcome of the self-test of names and signatures."""
+    """Print the outcome of the self-test, in which rows of an untried version leave an iteration anew."""
     engine = installed_engine()
     assert engine is not None
-    for part, cause in trial.first_causes(engine.version).items():
+    if (untried := trial.to_rehearse()) is not None:
+        rehearse(untried)
+    for part, cause in (trial.lost_parts() or trial.first_causes(engine.version)).items():
         print(f"{FAULT}{part.value}: {cause}")
     print(f"{NAMES}{trial.count_of_names()}")
 

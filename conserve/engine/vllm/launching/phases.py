@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from conserve.engine.vllm.compat.rehearsal import REHEARSING
+
 IMPORTING = "importing vLLM"
 CONVERTING = "converting the demo model"
 PROCESSES = "starting its processes"
@@ -17,6 +19,7 @@ TOLD = {
 SERVER_TOLD = {
     CONVERTING: CONVERTING,
     CONVERTED: IMPORTING,
+    REHEARSING: REHEARSING,
     "Initializing a V1 LLM engine": PROCESSES,
     **TOLD,
     "learning how long iterations take": LEARNING,

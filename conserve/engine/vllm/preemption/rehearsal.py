@@ -1,0 +1,194 @@
+"""Rows that leave iterations of a small random model, beside the same rows that stay.
+
+`python -m conserve.engine.vllm.preemption.rehearsal` prints a line only if their tokens differ; `compat.rehearsal`
+runs it on a vLLM that was never tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.vllm.compat.rehearsal import FAULT
+from conserve.engine.vllm.iteration import Stamp
+from conserve.engine.vllm.launching.environment import prepare_environment
+from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
+from conserve.profiles.conserve import ConServeModel
+
+LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 128, 2, 256, 512
+LIVE, ROWS = (20,), (40, 70, 100)  # tokens of the prompts
+ANSWER = 8  # tokens
+CHUNK = 96  # tokens of an iteration, fewer than all prompts together
+LATENCY = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
+"""Any latency model: without one the scheduler lets no row leave."""
+
+
+class RowsLeave:
+    """Implements `safepoints.Orders`: in each second iteration one row leaves, and all before the next layer."""
+
+    heard = True
+
+    def __init__(self) -> None:
+        self.on = False
+        self.iterations = 0  # of which rows were ordered to leave
+        self._iteration = self._looks = 0
+
+    def rows_ordered(self, stamp: Stamp) -> int:
+        """Number of the stamp's first rows that are to leave; asked before each layer."""
+        if stamp.iteration != self._iteration:
+            self._iteration, self._looks = stamp.iteration, 0
+        self._looks += 1
+        if not self.on or not stamp.rows or stamp.iteration % 2:
+            return 0
+        if self._looks == LAYERS - 1:
+            self.iterations += 1
+        return {1: 0, LAYERS - 2: 1}.get(self._looks, len(stamp.rows))
+
+    def refused(self, stamp: Stamp) -> bool:
+        """No iteration is refused before it starts."""
+        return False
+
+    def word(self, stamp: Stamp) -> None:
+        """No word to look at: each safepoint asks."""
+
+
+def main() -> None:
+    """Print how the tokens of rows that left differ, if they do."""
+    prepare_environment(offline=True)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # the worker is in this process, and gets its orders here
+    )
+    with tempfile.TemporaryDirectory(prefix="conserve-rehearsal-") as folder:
+        if (fault := difference(*start(Path(folder)))) is not None:
+            print(f"{FAULT}{fault}")
+
+
+def start(folder: Path) -> tuple[Any, RowsLeave]:
+    """Start an engine on a model that is written into the folder; returns it and its worker's orders."""
+    from vllm import LLM
+
+    from conserve.engine.vllm.preemption import worker
+
+    orders = RowsLeave()
+    worker.TensorParallelOrders = lambda: orders  # type: ignore[assignment,misc,return-value]
+    build_model(folder)
+    small = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
+        scheduling_policy="priority",
+        scheduler_cls=SCHEDULER,
+        worker_cls=WORKER,
+        additional_config={SECTION: section(folder)},
+    )
+    return small, orders
+
+
+def difference(small: Any, orders: RowsLeave) -> str | None:
+    """Compute answers undisturbed, then with rows that leave; returns how the second differ."""
+    undisturbed = answers(small)
+    orders.on, orders.iterations = True, 0
+    disturbed = answers(small)
+    orders.on = False
+    return told(undisturbed, disturbed, orders.iterations)
+
+
+def answers(small: Any) -> list[list[int]]:
+    """Tokens of the live request and of the rows, computed together with nothing cached."""
+    from vllm.sampling_params import SamplingParams
+
+    lengths = (*LIVE, *ROWS)
+    priorities = [0] * len(LIVE) + [OFFLINE_PRIORITY] * len(ROWS)
+    prompts = [{"prompt_token_ids": prompt(length, seed)} for seed, length in enumerate(lengths)]
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    small.reset_prefix_cache()
+    done = small.generate(prompts, params, priority=priorities, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in done]
+
+
+def told(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]], iterations: int) -> str | None:
+    """What is wrong with answers that had so many iterations which rows left."""
+    if not iterations:
+        return "rows that are told to leave an iteration stay"
+    wrong = sum(one != other for one, other in zip(wanted, found, strict=True))
+    return f"{wrong} of {len(wanted)} answers differ where rows leave iterations" if wrong else None
+
+
+def section(folder: Path) -> dict[str, Any]:
+    """Our part of the engine's configuration."""
+    return {
+        "policy": "conserve",
+        "safepoint_every": 1,
+        "model": LATENCY.name,
+        "coefficients": LATENCY.coefficients,
+        "residuals": [(ms, 1.0) for ms in range(1, 400)],
+        "of": "rehearsal",
+        "correction": str(folder / "correction"),
+        "keep_correction": False,
+    }
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Tokens that no other prompt begins with."""
+    return [(seed * 97 + place * place + 3 * place) % VOCABULARY for place in range(length)]
+
+
+def build_model(folder: Path) -> None:
+    """Write a Llama of random weights, large enough that its next tokens are no toss-up."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    dice = np.random.default_rng(1)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Any:
+        return (dice.standard_normal((rows, columns)) * scale / columns**0.5).astype(np.float32)
+
+    ones = np.ones(WIDTH, np.float32)
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCABULARY, WIDTH, WIDTH**0.5),
+        "model.norm.weight": ones,
+        "lm_head.weight": matrix(VOCABULARY, WIDTH, 4.0),
+    }
+    shapes = {
+        **{f"self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"},
+        **{f"mlp.{name}_proj": (INNER, WIDTH) for name in ("gate", "up")},
+        "mlp.down_proj": (WIDTH, INNER),
+    }
+    for layer in range(LAYERS):
+        for name, shape in shapes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = matrix(*shape, scale=2.0)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = ones
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": 1024,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    main()
