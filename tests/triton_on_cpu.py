@@ -124,6 +124,20 @@ class Language:
     def log(self, block: Value) -> Value:
         return value(np.log(block))
 
+    def log1p(self, block: Value) -> Value:
+        return value(np.log1p(block))
+
+    def randint(self, seed: Any, place: Any) -> Value:
+        """Random numbers by seed and place, not Triton's own."""
+        mixed = np.asarray(seed).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = mixed + np.asarray(place).astype(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        return value((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(33))
+
+    def rand(self, seed: Any, place: Any) -> Value:
+        return value(self.randint(seed, place).astype(np.float32) / np.float32(1 << 31))
+
 
 class Kernel:
     """A kernel that runs when it is launched, `kernel[grid](...)`; within another it is a function."""
@@ -167,10 +181,12 @@ def v2_runner() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        patch.setattr("vllm.v1.worker.gpu_worker.HAS_TRITON", True, raising=False)
         patch.setattr(triton, "next_power_of_2", lambda n: 1 << (n - 1).bit_length(), raising=False)
         for name in dir(language):
             if not name.startswith("_") and name not in ("program", "grid"):
                 patch.setattr(tl, name, getattr(language, name), raising=False)
+        patch.setattr("vllm.triton_utils.tldevice.log1p", language.log1p, raising=False)
         for path, kernel in list(kernels()):
             patch.setattr(path, Kernel(language, kernel))
         yield

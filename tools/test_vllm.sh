@@ -56,6 +56,6 @@ export CONSERVE_MODELS=${CONSERVE_MODELS:-$PWD/.demo/models}
 if [ $# -eq 0 ]; then
     set -- -m "not full and not soak and not server" \
         tests/unit/test_{versions,internals,surface,priorities,checkpoints,preemption,fork_server,number_format,warm_up}.py \
-        tests/integration/test_{versions,simulated_engine,scheduler,policy_views,preemption,checkpoints}.py
+        tests/integration/test_{versions,simulated_engine,scheduler,policy_views,preemption,checkpoints,pieces,runners}.py
 fi
 exec "$python" -m pytest "$@"
