@@ -1,0 +1,114 @@
+"""Ten million rows through one PostgreSQL: submit, harvesters, export and an aggregate, each a process of its own.
+
+    python -m tests.benchmarks many_rows
+
+The endpoint takes no time. A tenth of the rows goes the same way before, so that memory beside both says whether it
+grows. Takes 10 GB of disk and a quarter of an hour. ROWS=2000000 chooses another size, HARVESTERS=5 another number.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+
+from tests import postgres
+from tests.benchmarks.harvesters import AS_INSTALLED
+from tests.benchmarks.inputs import short_rows
+from tests.benchmarks.report import Figure
+
+ROWS = int(os.environ.get("ROWS", 10_000_000))
+HARVESTERS = int(os.environ.get("HARVESTERS", 5))
+MOST_GROWTH = 1.25  # of memory with ten times the rows
+COMMAND = "python -m tests.benchmarks many_rows"
+AGGREGATE = "select count(*), count(distinct row_index), sum(length(text)) from results where error is null"
+
+
+class Cost(NamedTuple):
+    """A step's wall time and the memory of its largest process."""
+
+    seconds: float
+    most_mib: float
+
+
+def measure() -> list[Figure]:
+    """Time and memory of each step with all rows, and memory over that with a tenth of them."""
+    with postgres.databases(**AS_INSTALLED) as databases, tempfile.TemporaryDirectory() as folder:
+        few, many = (steps(Path(folder), databases, rows) for rows in (ROWS // 10, ROWS))
+    figures = []
+    for name, cost in many.items():
+        growth, mib = cost.most_mib / few[name].most_mib, f"{cost.most_mib:,.0f} MiB"
+        of = f"{ROWS:,} rows on PostgreSQL, {name}"
+        figures += [
+            figure(f"{of}: time", "s", cost.seconds, f"{ROWS / cost.seconds:,.0f} rows/s"),
+            figure(f"{of}: memory over that with a tenth", "times", growth, mib, MOST_GROWTH),
+        ]
+    return figures
+
+
+def figure(name: str, unit: str, value: float, note: str, most: float | None = None) -> Figure:
+    """Figure of one run."""
+    return Figure(
+        name=name,
+        unit=unit,
+        samples=[value],
+        target="-" if most is None else f"<= {most:g}",
+        reached=most is None or value <= most,
+        command=COMMAND,
+        note=note,
+    )
+
+
+def steps(folder: Path, databases: postgres.Databases, rows: int) -> Mapping[str, Cost]:
+    """Take so many rows through every step, and check that each has one answer."""
+    data, url = short_rows(folder, rows), databases.new()
+    exported = folder / "answers.parquet"
+    with tempfile.TemporaryDirectory(dir=folder) as home:
+        env = {
+            **os.environ,
+            "CONSERVE_FAKE": "1",
+            "CONSERVE_HOME": home,
+            "CONSERVE_STORE": url,
+            "CONSERVE_ENDPOINT": "fake:",
+        }
+        found = {
+            "submit": cost(env, ["submit", str(data), "--prompt", "{{ q }}"]),
+            f"{HARVESTERS} harvesters": cost(env, *[["run"]] * HARVESTERS),
+            "export": cost(env, ["results", "last", "-o", str(exported)]),
+            "one aggregate over all results": cost(env, ["sql", "--csv", AGGREGATE], said=folder / "said"),
+        }
+    counted = (folder / "said").read_text().splitlines()[-1]
+    assert counted.startswith(f"{rows},{rows},"), counted
+    assert pq.ParquetFile(exported).metadata.num_rows == rows
+    exported.unlink()
+    data.unlink()
+    databases.drop(url)
+    return found
+
+
+def cost(env: Mapping[str, str], *commands: Sequence[str], said: Path = Path(os.devnull)) -> Cost:
+    """Run commands at once; returns their time and the memory of the largest."""
+    begun, most_kib = time.perf_counter(), 0
+    with said.open("w") as output:
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "conserve", *words],
+                env=dict(env),
+                stdout=output,
+                stderr=subprocess.PIPE,
+            )
+            for words in commands
+        ]
+        for process in running:
+            assert process.stderr is not None
+            complaint = process.stderr.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0, complaint.decode()[-2000:]
+            most_kib = max(most_kib, usage.ru_maxrss)
+    return Cost(time.perf_counter() - begun, most_kib / 1024)
