@@ -83,6 +83,11 @@ class ScriptedServer:
         self._thread.join()
         self._loop.close()
 
+    @property
+    def is_up(self) -> bool:
+        """True if it listens."""
+        return self._listener is not None and self._listener.is_serving()
+
     def up(self) -> None:
         """Listen."""
         self._do(self._up)
