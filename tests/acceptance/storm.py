@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,11 @@ OFTEN = {
     "conserve__store__books__shards__SHARD_ROWS": 250,
 }
 """Harvesters save, recover and write shards so often that faults meet all of it."""
+LOST = (  # words of the driver on a connection, or of the server on its end
+    *("connection is bad", "connection failed", "closed the connection", "terminating connection"),
+    *("shutting down", "starting up", "the connection is lost", "consuming input failed"),
+    *("connection is closed", "not yet accepting connections"),
+)
 ODD = ("BUSY", "FAULT", "BREAK", "ABORT", "GARBAGE")  # words at which a server misbehaves, once a request
 
 
@@ -77,6 +83,8 @@ class Storm:
     submitting: Forked | None = None
     faults: Counter[str] = field(default_factory=Counter)
     s3_faults: list[Fault] = field(default_factory=list)  # of the next requests
+    judging: threading.Lock = field(default_factory=threading.Lock)
+    continued: int = 0  # answers that servers went on with, those of replaced servers
     _later: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     database_down: bool = False
@@ -151,7 +159,9 @@ class Storm:
         """True until the last job is queued; a submit that failed is made again, unless the job is there."""
         if self.submitting is None or self.submitting.poll() is None:
             return self.submitting is not None
-        code, self.submitting = self.submitting.returncode, None
+        code, _, errors = self.ended(self.submitting)
+        assert code in (0, -signal.SIGKILL) or gave_up(code, errors), (code, errors)
+        self.submitting = None
         if code and not self.is_there(self.jobs[-1].name):
             self.submit(self.jobs[-1])
         return self.submitting is not None
@@ -280,7 +290,7 @@ class Storm:
         self.rest(self.dice.uniform(0.0, 0.6))
         if submitting.poll() is not None:
             return None
-        os.killpg(submitting.pid, signal.SIGKILL)
+        submitting.send_signal(signal.SIGKILL)
         return "a submit is killed"
 
     def restart_database(self) -> str | None:
@@ -316,9 +326,9 @@ class Storm:
         if self.database_down:
             return None
         cut = "select pg_terminate_backend(pid) from pg_stat_activity"
-        others = "pid <> pg_backend_pid() and datname <> 'postgres'"
+        others = "pid <> pg_backend_pid() and datname <> 'postgres' and backend_type = 'client backend'"
         for _ in range(100):
-            if self.postgres.sql(f"{cut} where {others} and {which}"):
+            if self.postgres.sql(f"{cut} where {others} and {which} limit 1"):
                 return kind
             time.sleep(0.01)
         return None
@@ -335,8 +345,14 @@ class Storm:
             "the bucket cuts an answer": Fault(cut_after=self.dice.randrange(1, 200)),
         }
         kind = self.dice.choice(list(faults))
+        met = self.proxy.faults
         self.s3_faults += [faults[kind]] * self.dice.choice([1, 1, 2, 4, 12])
-        return kind
+        for _ in range(200):
+            if self.proxy.faults > met:
+                return kind
+            self.rest(0.05)
+        self.s3_faults.clear()
+        return None
 
     def lose_server(self) -> str | None:
         up = [server for server in self.servers if server.script.healthy and server.is_up]
@@ -365,14 +381,18 @@ class Storm:
             return None
         gone = self.dice.choice(up)
         self.servers.remove(gone)
+        self.continued += len(gone.continued)
         self.add_server()
         self.list_servers()
         gone.__exit__()
         return "a server is replaced by another"
 
     def judge(self, request: Request) -> Fault | None:
-        """The fault of a request to the bucket."""
-        return self.s3_faults.pop() if self.s3_faults else None
+        """The fault of a request to the bucket; an answer without a body cannot be cut."""
+        with self.judging:
+            if not self.s3_faults or (self.s3_faults[-1].cut_after and request.method != "GET"):
+                return None
+            return self.s3_faults.pop()
 
     # The end.
 
@@ -414,8 +434,10 @@ class Storm:
 
 
 def gave_up(code: int | None, errors: str) -> bool:
-    """True if a harvester ended since it could not reach the store at its start, or at its stop."""
-    return code == exits.FAILED and "the store postgresql" in errors
+    """True if a command ended since it lost the database or the bucket, or did not reach it."""
+    told = next((line for line in reversed(errors.splitlines()) if line.startswith("conserve: ")), "")
+    lost = "the store postgresql" in told and any(words in told for words in LOST)
+    return code == exits.FAILED and (lost or ("s3://" in told and "cannot be reached" in told))
 
 
 def name_of(reading: JobReading) -> str:
