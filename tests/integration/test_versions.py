@@ -71,7 +71,8 @@ def rehearsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     from conserve.engine.vllm.preemption import rehearsal, worker
     from tests.preempted_engine import ended, room_for_an_engine
 
-    monkeypatch.setattr(worker, "TensorParallelOrders", worker.TensorParallelOrders)
+    for name in ("TensorParallelOrders", "outcome"):
+        monkeypatch.setattr(worker, name, getattr(worker, name))
     with room_for_an_engine():
         engine, orders = rehearsal.start(tmp_path)
         yield engine, orders
@@ -94,7 +95,24 @@ def test_a_rehearsal_finds_rows_that_left_with_other_tokens(
     )
     assert "answers differ" in (rehearsal.difference(*rehearsing) or "")
     monkeypatch.setattr(rehearsal.RowsLeave, "rows_ordered", lambda self, stamp: 0)
-    assert rehearsal.difference(*rehearsing) == "rows that are told to leave an iteration stay"
+    told = "rows that are told to leave an iteration do not go on where they left"
+    assert rehearsal.difference(*rehearsing) == told
+
+
+@pytest.mark.full
+def test_a_rehearsal_in_a_process_of_its_own_has_a_verdict() -> None:
+    from conserve.engine.vllm.compat import rehearsal
+
+    assert rehearsal._said() == rehearsal.SAME
+
+
+def test_tokens_that_were_nearly_as_likely_may_differ() -> None:
+    from conserve.engine.vllm.preemption.rehearsal import DOUBT, Token, differs
+
+    sure, doubtful = Token(1, 2 * DOUBT), Token(2, DOUBT / 2)
+    assert not differs([sure, doubtful, sure], [sure, doubtful, sure])
+    assert differs([sure, doubtful, sure], [sure, doubtful, doubtful])
+    assert not differs([sure, doubtful, sure], [sure, sure, doubtful])
 
 
 # vLLM 0.30's queues

@@ -262,42 +262,82 @@ def fitting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have(monkeypatch, "0.34.0")
     monkeypatch.setattr(trial, "faults", lambda version: iter([]))
     monkeypatch.setattr(rehearsal, "_file", lambda: tmp_path / "rehearsals.json")
+    monkeypatch.setenv(rehearsal.OUTCOME, "")  # so that it is gone behind the test
+    monkeypatch.delenv(rehearsal.OUTCOME)
     trial.first_causes.cache_clear()
+
+
+def start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sentences of the start of a server, whose environment is its own."""
+    monkeypatch.delenv(rehearsal.OUTCOME, raising=False)
+    said: list[str] = []
+    trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
+    return said
+
+
+@pytest.mark.usefixtures("fitting")
+@pytest.mark.parametrize("cause", [None, "2 of 4 answers differ"])
+def test_rows_leave_where_a_rehearsal_found_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, cause: str | None
+) -> None:
+    line = rehearsal.SAME if cause is None else f"{rehearsal.FAULT}{cause}"
+    monkeypatch.setattr(
+        rehearsal, "WORDS", ("-c", f"print('x'); print('{line}', flush=True); raise KeyError")
+    )
+    assert trial.lost_parts() == {Part.LEAVING: rehearsal.NEVER}
+    trying, told = start(monkeypatch)
+    assert server_step(trying) == rehearsal.REHEARSING
+    assert told.endswith(rehearsal.SAME_TOKENS if cause is None else f"leave an iteration: {cause}")
+    assert trial.lost_parts() == ({} if cause is None else {Part.LEAVING: cause})
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", "print('rehearsed: fault: asked again')"))
+    assert start(monkeypatch) == [told], "the verdict is kept"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert start(monkeypatch)[1].endswith("asked again"), "it is one of what ran"
 
 
 @pytest.mark.usefixtures("fitting")
 @pytest.mark.parametrize(
     ("process", "within_s", "cause"),
     [
-        ("pass", 60.0, None),
-        ("print('fault: 2 of 4 answers differ')", 60.0, "2 of 4 answers differ"),
-        (
-            "raise KeyError('residual')",
-            60.0,
-            "an iteration that rows leave fails (KeyError: 'residual')",
-        ),
-        (
-            "raise SystemExit(3)",
-            60.0,
-            "an iteration that rows leave fails (its process ended with code 3)",
-        ),
-        ("input()", 0.0, "rows that leave an iteration had no tokens within 0 s"),
+        ("print('rehearsed: failed: ValueError: no memory')", 60.0, "ValueError: no memory"),
+        ("raise KeyError", 60.0, "its process ended with code 1"),
+        ("pass", 60.0, "its process ended with code 0"),
+        ("import os; os.kill(os.getpid(), 9)", 60.0, "its process was ended by SIGKILL"),
+        ("input()", 0.0, "nothing within 0 s"),
     ],
 )
-def test_rows_leave_where_a_rehearsal_found_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, process: str, within_s: float, cause: str | None
+def test_a_rehearsal_without_a_verdict_is_tried_again_by_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, process: str, within_s: float, cause: str
 ) -> None:
     monkeypatch.setattr(rehearsal, "WORDS", ("-c", process))
     monkeypatch.setattr(rehearsal, "REHEARSAL_S", within_s)
-    assert trial.lost_parts() == {Part.LEAVING: rehearsal.NEVER}
-    said: list[str] = []
-    trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
-    assert trial.lost_parts() == ({} if cause is None else {Part.LEAVING: cause})
-    assert server_step(said[0]) == rehearsal.REHEARSING
-    assert said[1].endswith(rehearsal.SAME_TOKENS if cause is None else f"leave an iteration: {cause}")
-    monkeypatch.setattr(rehearsal, "WORDS", ("-c", "print('fault: asked again')"))
-    trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
-    assert said[2:] == said[1:2], "the outcome is kept"
+    told = start(monkeypatch)[1]
+    assert f"trying an iteration that rows leave failed ({cause}); run: conserve doctor" in told
+    assert Part.LEAVING in trial.lost_parts(), "in this process and those that it starts"
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", f"print('{rehearsal.SAME}')"))
+    monkeypatch.setattr(rehearsal, "REHEARSAL_S", 60.0)
+    start(monkeypatch)
+    assert trial.lost_parts() == {}
+
+
+@pytest.mark.usefixtures("fitting")
+def test_an_outcome_holds_where_none_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(rehearsal, "_file", lambda: tmp_path / "a file" / "rehearsals.json")
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", f"print('{rehearsal.SAME}')"))
+    for _ in range(2):
+        assert len(start(monkeypatch)) == 2, "it is tried at each start"
+        assert trial.lost_parts() == {}
+
+
+@pytest.mark.usefixtures("fitting")
+def test_a_rehearsal_waits_for_no_process_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_DP_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "2")
+    code = "import os; print('rehearsed: fault:', *sorted(n for n in os.environ if n in {names}))"
+    names = {"VLLM_DP_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "PATH"}
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", code.format(names=names)))
+    assert start(monkeypatch)[1].endswith("leave an iteration: PATH")
 
 
 @pytest.mark.usefixtures("fitting")
@@ -311,9 +351,13 @@ def test_an_engine_without_our_scheduler_rehearses_nothing(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("fitting")
-def test_rows_leave_in_the_rehearsal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(rehearsal.REHEARSES, "1")
-    assert trial.lost_parts() == {}
+def test_a_run_without_rows_that_leave_tells_of_no_fault_and_of_no_rehearsal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(rehearsal.OUTCOME, "2 of 4 answers differ")
+    said: list[str] = []
+    trial.require(Part.ENGINE, Part.EMBEDDED, say=said.append)
+    assert said[0].endswith("names that ConServe uses are there")
 
 
 @pytest.mark.usefixtures("newer")

@@ -211,10 +211,10 @@ class _Engine:
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
         await on_thread(partial(require_on_hub, path))
+        needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]
+        await on_thread(partial(trial.require, *needed, say=say))  # its outcome is for forks too
         await asyncio.to_thread(fork_server.start_early, user)
         quiet_warnings()
-        needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]
-        await on_thread(partial(trial.require, *needed, say=say))
         arguments = await on_thread(partial(parse_flags, path, flags))  # imports vLLM, up to a minute
         if (warning := said_of_adapters(arguments)) is not None:
             say(warning)

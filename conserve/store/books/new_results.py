@@ -13,6 +13,7 @@ from conserve.store.books.journal import is_whole
 from conserve.store.books.results import Result, decode, from_arrow
 from conserve.store.books.shards import ShardFile, files
 from conserve.store.database import schema
+from conserve.store.database.bulk import along_indexes
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.files.home import damage_apart
@@ -42,6 +43,7 @@ class NewResults:
 
     def _journalled(self, tx: Connection) -> list[Any]:
         ours = journal.c.job_id == self._job.id
+        along_indexes(tx)
         positions = tx.scalars(select(journal.c.position).where(ours).order_by(journal.c.position))
         new = [position for position in positions if not self._seen[position]]
         return [

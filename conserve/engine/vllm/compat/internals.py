@@ -217,7 +217,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.exceptions.VLLMValidationError.parameter": "which field was refused",
     },
     Part.LEAVING: {
-        "vllm.LLM.{generate,reset_prefix_cache}": "an engine in whose iterations the leaving of rows is rehearsed",
+        "vllm.{LLM.generate,LLM.reset_prefix_cache,logprobs.Logprob.logprob}": "the leaving of rows is rehearsed",
         "vllm.config.ParallelConfig.worker_cls": "names our worker",
         "vllm.v1.worker.{gpu_worker.Worker,cpu_worker.CPUWorker}": "subclassed",
         "Worker.{execute_model,sample_tokens,compile_or_warm_up_model,model_runner,vllm_config}": "alternate; an output "

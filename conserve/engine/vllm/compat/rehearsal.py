@@ -2,14 +2,15 @@
 
 Names and signatures may all be there (`trial`) and mean something else. A small random model is run with and
 without rows that leave, in a process of its own (`preemption.rehearsal`), since an engine may crash, hang or keep
-memory. That takes some ten seconds, so the outcome is kept for the installed versions. Until there is one, no row
-leaves.
+memory. That takes some ten seconds, so a verdict is kept for the installed versions on this machine. What kept the
+process from one, such as a full GPU, is told and not kept. Without a verdict no row leaves.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,54 +20,70 @@ from conserve.engine.runtime.kept import keep, kept_in
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_version
 
 WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")
-REHEARSES = "CONSERVE_REHEARSES"  # in the environment of that process: there rows leave
-FAULT = "fault: "  # begins the line that tells of one
-REHEARSAL_S = 120.0  # it takes some 12 s of processor time
+SAME, FAULT, FAILED = "rehearsed: same", "rehearsed: fault: ", "rehearsed: failed: "
+"""What the process prints: a verdict, or what kept it from one."""
+OUTCOME = (
+    "CONSERVE_REHEARSED"  # outcome for this process and those that it starts: empty, or why no row may leave
+)
+LAUNCHERS = (
+    "VLLM_DP_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+)  # variables that name others to wait for
+CHOICES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ATTENTION_BACKEND")  # variables that decide what runs
+REHEARSAL_S = 240.0  # it takes some 12 s of processor time, and a minute on a busy machine
 REHEARSING = "trying an iteration that rows leave"
 SAME_TOKENS = "rows that leave an iteration have the same tokens"
 NEVER = "no iteration that rows leave has been tried with this version; run: conserve doctor"
 
-log = logging.getLogger(__name__)
-
 
 def is_known(engine: InstalledEngine) -> bool:
-    """True if the outcome for this vLLM is kept."""
-    return _key(engine) in kept_in(_file(), type_=str)
+    """True if there is an outcome for this vLLM."""
+    return fault_of(engine) != NEVER
 
 
 def fault_of(engine: InstalledEngine) -> str | None:
     """Why no row may leave an iteration of this vLLM; None if their tokens were the same."""
-    if REHEARSES in os.environ:
-        return None
-    return kept_in(_file(), type_=str).get(_key(engine), NEVER) or None
+    told = os.environ.get(OUTCOME)
+    if told is None:
+        told = kept_in(_file(), type_=str).get(_key(engine), NEVER)
+    return told or None
 
 
 def rehearse(engine: InstalledEngine) -> None:
-    """Have rows leave, and keep the outcome."""
-    keep(_file(), _key(engine), _fault_found() or "", type_=str)
+    """Have rows leave. The outcome is for this process and those that it starts; a verdict is kept for others."""
+    said = _said()
+    if said == SAME or said.startswith(FAULT):
+        fault = said.removeprefix(SAME).removeprefix(FAULT)
+        keep(_file(), _key(engine), fault, type_=str)
+    else:
+        fault = f"{REHEARSING} failed ({said.removeprefix(FAILED)}); run: conserve doctor"
+    os.environ[OUTCOME] = fault
 
 
-def _fault_found() -> str | None:
-    environment = {**os.environ, REHEARSES: "1"}
+def _said() -> str:
+    """The line that the process prints, or how it ended without one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     try:
         ended = subprocess.run(
             [sys.executable, *WORDS],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             timeout=REHEARSAL_S,
-            env=environment,
+            env={**environment, OUTCOME: ""},  # there rows leave
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"rows that leave an iteration had no tokens within {REHEARSAL_S:g} s"
-    said = ended.stdout.decode(errors="replace").splitlines()
-    told = next((line.removeprefix(FAULT) for line in said if line.startswith(FAULT)), None)
-    if told is None and ended.returncode:
-        complaint = ended.stderr.decode(errors="replace")
-        log.info("the rehearsal failed:\n%s", complaint)
-        cause = (complaint.strip().splitlines() or [f"its process ended with code {ended.returncode}"])[-1]
-        return f"an iteration that rows leave fails ({cause})"
-    return told
+        return f"nothing within {REHEARSAL_S:g} s"
+    for line in ended.stdout.decode(errors="replace").splitlines():
+        if line == SAME or line.startswith((FAULT, FAILED)):
+            return line
+    if ended.returncode < 0:
+        return f"its process was ended by {signal.Signals(-ended.returncode).name}"
+    return f"its process ended with code {ended.returncode}"
 
 
 def _file() -> Path:
@@ -76,5 +93,7 @@ def _file() -> Path:
 
 
 def _key(engine: InstalledEngine) -> str:
-    torch = installed_version("torch")
-    return f"{engine.distribution} {engine.version}, torch {torch}, conserve {__version__}"
+    """Key of a verdict: versions, the machine, and variables that choose among vLLM's parts."""
+    chosen = [f"{name}={os.environ[name]}" for name in CHOICES if name in os.environ]
+    versions = [f"{engine.distribution} {engine.version}", f"torch {installed_version('torch')}"]
+    return ", ".join([*versions, f"conserve {__version__}", platform.node(), *chosen])

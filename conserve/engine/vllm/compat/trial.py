@@ -77,7 +77,7 @@ def said_of(lost: Mapping[Part, str]) -> str:
     """The outcome of the self-test as a phrase."""
     if not lost:
         engine = untried_engine()
-        same = f", and {rehearsal.SAME_TOKENS}" if engine is not None and rehearsal.is_known(engine) else ""
+        same = "" if engine is None or rehearsal.fault_of(engine) else f", and {rehearsal.SAME_TOKENS}"
         return f"all {count_of_names()} names that ConServe uses are there{same}"
     return "; ".join(f"{part.value}: {cause}" for part, cause in lost.items())
 

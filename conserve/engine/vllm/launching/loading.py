@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from conserve.engine.vllm.compat import trial
-from conserve.engine.vllm.compat.installed import installed_engine
-from conserve.engine.vllm.compat.rehearsal import rehearse
+from conserve.engine.vllm.compat.installed import installed_engine, untried
+from conserve.engine.vllm.compat.rehearsal import REHEARSAL_S, rehearse
 from conserve.engine.vllm.launching.environment import last_error, prepare_environment
 
 LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
@@ -58,13 +58,15 @@ class Loading:
         self._process.communicate()
 
     def outcome(self) -> LoadTrial:
-        """Wait for the process to end, at most until `LOAD_S` after its start."""
-        deadline = self._began + LOAD_S
+        """Wait for the process to end, at most until `LOAD_S` after its start, and longer for a rehearsal."""
+        most_s = LOAD_S + (REHEARSAL_S if untried() is not None else 0.0)
         try:
-            said, complaint = self._process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            said, complaint = self._process.communicate(
+                timeout=max(0.0, self._began + most_s - time.monotonic())
+            )
         except subprocess.TimeoutExpired:
-            late = f"vLLM did not load within {LOAD_S:g} s"
-            return LoadTrial(seconds=LOAD_S, problem=late, gave_up=True)
+            late = f"vLLM did not load within {most_s:g} s"
+            return LoadTrial(seconds=most_s, problem=late, gave_up=True)
         seconds = time.monotonic() - self._began
         if self._process.returncode == 0:
             return told(said.decode(), seconds)
@@ -110,8 +112,8 @@ def try_names() -> None:
     """Print the outcome of the self-test, in which rows of an untried version leave an iteration anew."""
     engine = installed_engine()
     assert engine is not None
-    if (untried := trial.to_rehearse()) is not None:
-        rehearse(untried)
+    if (to_try := trial.to_rehearse()) is not None:
+        rehearse(to_try)
     for part, cause in (trial.lost_parts() or trial.first_causes(engine.version)).items():
         print(f"{FAULT}{part.value}: {cause}")
     print(f"{NAMES}{trial.count_of_names()}")

@@ -1,6 +1,6 @@
 """Rows that leave iterations of a small random model, beside the same rows that stay.
 
-`python -m conserve.engine.vllm.preemption.rehearsal` prints a line only if their tokens differ; `compat.rehearsal`
+`python -m conserve.engine.vllm.preemption.rehearsal` prints whether their tokens are the same; `compat.rehearsal`
 runs it on a vLLM that was never tried.
 """
 
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.vllm.compat.rehearsal import FAULT
+from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.vllm.compat.rehearsal import FAILED, FAULT, SAME
 from conserve.engine.vllm.iteration import Stamp
 from conserve.engine.vllm.launching.environment import prepare_environment
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
@@ -24,8 +26,16 @@ LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 128, 2, 256, 512
 LIVE, ROWS = (20,), (40, 70, 100)  # tokens of the prompts
 ANSWER = 8  # tokens
 CHUNK = 96  # tokens of an iteration, fewer than all prompts together
+DOUBT = 0.25  # nats between the two likeliest tokens; half precision may swap closer ones
 LATENCY = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
 """Any latency model: without one the scheduler lets no row leave."""
+
+
+class Token(NamedTuple):
+    """A token of an answer, and how much likelier it was than the next one, in nats."""
+
+    token: int
+    ahead: float
 
 
 class RowsLeave:
@@ -35,7 +45,7 @@ class RowsLeave:
 
     def __init__(self) -> None:
         self.on = False
-        self.iterations = 0  # of which rows were ordered to leave
+        self.joined = 0  # rows that went on where they had left
         self._iteration = self._looks = 0
 
     def rows_ordered(self, stamp: Stamp) -> int:
@@ -45,8 +55,6 @@ class RowsLeave:
         self._looks += 1
         if not self.on or not stamp.rows or stamp.iteration % 2:
             return 0
-        if self._looks == LAYERS - 1:
-            self.iterations += 1
         return {1: 0, LAYERS - 2: 1}.get(self._looks, len(stamp.rows))
 
     def refused(self, stamp: Stamp) -> bool:
@@ -58,34 +66,48 @@ class RowsLeave:
 
 
 def main() -> None:
-    """Print how the tokens of rows that left differ, if they do."""
+    """Print whether rows that leave have the tokens of rows that stay, or what kept this from being seen."""
+    follow_parent(signal.SIGKILL)
     prepare_environment(offline=True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
         "0"  # the worker is in this process, and gets its orders here
     )
     with tempfile.TemporaryDirectory(prefix="conserve-rehearsal-") as folder:
-        if (fault := difference(*start(Path(folder)))) is not None:
-            print(f"{FAULT}{fault}")
+        try:
+            fault = difference(*start(Path(folder)))
+        except Exception as error:  # whatever an unknown vLLM raises
+            print(f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+            return
+        print(SAME if fault is None else f"{FAULT}{fault}", flush=True)
 
 
 def start(folder: Path) -> tuple[Any, RowsLeave]:
     """Start an engine on a model that is written into the folder; returns it and its worker's orders."""
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     from conserve.engine.vllm.preemption import worker
 
-    orders = RowsLeave()
+    orders, outcome = RowsLeave(), worker.outcome
+
+    def counted(*args: Any) -> Any:
+        told = outcome(*args)
+        orders.joined += told.joined
+        return told
+
     worker.TensorParallelOrders = lambda: orders  # type: ignore[assignment,misc,return-value]
+    worker.outcome = counted  # type: ignore[assignment]
     build_model(folder)
     small = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype="float32" if current_platform.is_cpu() else "auto",  # else not by the kernels of real models
         enforce_eager=True,
         max_model_len=256,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=8,
         kv_cache_memory_bytes=64 << 20,
+        gpu_memory_utilization=0.02,  # that vLLM wants free, beside other processes
         scheduling_policy="priority",
         scheduler_cls=SCHEDULER,
         worker_cls=WORKER,
@@ -97,31 +119,43 @@ def start(folder: Path) -> tuple[Any, RowsLeave]:
 def difference(small: Any, orders: RowsLeave) -> str | None:
     """Compute answers undisturbed, then with rows that leave; returns how the second differ."""
     undisturbed = answers(small)
-    orders.on, orders.iterations = True, 0
+    orders.on, orders.joined = True, 0
     disturbed = answers(small)
     orders.on = False
-    return told(undisturbed, disturbed, orders.iterations)
+    if not orders.joined:
+        return "rows that are told to leave an iteration do not go on where they left"
+    wrong = sum(map(differs, undisturbed, disturbed))
+    return f"{wrong} of {len(undisturbed)} answers differ where rows leave iterations" if wrong else None
 
 
-def answers(small: Any) -> list[list[int]]:
+def differs(undisturbed: Sequence[Token], disturbed: Sequence[Token]) -> bool:
+    """True if an answer has another token where there was no doubt; behind a doubtful one nothing is compared."""
+    for wanted, found in zip(undisturbed, disturbed, strict=True):
+        if wanted.token != found.token:
+            return wanted.ahead > DOUBT
+    return False
+
+
+def answers(small: Any) -> list[list[Token]]:
     """Tokens of the live request and of the rows, computed together with nothing cached."""
     from vllm.sampling_params import SamplingParams
 
     lengths = (*LIVE, *ROWS)
     priorities = [0] * len(LIVE) + [OFFLINE_PRIORITY] * len(ROWS)
     prompts = [{"prompt_token_ids": prompt(length, seed)} for seed, length in enumerate(lengths)]
-    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=2)
     small.reset_prefix_cache()
     done = small.generate(prompts, params, priority=priorities, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in done]
+    return [tokens_of(one.outputs[0]) for one in done]
 
 
-def told(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]], iterations: int) -> str | None:
-    """What is wrong with answers that had so many iterations which rows left."""
-    if not iterations:
-        return "rows that are told to leave an iteration stay"
-    wrong = sum(one != other for one, other in zip(wanted, found, strict=True))
-    return f"{wrong} of {len(wanted)} answers differ where rows leave iterations" if wrong else None
+def tokens_of(answer: Any) -> list[Token]:
+    """Tokens of vLLM's output, by how much each was ahead."""
+    found = []
+    for token, likely in zip(answer.token_ids, answer.logprobs, strict=True):
+        first, second, *_ = sorted((one.logprob for one in likely.values()), reverse=True)
+        found.append(Token(token, first - second))
+    return found
 
 
 def section(folder: Path) -> dict[str, Any]:

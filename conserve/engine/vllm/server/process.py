@@ -189,8 +189,8 @@ def main(words: Sequence[str]) -> int:
         require_on_hub(at_hand(model, Path(models_folder)))
         quiet_warnings()
         allow_plugin()
+        trial.require(Part.ENGINE, Part.SCHEDULER, Part.SERVER, say=warn)  # its outcome is for forks too
         fork_server.start_early("the server")
-        trial.require(Part.ENGINE, Part.SCHEDULER, Part.SERVER, say=warn)
         if Part.CHECKPOINTS in trial.lost_parts():
             flags = without_checkpoints(flags)
         args = arguments(model, flags, section, models_folder=Path(models_folder))
