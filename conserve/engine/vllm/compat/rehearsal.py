@@ -22,16 +22,9 @@ from conserve.engine.vllm.compat.installed import InstalledEngine, installed_ver
 WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")
 SAME, FAULT, FAILED = "rehearsed: same", "rehearsed: fault: ", "rehearsed: failed: "
 """What the process prints: a verdict, or what kept it from one."""
-OUTCOME = (
-    "CONSERVE_REHEARSED"  # outcome for this process and those that it starts: empty, or why no row may leave
-)
-LAUNCHERS = (
-    "VLLM_DP_",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-)  # variables that name others to wait for
+OUTCOME = "CONSERVE_REHEARSED"
+"""Variable with the outcome, for this process and those that it starts: empty, or why no row may leave."""
+LAUNCHERS = ("VLLM_DP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")  # of processes to wait for
 CHOICES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ATTENTION_BACKEND")  # variables that decide what runs
 REHEARSAL_S = 240.0  # it takes some 12 s of processor time, and a minute on a busy machine
 REHEARSING = "trying an iteration that rows leave"
