@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pyarrow.parquet as pq
 
 from tests import postgres
@@ -115,9 +116,10 @@ def cost(env: Mapping[str, str], *commands: Sequence[str], said: Path = Path(os.
 
 
 def peak_kib(pid: int) -> int:
-    """Largest memory of a process so far; 0 once it has ended."""
+    """Largest memory so far of a process or of one that it started; 0 once it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        told = "".join(Path(f"/proc/{each}/status").read_text() for each in pids)
+    except (OSError, psutil.NoSuchProcess):
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+    return max((int(line.split()[1]) for line in told.splitlines() if line.startswith("VmHWM:")), default=0)
