@@ -55,12 +55,12 @@ test-evals: harnesses  ## Run what needs lm-eval and inspect_ai, which are fetch
 test-objects: setup  ## Run what needs an S3 server, which is fetched into .objects
 	@grep -vE '^(python-dateutil|urllib3|requests|responses|werkzeug|cryptography)==' requirements/cpu.lock > .venv/.objects-constraints
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --target .objects --constraint .venv/.objects-constraints -r requirements/objects.txt
-	PYTHONPATH=$(CURDIR):$(CURDIR)/.objects $(BIN)/pytest tests/unit/test_objects.py tests/unit/test_buckets.py tests/acceptance/test_bucket_kills.py
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.objects $(BIN)/pytest -m "not soak" tests/unit/test_objects.py tests/unit/test_buckets.py tests/acceptance/test_{bucket_kills,storm}.py
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
 
-soak: setup  ## Kill a run 1,000 times and say what the kills hit; 10,000 iterations that rows leave, 10,000 evictions
+soak: setup  ## Kill a run 1,000 times and say what the kills hit; 1,000 faults of all kinds; 10,000 iterations that rows leave, 10,000 evictions
 	$(BIN)/pytest -m soak --timeout 7200
 
 break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one table (BREAK="--break-rounds 2 --break-seed 7")

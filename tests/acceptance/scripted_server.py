@@ -1,6 +1,7 @@
 """A real HTTP server that speaks OpenAI's routes as a script says, and answers as the fake endpoint does."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -100,7 +101,7 @@ class ScriptedServer:
         asyncio.run_coroutine_threadsafe(function(), self._loop).result(10)
 
     async def _up(self) -> None:
-        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _down(self) -> None:
@@ -111,21 +112,28 @@ class ScriptedServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # connections are closed in the next turn of the loop
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection, and close it even if its task is cancelled before it begins."""
+        if not self.is_up:  # the kernel had accepted it before
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._writers.add(writer)
         self._tasks.add(task)
-        try:
-            while await self._one(reader, writer):
-                pass
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
+
+        def ended(_: "asyncio.Task[None]") -> None:
             self._writers.discard(writer)
             self._tasks.discard(task)
             writer.close()
+
+        task.add_done_callback(ended)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while await self._one(reader, writer):
+                pass
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; False ends the connection."""
