@@ -75,7 +75,7 @@ class OddServer(ScriptedServer):
         return f"{scheme}://127.0.0.1:{self.port}"
 
     async def _up(self) -> None:
-        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def is_hopeless(self, text: str) -> bool:
