@@ -464,17 +464,16 @@ class PreemptedEngine:
 
     def close(self) -> None:
         """End the engine, so that another can start in this process."""
-        llm = self.llm
+        self.llm.engine_core.shutdown()
         for name in list(vars(self)):
             delattr(self, name)
-        ended(llm)
+        clean_up()
 
 
-def ended(llm: LLMEngine) -> None:
-    """End an engine of this process, so that another can start."""
+def clean_up() -> None:
+    """Free what an engine of this process leaves that was shut down and that nothing refers to."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm.engine_core.shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()
 

@@ -105,7 +105,7 @@ class Storm:
 
     @property
     def settings(self) -> Settings:
-        """The same for this process."""
+        """Settings by which this process finds the queue."""
         return load(environ=dict(self.env))
 
     def command(self, *words: str) -> Forked:
@@ -316,7 +316,7 @@ class Storm:
         """End a connection that waits for its commit, which holds: the client cannot know."""
         if self.database_down:
             return None
-        self._set_standby("to 'nobody'")  # whom each commit waits for from here on
+        self._set_standby("to 'nobody'")  # each commit waits for a standby that never comes
         try:
             return self._cut("wait_event = 'SyncRep'", "a connection is cut in its commit, which holds")
         finally:

@@ -26,8 +26,8 @@ from tests.benchmarks.report import Figure
 ROWS = int(os.environ.get("ROWS", 10_000_000))
 HARVESTERS = int(os.environ.get("HARVESTERS", 5))
 MOST_GROWTH = 1.25  # of memory with ten times the rows
-BY_DUCKDB = ("export", "one aggregate over all results")
-MOST_MIB = 4096  # of these: `sql_memory`, beyond which DuckDB writes to disk
+EXPORT, QUERY = "export", "one aggregate over all results"
+MOST_MIB = 4096  # of these two: `sql_memory`, beyond which DuckDB writes to disk
 COMMAND = "python -m tests.benchmarks many_rows"
 AGGREGATE = "select count(*), count(distinct row_index), sum(length(text)) from results where error is null"
 
@@ -47,7 +47,7 @@ def measure() -> list[Figure]:
     for name, cost in many.items():
         of = f"{ROWS:,} rows on PostgreSQL, {name}"
         growth = f"{cost.most_mib / few[name].most_mib:.2f} times that with a tenth of the rows"
-        most = MOST_MIB if name in BY_DUCKDB else MOST_GROWTH * few[name].most_mib
+        most = MOST_MIB if name in (EXPORT, QUERY) else MOST_GROWTH * few[name].most_mib
         figures += [
             figure(f"{of}: time", "s", cost.seconds, f"{ROWS / cost.seconds:,.0f} rows/s"),
             figure(f"{of}: memory", "MiB", cost.most_mib, growth, most),
@@ -83,8 +83,8 @@ def steps(folder: Path, databases: postgres.Databases, rows: int) -> Mapping[str
         found = {
             "submit": cost(env, ["submit", str(data), "--prompt", "{{ q }}"]),
             f"{HARVESTERS} harvesters": cost(env, *[["run"]] * HARVESTERS),
-            BY_DUCKDB[0]: cost(env, ["results", "last", "-o", str(exported)]),
-            BY_DUCKDB[1]: cost(env, ["sql", "--csv", AGGREGATE], said=folder / "said"),
+            EXPORT: cost(env, ["results", "last", "-o", str(exported)]),
+            QUERY: cost(env, ["sql", "--csv", AGGREGATE], said=folder / "said"),
         }
     counted = (folder / "said").read_text().splitlines()[-1]
     assert counted.startswith(f"{rows},{rows},"), counted

@@ -69,14 +69,15 @@ def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:
 def rehearsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """The engine of a rehearsal, in this process, and its orders."""
     from conserve.engine.vllm.preemption import rehearsal, worker
-    from tests.preempted_engine import ended, room_for_an_engine
+    from tests.preempted_engine import clean_up, room_for_an_engine
 
     for name in ("TensorParallelOrders", "outcome"):
         monkeypatch.setattr(worker, name, getattr(worker, name))
     with room_for_an_engine():
         engine, orders = rehearsal.start(tmp_path)
         yield engine, orders
-        ended(engine.llm_engine)
+        engine.llm_engine.engine_core.shutdown()
+        clean_up()
 
 
 def test_a_rehearsal_finds_rows_that_left_with_other_tokens(

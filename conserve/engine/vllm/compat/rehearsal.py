@@ -21,7 +21,7 @@ from conserve.engine.vllm.compat.installed import InstalledEngine, installed_ver
 
 WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")
 SAME, FAULT, FAILED = "rehearsed: same", "rehearsed: fault: ", "rehearsed: failed: "
-"""What the process prints: a verdict, or what kept it from one."""
+"""Beginnings of the line that the process prints: a verdict, or the cause for which there is none."""
 OUTCOME = "CONSERVE_REHEARSED"
 """Variable with the outcome, for this process and those that it starts: empty, or why no row may leave."""
 LAUNCHERS = ("VLLM_DP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")  # of processes to wait for

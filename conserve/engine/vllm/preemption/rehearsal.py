@@ -69,9 +69,8 @@ def main() -> None:
     """Print whether rows that leave have the tokens of rows that stay, or what kept this from being seen."""
     follow_parent(signal.SIGKILL)
     prepare_environment(offline=True)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # the worker is in this process, and gets its orders here
-    )
+    # So the worker is in this process, and gets its orders here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory(prefix="conserve-rehearsal-") as folder:
         try:
             fault = difference(*start(Path(folder)))
