@@ -31,7 +31,7 @@ class Conserve:
     decides = True
     holds_offline = False
     spares_offline = False
-    repeats = True  # a plan of live decode steps alone holds while nothing but their contexts changes
+    repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
 
     def plan(self, view: View) -> Plan:
         """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""

@@ -14,7 +14,7 @@ class OnlineOnly:
     decides = True
     holds_offline = True
     spares_offline = False
-    repeats = True  # a plan of live decode steps alone holds while nothing but their contexts changes
+    repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
 
     def plan(self, view: View) -> Plan:
         """Phase 1 alone, without a TBT limit."""

@@ -109,6 +109,7 @@ class CoServing:
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
         if change:
+            self._repetition.forget()
             self._traffic.receipt.restart()
             change_regime(self, change)
         self._end_warm_up()
@@ -122,6 +123,7 @@ class CoServing:
         known = self.requests.get(name)  # the request of which this is a part, or the end
         arrives = known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super().add_request(request)  # type: ignore[misc]
+        self._repetition.forget()
         self.arrival_monitor.arrived(name)
         if not arrives or name not in self.requests or self._warms_up(request):
             return
