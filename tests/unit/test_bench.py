@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import errno
 import json
+import os
 import re
 import socket
 import subprocess
@@ -24,7 +26,16 @@ from conserve.bench import raw, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.compare import Design, sentence
 from conserve.bench.deployment import Deployment, SchedulerCounters
-from conserve.bench.load import LoadPlan, LoadTarget, headers_of, play, play_apart, prompt_ids, request_body
+from conserve.bench.load import (
+    LoadPlan,
+    LoadTarget,
+    go_first,
+    headers_of,
+    play,
+    play_apart,
+    prompt_ids,
+    request_body,
+)
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
@@ -424,6 +435,20 @@ def test_a_plan_is_played_in_a_process_of_its_own() -> None:
     answers = asyncio.run(go())
     assert [(answer.status, answer.tokens) for answer in answers] == [(RequestEnd.OK, 3)] * 4
     assert [answer.due_s for answer in answers] == [arrival.at_s for arrival in even(4)]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_load_generator_goes_first_where_it_may(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    asked = []
+
+    def set_scheduler(pid: int, policy: int, param: os.sched_param) -> None:
+        asked.append((pid, policy, param.sched_priority))
+        if not allowed:
+            raise PermissionError(errno.EPERM, "not for you")
+
+    monkeypatch.setattr(os, "sched_setscheduler", set_scheduler)
+    go_first()
+    assert asked == [(0, os.SCHED_RR, 1)]
 
 
 def test_a_process_that_fails_says_why() -> None:
