@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import httpx
@@ -32,6 +32,7 @@ from conserve.endpoints.exchange import (
     open_client,
     whole,
 )
+from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
@@ -98,6 +99,7 @@ class HttpEndpoint:
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
+        self._handing = Handing()
         self._watch: asyncio.Task[None] | None = None
         self._client = open_client(self.base_url, api_key, transport, login=login)
         self._probes = Probes(self._client)
@@ -276,11 +278,12 @@ class HttpEndpoint:
     @asynccontextmanager
     async def _exchange(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[httpx.Response, None]:
         """A response of status 200, with its body in time; raises `TimeoutError` if it is late."""
-        sent_at = asyncio.get_running_loop().time()
-        async with (
-            asyncio.timeout(self._limits.seconds),
-            self._client.stream("POST", call.url, json=body, headers=trace_headers(call)) as answer,
-        ):
+        beside_live = self.server.mode is Mode.COSERVING
+        async with asyncio.timeout(self._limits.seconds), AsyncExitStack() as stack:
+            async with self._handing.turn() if beside_live else nullcontext():
+                sent_at = asyncio.get_running_loop().time()
+                sending = self._client.stream("POST", call.url, json=body, headers=trace_headers(call))
+                answer = await stack.enter_async_context(sending)
             if answer.status_code != httpx.codes.OK:
                 waited_s = asyncio.get_running_loop().time() - sent_at
                 said, url = await complaint(answer), answer.request.url
