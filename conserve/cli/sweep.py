@@ -16,6 +16,7 @@ from conserve.cli.bench_names import which
 from conserve.cli.context import Context
 from conserve.cli.side_by_side import side_by_side
 from conserve.config import Settings
+from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.runtime.machine import compute_threads
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import SettingsError
@@ -50,7 +51,9 @@ class SweepFlags:
         """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
         if flags["sweep"] is None:
             raise SettingsError("--cells, --simulated and --processes are for --sweep; add --sweep quick")
-        if said := [flag for name, flag in SETS.items() if flags[name] is not None]:
+        said = [flag for name, flag in SETS.items() if flags[name] is not None]
+        said += [flag for name, (flag, usual) in LEAVES.items() if flags[name] != usual]
+        if said:
             raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
         if flags["processes"] is not None and not flags["simulated"]:
             raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
@@ -85,7 +88,14 @@ SETS = {
     "tbt_slo": "--tbt-slo",
     "endpoint": "--endpoint",
     "arms": "--arms",
+    "tolerance": "--tolerance",
 }  # flags of `conserve bench` that a sweep sets for each cell
+LEAVES = {
+    "slo_scale": ("--slo-scale", 1.0),
+    "profiler": ("--profiler", "forecast"),
+    "preemption": ("--no-preemption", True),
+    "kv_checkpoint": ("--kv-checkpoint", ADAPTIVE),
+}  # the same, with what each is where it is left out
 
 
 def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json: bool) -> int:

@@ -22,7 +22,7 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
+from conserve.cli.sweep import LEAVES, SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
@@ -374,6 +374,7 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 
 FLAGS: dict[str, Any] = {
     **dict.fromkeys(SETS),
+    **{name: usual for name, (_, usual) in LEAVES.items()},
     "sweep": "quick",
     "cells": None,
     "seed": 0,
@@ -392,6 +393,10 @@ def test_a_sweep_sets_the_arrivals_itself() -> None:
     assert (wanted.size, wanted.simulated, wanted.folder) == ("quick", True, None)
     with pytest.raises(SettingsError, match=r"a sweep sets --trace, --rate itself; leave it out"):
         SweepFlags.of({**FLAGS, "trace": "t.parquet", "rate": 1.0})
+    with pytest.raises(
+        SettingsError, match=r"a sweep sets --tolerance, --no-preemption, --kv-checkpoint itself"
+    ):
+        SweepFlags.of({**FLAGS, "tolerance": "mean-tbt=10%", "preemption": False, "kv_checkpoint": "off"})
     with pytest.raises(SettingsError, match=r"--cells, --simulated and --processes are for --sweep; add"):
         SweepFlags.of({**FLAGS, "sweep": None})
     with pytest.raises(SettingsError, match=r"one cell at a time; --processes goes with --simulated"):
