@@ -1,4 +1,4 @@
-"""Rows are handed to a co-serving server one at a time, so that a token of a live request waits for one at most.
+"""Rows are handed to a co-serving server one at a time, so that a token of a live request hardly waits for several.
 
 Parsing, checking and tokenizing a row takes a server's event loop milliseconds. Rows of one length end in one
 iteration, and as many take their places: all at once they held up the tokens of live requests for tens of

@@ -278,9 +278,14 @@ class HttpEndpoint:
     @asynccontextmanager
     async def _exchange(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[httpx.Response, None]:
         """A response of status 200, with its body in time; raises `TimeoutError` if it is late."""
-        beside_live = self.server.mode is Mode.COSERVING
-        async with asyncio.timeout(self._limits.seconds), AsyncExitStack() as stack:
-            async with self._handing.turn() if beside_live else nullcontext():
+        in_turn = bool(body.get("stream")) and self.server.mode is Mode.COSERVING
+        async with AsyncExitStack() as stack:
+            async with self._handing.turn() if in_turn else nullcontext():
+                if (
+                    in_turn
+                ):  # while the row waited for its turn, another server may have taken the place of this one
+                    await self._see_that_it_is_the_same(call)
+                await stack.enter_async_context(asyncio.timeout(self._limits.seconds))
                 sent_at = asyncio.get_running_loop().time()
                 sending = self._client.stream("POST", call.url, json=body, headers=trace_headers(call))
                 answer = await stack.enter_async_context(sending)

@@ -68,9 +68,11 @@ def test_a_row_that_is_given_up_ends_its_turn() -> None:
     virtual_time.run(go())
 
 
-@pytest.mark.parametrize(("coserving", "most"), [(True, 1), (False, 8)])
-def test_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of_ours(
-    coserving: bool, most: int
+@pytest.mark.parametrize(
+    ("coserving", "streamed", "most"), [(True, True, 1), (True, False, 8), (False, True, 8)]
+)
+def test_streamed_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of_ours(
+    coserving: bool, streamed: bool, most: int
 ) -> None:
     at_once, largest = 0, 0
 
@@ -93,7 +95,9 @@ def test_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of_ours(
         call = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "?"}]})
 
         async def ask() -> Any:
-            return await asyncio.gather(endpoint.complete(call, lambda _: None), return_exceptions=True)
+            return await asyncio.gather(
+                endpoint.complete(call, (lambda _: None) if streamed else None), return_exceptions=True
+            )
 
         try:
             await asyncio.gather(*(ask() for _ in range(8)))
