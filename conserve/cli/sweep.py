@@ -51,9 +51,7 @@ class SweepFlags:
         """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
         if flags["sweep"] is None:
             raise SettingsError("--cells, --simulated and --processes are for --sweep; add --sweep quick")
-        said = [flag for name, flag in SETS.items() if flags[name] is not None]
-        said += [flag for name, (flag, usual) in LEAVES.items() if flags[name] != usual]
-        if said:
+        if said := [flag for name, (flag, usual) in SETS.items() if flags[name] != usual]:
             raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
         if flags["processes"] is not None and not flags["simulated"]:
             raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
@@ -77,25 +75,23 @@ CELL_S = 60.0  # of a simulated cell with eight policies, before one was measure
 MOST_PROCESSES = 8  # unless more are asked for; each takes 0.7 GB
 FILE = "cells.jsonl"
 SETS = {
-    "trace": "--trace",
-    "gamma": "--gamma",
-    "on_off": "--on-off",
-    "rate": "--rate",
-    "speed": "--speed",
-    "times": "--lengths",
-    "offline": "--offline",
-    "ttft_slo": "--ttft-slo",
-    "tbt_slo": "--tbt-slo",
-    "endpoint": "--endpoint",
-    "arms": "--arms",
-    "tolerance": "--tolerance",
-}  # flags of `conserve bench` that a sweep sets for each cell
-LEAVES = {
+    "trace": ("--trace", None),
+    "gamma": ("--gamma", None),
+    "on_off": ("--on-off", None),
+    "rate": ("--rate", None),
+    "speed": ("--speed", None),
+    "times": ("--lengths", None),
+    "offline": ("--offline", None),
+    "ttft_slo": ("--ttft-slo", None),
+    "tbt_slo": ("--tbt-slo", None),
+    "endpoint": ("--endpoint", None),
+    "arms": ("--arms", None),
+    "tolerance": ("--tolerance", None),
     "slo_scale": ("--slo-scale", 1.0),
     "profiler": ("--profiler", "forecast"),
     "preemption": ("--no-preemption", True),
     "kv_checkpoint": ("--kv-checkpoint", ADAPTIVE),
-}  # the same, with what each is where it is left out
+}  # flags of `conserve bench` that a sweep sets for each cell, and what each is where it is left out
 
 
 def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json: bool) -> int:

@@ -9,9 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 
-TURN_S = (
-    0.01  # until the next row goes all the same: the server is far, or says nothing before the whole answer
-)
+TURN_S = 0.01  # until the next row goes all the same: the server is far, or takes long for this one
 
 
 class Handing:

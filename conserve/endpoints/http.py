@@ -281,9 +281,7 @@ class HttpEndpoint:
         in_turn = bool(body.get("stream")) and self.server.mode is Mode.COSERVING
         async with AsyncExitStack() as stack:
             async with self._handing.turn() if in_turn else nullcontext():
-                if (
-                    in_turn
-                ):  # while the row waited for its turn, another server may have taken the place of this one
+                if in_turn:  # another server may have taken the place of this one meanwhile
                     await self._see_that_it_is_the_same(call)
                 await stack.enter_async_context(asyncio.timeout(self._limits.seconds))
                 sent_at = asyncio.get_running_loop().time()

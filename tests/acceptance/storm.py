@@ -316,7 +316,7 @@ class Storm:
         """End a connection that waits for its commit, which holds: the client cannot know."""
         if self.database_down:
             return None
-        self._set_standby("to 'nobody'")  # each commit waits for a standby that never comes
+        self._set_standby("to 'absent'")  # each commit waits for this standby, which never comes
         try:
             return self._cut("wait_event = 'SyncRep'", "a connection is cut in its commit, which holds")
         finally:

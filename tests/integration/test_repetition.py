@@ -34,12 +34,15 @@ class Looks:
         for _ in range(count):
             yield set(self.engine.step().num_scheduled_tokens)
 
+    def run_rows(self, count: int, steps: int = 5) -> list[Any]:
+        """Add rows, and run so many iterations."""
+        rows = [self.engine.add(40, 200, offline=True) for _ in range(count)]
+        list(self.steps(steps))
+        return rows
+
     def beside_rows(self, rows: int = 3, tokens: int = 400) -> Any:
         """A live request that decodes while rows wait for it."""
-        for _ in range(rows):
-            self.engine.add(40, 200, offline=True)
-        for _ in range(3):
-            self.engine.step()
+        self.run_rows(rows, steps=3)
         live = self.engine.add(40, tokens)
         self.engine.step()
         return live
@@ -133,9 +136,7 @@ def rows_of(looks: Looks, names: set[str]) -> set[str]:
 
 def test_rows_alone_are_looked_at_once_in_nine_iterations(make: Callable[..., Looks]) -> None:
     looks = make()
-    for _ in range(5):
-        looks.engine.add(40, 200, offline=True)
-    list(looks.steps(5))
+    looks.run_rows(5)
     looks.number = 0
     assert all(len(names) == 5 for names in looks.steps(90))
     assert looks.number == 10
@@ -159,9 +160,7 @@ def test_time_that_grows_short_is_seen(make: Callable[..., Looks]) -> None:
     from conserve.profiles.batch import Batch, Slice
 
     looks = make()
-    for _ in range(8):
-        looks.engine.add(40, 200, offline=True)
-    list(looks.steps(5))
+    looks.run_rows(8)
     repetition, scheduler = looks.scheduler._repetition, looks.scheduler
     next(names for names in looks.steps(9) if repetition._left == 8)  # planned from a look just now
     plan = repetition._plan
@@ -178,9 +177,7 @@ def test_time_that_grows_short_is_seen(make: Callable[..., Looks]) -> None:
 
 def test_rows_are_looked_at_where_they_would_take_what_arrivals_want(make: Callable[..., Looks]) -> None:
     looks = make()
-    for _ in range(8):
-        looks.engine.add(40, 200, offline=True)
-    list(looks.steps(5))
+    looks.run_rows(8)
     repetition, pool = looks.scheduler._repetition, looks.scheduler.kv_cache_manager.block_pool
     next(names for names in looks.steps(9) if repetition._left > 4)
     for kept, looked in ((8, 0), (0, 1)):  # the eight may take a block each
@@ -191,17 +188,14 @@ def test_rows_are_looked_at_where_they_would_take_what_arrivals_want(make: Calla
 
 def test_a_row_that_arrives_begins_at_once(make: Callable[..., Looks]) -> None:
     looks = make()
-    looks.engine.add(40, 200, offline=True)
-    list(looks.steps(4))
+    looks.run_rows(1, steps=4)
     row = looks.engine.add(30, 5, offline=True)
     assert row.request_id in next(looks.steps(1))
 
 
 def test_a_live_request_among_repeated_rows_begins_at_once(make: Callable[..., Looks]) -> None:
     looks = make(**ROOMY)
-    for _ in range(5):
-        looks.engine.add(40, 200, offline=True)
-    list(looks.steps(5))
+    looks.run_rows(5)
     live = looks.engine.add(40, 5)
     assert live.request_id in next(looks.steps(1))
 
@@ -250,9 +244,7 @@ def test_rows_that_left_are_looked_at_again(
 
 def test_policies_see_a_quiet_minute_in_each_repeated_plan(make: Callable[..., Looks]) -> None:
     looks = make()
-    for _ in range(5):
-        looks.engine.add(40, 200, offline=True)
-    list(looks.steps(5))
+    looks.run_rows(5)
     for _ in looks.steps(20):
         assert looks.scheduler._traffic.planned_quiet
 
@@ -260,7 +252,7 @@ def test_policies_see_a_quiet_minute_in_each_repeated_plan(make: Callable[..., L
 def test_live_requests_compute_the_same_with_plans_repeated_or_not(
     make: Callable[..., Looks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same arrivals twice: only rows may find another iteration, and as many tokens to a hundredth."""
+    """Rows may run in other iterations than without repetition, and get as many tokens to a hundredth."""
     import random
 
     from conserve.engine.vllm.scheduling import repetition

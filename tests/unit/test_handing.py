@@ -3,17 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-import httpx
 import pytest
 
 from conserve.endpoints.handing import TURN_S, Handing
-from conserve.endpoints.http import HttpEndpoint
-from conserve.endpoints.protocol import Call, Url
 from tests import virtual_time
 
-COSERVING = {"identity": "model and weights", "max_num_seqs": 64, "offline_priority": 1000, "version": "0"}
 QUICK_S, SLOW_S = TURN_S / 5, TURN_S * 10
 
 
@@ -66,43 +61,3 @@ def test_a_row_that_is_given_up_ends_its_turn() -> None:
             pass
 
     virtual_time.run(go())
-
-
-@pytest.mark.parametrize(
-    ("coserving", "streamed", "most"), [(True, True, 1), (True, False, 8), (False, True, 8)]
-)
-def test_streamed_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of_ours(
-    coserving: bool, streamed: bool, most: int
-) -> None:
-    at_once, largest = 0, 0
-
-    async def serve(request: httpx.Request) -> httpx.Response:
-        nonlocal at_once, largest
-        if request.method == "GET":
-            if request.url.path == "/v1/models":
-                return httpx.Response(200, json={"data": [{"id": "served"}]})
-            known = request.url.path == "/v1/conserve" and coserving
-            return httpx.Response(200, json=COSERVING if known else {})
-        at_once += 1
-        largest = max(largest, at_once)
-        await asyncio.sleep(QUICK_S)
-        at_once -= 1
-        return httpx.Response(400, json={"error": {"message": "enough", "code": 400}})
-
-    async def go() -> None:
-        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), most_rows=64)
-        await endpoint.start()
-        call = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "?"}]})
-
-        async def ask() -> Any:
-            return await asyncio.gather(
-                endpoint.complete(call, (lambda _: None) if streamed else None), return_exceptions=True
-            )
-
-        try:
-            await asyncio.gather(*(ask() for _ in range(8)))
-        finally:
-            await endpoint.close()
-
-    virtual_time.run(go())
-    assert largest == most

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from conserve.endpoints.exchange import AnswerLimits
+from conserve.endpoints.handing import TURN_S
 from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint, put_push
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
@@ -985,3 +986,39 @@ def test_a_row_of_any_route_is_sent_without_a_push_of_its_own(url: Url) -> None:
     with pytest.raises(RequestRejected):
         ask(handler, Call(key="1", url=url, body={"input": "a", "vllm_xargs": {"conserve_push": 1}}))
     assert sent[0]["vllm_xargs"] == {}
+
+
+@pytest.mark.parametrize(
+    ("coserving", "streamed", "most"), [(True, True, 1), (True, False, 8), (False, True, 8)]
+)
+def test_streamed_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of_ours(
+    coserving: bool, streamed: bool, most: int
+) -> None:
+    at_once, largest = 0, 0
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        nonlocal at_once, largest
+        if request.method == "GET":
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "served"}]})
+            known = request.url.path == "/v1/conserve" and coserving
+            return httpx.Response(200, json=COSERVING if known else {})
+        at_once += 1
+        largest = max(largest, at_once)
+        await asyncio.sleep(TURN_S / 5)
+        at_once -= 1
+        return httpx.Response(400, json={"error": {"message": "enough", "code": 400}})
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), most_rows=64)
+        await endpoint.start()
+        on_tokens = (lambda _: None) if streamed else None
+        try:
+            await asyncio.gather(
+                *(endpoint.complete(CHAT, on_tokens) for _ in range(8)), return_exceptions=True
+            )
+        finally:
+            await endpoint.close()
+
+    virtual_time.run(go())
+    assert largest == most

@@ -22,7 +22,7 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import LEAVES, SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
+from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
@@ -373,8 +373,7 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 # Flags
 
 FLAGS: dict[str, Any] = {
-    **dict.fromkeys(SETS),
-    **{name: usual for name, (_, usual) in LEAVES.items()},
+    **{name: usual for name, (_, usual) in SETS.items()},
     "sweep": "quick",
     "cells": None,
     "seed": 0,

@@ -29,7 +29,6 @@ class Repetition:
         self._left = 0  # iterations for which the plan holds
         self._plan: Plan | None = None
         self._requests: list[Request] = []  # of the plan
-        self._rows = 0  # of these, offline ones
         self._planned: tuple[Any, ...] = ()  # the policy and the bounds that it planned by
         self._quiet = False  # no live request was expected
         self._reserved_blocks = 0
@@ -41,12 +40,11 @@ class Repetition:
             return
         self._left, self._plan = MOST, plan
         self._requests = [self._scheduler.requests[name] for name in plan.tokens]
-        self._rows = len(self._requests) - self._live_requests
         self._planned = (self._scheduler._planner, view.slo)
         self._quiet, self._reserved_blocks = view.quiet, view.reserved_blocks + view.kept_blocks
 
     def forget(self) -> None:
-        """Repeat nothing until the next look, and hold no request."""
+        """Repeat nothing until the next look, and hold no request: one has come or gone, or the regime changes."""
         self._left, self._plan, self._requests = 0, None, []
 
     def again(self, model: LatencyModel) -> Plan | None:
@@ -75,11 +73,6 @@ class Repetition:
                 return None
         return replace(plan, batch=batch, predicted_ms=model.predict(batch))
 
-    @property
-    def _live_requests(self) -> int:
-        """Number of live requests in the engine, running or not."""
-        return len(self._scheduler.requests) - len(self._scheduler._offline)
-
     def _is_of_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and rows get decode steps or nothing."""
         scheduler, batch = self._scheduler, plan.batch
@@ -91,21 +84,22 @@ class Repetition:
             return False
         if not plan.tokens or batch.prefills or batch.tokens != batch.requests:
             return False
-        return len(plan.tokens) - len(scheduler._offline & plan.tokens.keys()) == self._live_requests
+        rows = scheduler._offline & plan.tokens.keys()
+        return len(plan.tokens) - len(rows) == len(scheduler.requests) - len(scheduler._offline)
 
     def _holds(self, plan: Plan) -> bool:
         """True if the requests are the same and decode on, and no other wants anything of an iteration."""
         scheduler, requests, last = self._scheduler, self._requests, self._scheduler.last_iteration
         if last.plan is not plan or last.tokens != plan.tokens:  # others came between, or vLLM did otherwise
             return False
-        if last.left or self._live_requests + self._rows != len(requests):
+        if last.left or scheduler.kv_holding_waiting:
             return False
-        if scheduler.kv_holding_waiting or scheduler._grammars or scheduler._traffic.pushing.urgent:
+        if scheduler._grammars or scheduler._traffic.pushing.urgent:
             return False
         if scheduler._recordings.watches or self._planned != (scheduler._planner, scheduler._slo):
             return False
         blocks = len(requests) * max(1, len(scheduler.kv_groups))
-        kept = self._reserved_blocks if self._rows else 0
+        kept = 0 if plan.limit_ms is None else self._reserved_blocks  # from rows, where there are any
         if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < blocks + kept:
             return False
         return all(
