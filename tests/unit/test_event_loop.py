@@ -1,0 +1,46 @@
+"""The loop that live requests are served on: each token of a stream leaves at once."""
+
+import asyncio
+import socket
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from starlette.types import Receive, Scope, Send
+
+from conserve.engine.runtime.front import Front
+from conserve.engine.vllm.server.process import run
+from tests.warned import OF_VLLM
+
+pytestmark = [pytest.mark.engine, *OF_VLLM]
+
+
+def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of a request, made at a socket such as vLLM's, has Nagle's algorithm off."""
+    import uvicorn
+    from vllm.entrypoints.launchers.api_server import entry
+
+    at_once: list[bool] = []
+
+    async def served(args: Namespace, *, http: Any) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            for connection in server.server_state.connections:
+                sending = connection.transport.get_extra_info("socket")
+                at_once.append(bool(sending.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            server.should_exit = True
+
+        server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="critical", lifespan="off"))
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()  # a connection that is made before uvicorn accepts waits
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: server\r\n\r\n")
+            await server._serve([listening])
+            writer.close()
+
+    monkeypatch.setattr(entry, "run_server", served)
+    run(Namespace(), Front())
+    assert at_once == [True]
