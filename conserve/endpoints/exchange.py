@@ -18,6 +18,7 @@ SILENT_S = 1800.0  # longest time without a byte: an offline request may wait lo
 KEPT_OPEN = 64  # connections kept open between requests
 COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
 COMPLAINT_S = 10.0  # time for an error's body to come
+END_S = 0.1  # from the last part of an answer to the end of its body
 LAST_PORT = 65_535
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
@@ -134,6 +135,13 @@ async def whole(answer: httpx.Response, num_bytes: int, memory: AnswerMemory | N
     """The body in one piece; raises as `chunks` does."""
     async with aclosing(chunks(answer, num_bytes, memory)) as found:
         return b"".join([chunk async for chunk in found])
+
+
+async def read_out(received: AsyncGenerator[bytes, None]) -> None:
+    """Read the end of a body whose last event has come, so that its connection takes the next request."""
+    with suppress(httpx.HTTPError, TimeoutError, EndpointBusy, EndpointFault):  # the answer is there already
+        async with asyncio.timeout(END_S):
+            await anext(received, None)
 
 
 async def complaint(answer: httpx.Response) -> WholeResponse:

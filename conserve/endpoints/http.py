@@ -30,6 +30,7 @@ from conserve.endpoints.exchange import (
     complaint,
     look,
     open_client,
+    read_out,
     whole,
 )
 from conserve.endpoints.handing import Handing
@@ -264,6 +265,7 @@ class HttpEndpoint:
             ):
                 async for payload in found:
                     pieces.add(payload)
+                await read_out(received)
             if not pieces.ended and not pieces.gained and await self._probes.is_up(self.server):
                 # The next attempt would be no further, nor the one after.
                 raise EndpointFault("the stream ended before the answer did, and brought no token")
