@@ -169,6 +169,8 @@ def work(
     as_json: bool,
 ) -> int:
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
+    import uvloop
+
     from conserve.jobs.harvest.harvester import Harvester
     from conserve.jobs.hooks.courier import sending
     from conserve.store.books import catalog
@@ -200,7 +202,7 @@ def work(
     begun = time.monotonic()
     lines = until_empty or output.colourful(sys.stderr)
     with sending(store):
-        interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
+        interrupted = uvloop.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
     told = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
     code = report(done, settings, only=only, told=told, as_json=as_json)

@@ -162,6 +162,8 @@ def drain(
 
         return rehearse_run(settings, waiting, flags, rebind=binding.rebind, as_json=as_json)
     said = begin(settings)
+    import uvloop
+
     from conserve.jobs.hooks.courier import sending
     from conserve.store.database.store import Store
 
@@ -174,7 +176,7 @@ def drain(
         begun = time.monotonic()
         progress = RunProgress(harvester, lambda: unfinished_rows(store, only), sys.stderr, said=said)
         with sending(store):
-            interrupted = asyncio.run(supervise(harvester, progress.show))
+            interrupted = uvloop.run(supervise(harvester, progress.show))
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         return report(done, settings, only=only, as_json=as_json)
 
