@@ -53,6 +53,7 @@ def test_the_printed_command_serves_as_conserve_serve_would(
 ) -> None:
     """vLLM reads the same arguments from it, and its scheduler the same settings."""
     from conserve.engine.vllm.launching import flags as launching
+    from conserve.engine.vllm.launching.environment import OUTPUTS
     from conserve.engine.vllm.server.printed import VLLM_CPU, command_of
     from conserve.engine.vllm.server.process import arguments, parsed
     from conserve.engine.vllm.settings import EngineSettings, written
@@ -60,8 +61,9 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     monkeypatch.setattr(
         launching, "_available_bytes", lambda: 8 << 30
     )  # other tests take some, and give it back
-    monkeypatch.setenv(RESERVED, "")  # put back afterwards
-    monkeypatch.delenv(RESERVED)
+    for name in (RESERVED, OUTPUTS):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
     flags = ["--max-model-len", "2048", "--port", "8123"]
     section = {
         "policy": "conserve",
@@ -72,7 +74,8 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     }
     printed = command_of(str(demo_model), flags, section, models_folder=demo_model.parent, keys=True)
     start, *words = shlex.split(printed.replace("\\\n", ""))
-    assert [start, words.pop(0)] == ["VLLM_PLUGINS=conserve", f"{RESERVED}=1"]
+    assert [start, *words[:2]] == ["VLLM_PLUGINS=conserve", f"{OUTPUTS}=32", f"{RESERVED}=1"]
+    words = words[2:]
     assert words[:4] == VLLM_CPU.split()
     assert words[-3:] == ["--api-key", "$VLLM_API_KEY", "$CONSERVE_HARVEST_KEY"]
     read = vars(parsed(words[4:-3]))

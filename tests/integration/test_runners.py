@@ -77,13 +77,14 @@ def scheduled_ahead(*, always: bool = False) -> Iterator[None]:
 def settled(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records of the iterations as they are settled."""
     records: list[Any] = []
-    settle = engine.scheduler._settle
+    from conserve.engine.vllm.scheduling import scheduler
+    from conserve.engine.vllm.scheduling.settlement import settle
 
-    def settling(iteration: Any) -> None:
+    def settling(of: Any, iteration: Any) -> None:
         records.append(iteration)
-        settle(iteration)
+        settle(of, iteration)
 
-    monkeypatch.setattr(engine.scheduler, "_settle", settling)
+    monkeypatch.setattr(scheduler, "settle", settling)
     return records
 
 

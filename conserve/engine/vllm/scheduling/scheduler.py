@@ -210,11 +210,15 @@ class CoServing:
         iteration = iteration_of(scheduler_output)
         iteration.outcome, iteration.device = outcome_of(output), device_time_of(output)
         self.ahead.settled(iteration, time.monotonic())
-        self._settle(iteration)
+        settle(self, iteration)
+        rows = self._offline.intersection(iteration.tokens)  # also those that end now
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
         for outputs in updated.values():
+            outputs.outputs.sort(
+                key=lambda answer: answer.request_id in rows
+            )  # tokens of live requests go first
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             self._traffic.tokens(answered, at=ended)
         for name, aborted_at in self._finished.items():
@@ -331,9 +335,6 @@ class CoServing:
             slo=self._slo,
             offline_tokens=self._traffic.offline_tokens,
         )
-
-    def _settle(self, iteration: Iteration) -> None:
-        settle(self, iteration)
 
     def _teaches(self, iteration: Iteration) -> bool:
         return bool(iteration.encodes) or self._iterations.model is None or self._unplanned % LEARN_EVERY == 0

@@ -16,7 +16,13 @@ from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.vllm.compat.installed import require_engine
-from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
+from conserve.engine.vllm.launching.environment import (
+    OUTPUTS,
+    OUTPUTS_AT_ONCE,
+    gist,
+    prepare_environment,
+    quiet_warnings,
+)
 from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.engine.vllm.server.guard import GUARD
@@ -67,10 +73,12 @@ def command_of(
     ours += ["--middleware", GUARD]
     ours += ["--additional-config", json.dumps({SECTION: portable(section, config)})]
     path, *rest = [*words, *ours]
-    start = f"VLLM_PLUGINS=conserve {VLLM} {shlex.quote(path)}"
-    if current_platform.is_cpu():
-        cores = f"{RESERVED}={os.environ[RESERVED]} " if RESERVED in os.environ else ""
-        start = f"VLLM_PLUGINS=conserve {cores}{VLLM_CPU} {shlex.quote(path)}"
+    on_cpu = current_platform.is_cpu()
+    variables = {"VLLM_PLUGINS": "conserve", OUTPUTS: os.environ.get(OUTPUTS, OUTPUTS_AT_ONCE)}
+    if on_cpu and RESERVED in os.environ:
+        variables[RESERVED] = os.environ[RESERVED]
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    start = f"{settings} {VLLM_CPU if on_cpu else VLLM} {shlex.quote(path)}"
     lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest)), *([KEYS] if keys else [])]
     return " \\\n    ".join(lines)
 
