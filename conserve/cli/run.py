@@ -38,6 +38,7 @@ from conserve.store.books.states import JobState
 if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXAMPLE = """
 conserve run
 conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
@@ -201,7 +202,7 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
         output.say("stopping: saving progress (once more to stop at once)")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     shown = asyncio.create_task(show())
     try:
@@ -209,6 +210,8 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
     finally:
         shown.cancel()
         await asyncio.gather(shown, return_exceptions=True)
+        for number in SIGNALS:  # uvloop would keep them behind its end, and swallow a Ctrl-C
+            loop.remove_signal_handler(number)
     return stop.is_set()
 
 
