@@ -1,8 +1,10 @@
-"""The loop that live requests are served on: each token of a stream leaves at once."""
+"""The event loop: each token of a stream leaves at once, and signals are given back behind its end."""
 
 import asyncio
+import signal
 import socket
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,3 +46,20 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(entry, "run_server", served)
     run(Namespace(), Front())
     assert at_once == [True]
+
+
+def test_a_signal_behind_the_end_of_a_run_does_what_it_did_before() -> None:
+    import uvloop
+
+    from conserve.cli.run import SIGNALS, supervise
+
+    async def ran(stop: asyncio.Event) -> None:
+        assert not stop.is_set()
+
+    async def show() -> None:
+        await asyncio.Event().wait()
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    harvester: Any = SimpleNamespace(run=ran, ready_at=0.0)
+    assert uvloop.run(supervise(harvester, show)) is False
+    assert [signal.getsignal(number) for number in SIGNALS] == before
