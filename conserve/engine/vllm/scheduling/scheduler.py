@@ -216,7 +216,8 @@ class CoServing:
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
         for outputs in updated.values():
-            outputs.outputs.sort(key=lambda answer: answer.request_id in rows)  # live requests go first
+            if rows:  # tokens of live requests go first
+                outputs.outputs.sort(key=lambda answer: answer.request_id in rows)
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             self._traffic.tokens(answered, at=ended)
         for name, aborted_at in self._finished.items():
