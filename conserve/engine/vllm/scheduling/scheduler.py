@@ -216,7 +216,7 @@ class CoServing:
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
         for outputs in updated.values():
-            if rows:  # tokens of live requests go first
+            if 0 < len(rows) < len(iteration.tokens):  # tokens of live requests go first
                 outputs.outputs.sort(key=lambda answer: answer.request_id in rows)
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             self._traffic.tokens(answered, at=ended)
