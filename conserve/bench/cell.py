@@ -43,6 +43,7 @@ def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
         "slo_ms": [played.cell.scale * ms for ms in reference] if reference else None,
         "bound_rows_per_s": played.bound_rows_per_s,
         "tuned": list(played.tuned),
+        "steps": comparison.steps.document() if comparison.steps else None,
         "policies": {name: _policy(name, comparison, played) for name in comparison.policies},
     }
 

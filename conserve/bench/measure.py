@@ -12,6 +12,7 @@ import numpy as np
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
 from conserve.bench.harm import Harm, harm
 from conserve.bench.names import ALL, PRIORITY, SARATHI_P, alone_of, most_of
+from conserve.bench.restless import StepTimes, step_times
 
 ORDER = (*ALL, PRIORITY)
 SCALES = (1.0, 1.25, 1.5, 2.0)
@@ -179,6 +180,7 @@ class PolicyComparison:
     policies: Mapping[str, PolicyOutcome]
     ratios: Mapping[str, Ratios]
     harm: Mapping[str, Harm]
+    steps: StepTimes | None = None  # of online-only's blocks; None where they tell none
     rows: Mapping[str, RowRates] = field(default_factory=dict)  # empty where the engine's speed is unknown
 
     def document(self) -> dict[str, Any]:
@@ -191,6 +193,7 @@ class PolicyComparison:
             },
             "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},
             "harm": {name: _plain(asdict(harm)) for name, harm in self.harm.items()},
+            "steps": self.steps.document() if self.steps else None,
         }
 
 
@@ -205,7 +208,8 @@ def compare(
     reference = reference or online_only_p99s(named)
     policies = {name: outcome(of, reference) for name, of in named.items()}
     alone = alone_of([*named])
-    without = [block.answers for block in named.get(alone or "", [])]
+    quiet = named.get(alone or "", [])
+    without = [block.answers for block in quiet]
     return PolicyComparison(
         reference=reference,
         given=given,
@@ -216,6 +220,7 @@ def compare(
             for name, of in named.items()
             if without and name != alone
         },
+        steps=step_times(quiet),
     )
 
 

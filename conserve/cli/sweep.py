@@ -303,6 +303,9 @@ def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
         output.say("stopped before the first cell was measured: there is no page")
         return exits.INTERRUPTED
     said, policies = facts(ledger), list(ledger.plan.policies)
+    restless = None if ledger.plan.simulated else reports.machine(measured)
+    if restless:
+        said["machine"] = restless
     stopped = f"Stopped after {len(measured)} of {len(measured) + missing} cells." if missing else None
     document = {"design": said, "cells": measured, **({"stopped": stopped} if stopped else {})}
     write_whole(folder / "sweep.json", json.dumps(document, indent=2).encode())
@@ -314,6 +317,8 @@ def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
         show(measured, policies)
     if stopped:
         output.say(f"{stopped} The same command goes on")
+    if restless and not as_json:
+        output.say(restless)
     output.say(f"the page: {folder / 'page.html'}")
     return exits.INTERRUPTED if missing else exits.DONE
 

@@ -19,6 +19,7 @@ from conserve.bench.names import alone_of, most_of
 from conserve.bench.pages import verdict
 from conserve.bench.pages.figures import SPARE, colours, timeline
 from conserve.bench.pages.svg import figure
+from conserve.bench.restless import StepTimes
 
 HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
@@ -145,7 +146,7 @@ def receipts(comparison: PolicyComparison) -> list[str]:
 
 
 def warnings(comparison: PolicyComparison) -> list[str]:
-    """Sentences on failed requests and a late load generator, which make the figures doubtful."""
+    """Sentences on what makes the figures doubtful: failed requests, a late load generator, a restless machine."""
     found = []
     for name, outcome in comparison.policies.items():
         if outcome.failed:
@@ -159,7 +160,17 @@ def warnings(comparison: PolicyComparison) -> list[str]:
             f"The load generator itself sent requests over {LATE_MS:g} ms late ({shares}), "
             f"{most_ms} ms at most; their TTFT includes that."
         )
+    if comparison.steps is not None and comparison.steps.restless:
+        found.append(_restless(comparison.steps))
     return found
+
+
+def _restless(steps: StepTimes) -> str:
+    return (
+        f"The machine's own speed changed: without rows the decode step of a live request alone took "
+        f"{figure(steps.quickest_ms)} ms in one block and {figure(steps.slowest_ms)} ms in another "
+        f"({steps.times:.2f} times). Ratios below that may be the machine's; more rounds (--rounds) even it out."
+    )
 
 
 def page(

@@ -11,6 +11,7 @@ from conserve.bench.names import CONSERVE, runs_offline
 from conserve.bench.pages.report import NOTHING, CellTable, percent, times
 from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
+from conserve.bench.restless import RESTLESS
 from conserve.bench.sweep import ranked
 from conserve.words import count
 
@@ -235,4 +236,17 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
         f"Under {lead} the worst of {count(len(measured), 'cell')} ({Cell.of(first).name}) {has}. "
         f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
         f"{middle['tbt_p99']} times{queue}."
+    )
+
+
+def machine(measured: Sequence[Mapping[str, Any]]) -> str | None:
+    """Sentence on cells in which the machine's own speed changed between blocks; None without any."""
+    told = [one["steps"]["times"] for one in measured if one.get("steps")]
+    restless = [value for value in told if value > RESTLESS]
+    if not restless:
+        return None
+    return (
+        f"In {len(restless)} of {count(len(measured), 'cell')} the machine's own speed changed: without rows the "
+        f"decode step of a live request alone took up to {max(restless):.2f} times as long in one block as in "
+        "another. Ratios below that may be the machine's; more rounds (--rounds) even it out."
     )
