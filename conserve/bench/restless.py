@@ -6,8 +6,8 @@ which one request was in flight, alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -35,6 +35,11 @@ class StepTimes(NamedTuple):
     def restless(self) -> bool:
         """True if the machine's speed changed by more than a harm of 10 %."""
         return self.times > RESTLESS
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """The times in a cell's document."""
+        return cls(document["quickest_ms"], document["slowest_ms"])
 
     def document(self) -> dict[str, Any]:
         """The times as JSON."""

@@ -41,6 +41,7 @@ HEADER = (
     ),
 )
 NOTHING = verdict.NOTHING
+UNSTEADY = "Ratios below that may be the machine's; more rounds (--rounds) even it out."
 CLIENTS = HEADER[1:2] + HEADER[3:8] + HEADER[12:16]
 QUEUE = HEADER[8:12] + HEADER[16:18]
 ENGINE = HEADER[18:] + HEADER[2:3]
@@ -169,7 +170,7 @@ def _restless(steps: StepTimes) -> str:
     return (
         f"The machine's own speed changed: without rows the decode step of a live request alone took "
         f"{figure(steps.quickest_ms)} ms in one block and {figure(steps.slowest_ms)} ms in another "
-        f"({steps.times:.2f} times). Ratios below that may be the machine's; more rounds (--rounds) even it out."
+        f"({steps.times:.2f} times). {UNSTEADY}"
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from conserve.bench.cell import RATIOS, ratio, worst
 from conserve.bench.names import CONSERVE, runs_offline
-from conserve.bench.pages.report import NOTHING, CellTable, percent, times
+from conserve.bench.pages.report import NOTHING, UNSTEADY, CellTable, percent, times
 from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
-from conserve.bench.restless import RESTLESS
+from conserve.bench.restless import StepTimes
 from conserve.bench.sweep import ranked
 from conserve.words import count
 
@@ -241,12 +241,12 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
 
 def machine(measured: Sequence[Mapping[str, Any]]) -> str | None:
     """Sentence on cells in which the machine's own speed changed between blocks; None without any."""
-    told = [one["steps"]["times"] for one in measured if one.get("steps")]
-    restless = [value for value in told if value > RESTLESS]
+    told = [StepTimes.of(one["steps"]) for one in measured if one.get("steps")]
+    restless = [steps.times for steps in told if steps.restless]
     if not restless:
         return None
     return (
         f"In {len(restless)} of {count(len(measured), 'cell')} the machine's own speed changed: without rows the "
         f"decode step of a live request alone took up to {max(restless):.2f} times as long in one block as in "
-        "another. Ratios below that may be the machine's; more rounds (--rounds) even it out."
+        f"another. {UNSTEADY}"
     )
