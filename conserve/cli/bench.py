@@ -17,6 +17,7 @@ from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import refuse_ours
+from conserve.cli.signals import told_to_stop
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
@@ -244,13 +245,12 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
             output.say("stopping: the block under way is dropped")
             stopped = task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    try:
-        await task
-    except (asyncio.CancelledError, ConserveError):
-        if not stopped:
-            raise
+    with told_to_stop(stop):
+        try:
+            await task
+        except (asyncio.CancelledError, ConserveError):
+            if not stopped:
+                raise
     return not stopped
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -30,6 +29,7 @@ from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
+from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, job_named, read_jobs
@@ -38,7 +38,6 @@ from conserve.store.books.states import JobState
 if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXAMPLE = """
 conserve run
 conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
@@ -194,7 +193,6 @@ def begin(settings: Settings) -> str | None:
 async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """Run the harvester beside its display until it ends or a signal comes; True if it was interrupted."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if stop.is_set():
@@ -202,16 +200,13 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
         output.say("stopping: saving progress (once more to stop at once)")
         stop.set()
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    shown = asyncio.create_task(show())
-    try:
-        await stoppable(harvester, stop)
-    finally:
-        shown.cancel()
-        await asyncio.gather(shown, return_exceptions=True)
-        for number in SIGNALS:  # uvloop would keep them behind its end, and swallow a Ctrl-C
-            loop.remove_signal_handler(number)
+    with told_to_stop(on_signal):
+        shown = asyncio.create_task(show())
+        try:
+            await stoppable(harvester, stop)
+        finally:
+            shown.cancel()
+            await asyncio.gather(shown, return_exceptions=True)
     return stop.is_set()
 
 

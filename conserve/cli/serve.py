@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from conserve.cli.serve_flags import (
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
 from conserve.cli.serve_spill import spill, supervised
+from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import UNSET, Settings
@@ -372,11 +372,6 @@ async def supervise(
         output.say("stopping: live requests are finished, progress is saved (once more to stop at once)")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    output.say(
-        f"starting {settings.engine_model} at {url}" + (f"; its log is {service.log}" if service.log else "")
-    )
     begun = time.monotonic()
 
     async def on_ready() -> None:
@@ -386,7 +381,12 @@ async def supervise(
         for warning in await warnings(settings, section, url):
             output.say(warning)
 
-    with announce(settings, url, elsewhere=elsewhere) as announced:
-        async with announced.kept_fresh():
-            await service.run(stop, on_ready=on_ready)
+    with told_to_stop(on_signal):
+        output.say(
+            f"starting {settings.engine_model} at {url}"
+            + (f"; its log is {service.log}" if service.log else "")
+        )
+        with announce(settings, url, elsewhere=elsewhere) as announced:
+            async with announced.kept_fresh():
+                await service.run(stop, on_ready=on_ready)
     return exits.DONE

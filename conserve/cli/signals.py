@@ -3,13 +3,14 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 FIRST = 1  # id of the first process of a container
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (*STOPPING, signal.SIGHUP)
 
 
 @contextmanager
@@ -63,3 +64,21 @@ def handled_by(handler: object, *numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, previous in before.items():
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+@contextmanager
+def told_to_stop(on_signal: Callable[[], object]) -> Iterator[None]:
+    """Call this on Ctrl-C and SIGTERM during the block, which runs on an event loop.
+
+    The signals are given back behind the block: uvloop would keep them behind its end, and swallow a Ctrl-C.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    for number in STOPPING:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in STOPPING:
+            loop.remove_signal_handler(number)

@@ -51,7 +51,8 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_signal_behind_the_end_of_a_run_does_what_it_did_before() -> None:
     import uvloop
 
-    from conserve.cli.run import SIGNALS, supervise
+    from conserve.cli.run import supervise
+    from conserve.cli.signals import STOPPING
 
     async def ran(stop: asyncio.Event) -> None:
         assert not stop.is_set()
@@ -59,7 +60,7 @@ def test_a_signal_behind_the_end_of_a_run_does_what_it_did_before() -> None:
     async def show() -> None:
         await asyncio.Event().wait()
 
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in STOPPING]
     harvester: Any = SimpleNamespace(run=ran, ready_at=0.0)
     assert uvloop.run(supervise(harvester, show)) is False
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in STOPPING] == before
