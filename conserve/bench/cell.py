@@ -8,7 +8,7 @@ from typing import Any
 from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
+from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, compare
 from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
 
@@ -105,9 +105,3 @@ def worst(measured: Mapping[str, Any], policy: str) -> float:
     """Larger of the two P99s to online-only's; infinite where the policy answered no request."""
     ttft = ratio(measured, policy, "ttft_p99")
     return inf if ttft is None else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)
-
-
-def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
-    """SLO of a cell: so many times online-only's P99s."""
-    reference = compare(blocks).reference if blocks else None
-    return LatencyLimits(*(scale * ms for ms in reference)) if reference else None

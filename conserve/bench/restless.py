@@ -62,9 +62,8 @@ def gaps_alone_ms(answers: Sequence[LoadAnswer]) -> Floats:
     found = [np.zeros(0)]
     for answer in answers:
         at_s = np.asarray(answer.token_at_s, dtype=float)
-        begins_s, ends_s = at_s[:-1], at_s[1:]
         # Those sent before the gap's end, without those that had ended by its beginning; the answer is one.
-        in_flight = np.searchsorted(sent_s, ends_s, "left") - np.searchsorted(ended_s, begins_s, "right")
-        found.append((ends_s - begins_s)[in_flight == 1])
+        in_flight = np.searchsorted(sent_s, at_s[1:], "left") - np.searchsorted(ended_s, at_s[:-1], "right")
+        found.append(np.diff(at_s)[in_flight == 1])
     pooled_ms: Floats = np.concatenate(found) * 1e3
     return pooled_ms

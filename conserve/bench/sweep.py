@@ -14,6 +14,7 @@ from conserve.bench import cell as cells
 from conserve.bench import points
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
+from conserve.bench.compare import limits
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
@@ -148,7 +149,7 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     engine, mix = simulator.machine.engine, _mix(simulator)
     rate, traces = arrivals(cell, plan, simulator)
     alone = simulator.play(ONLINE_ONLY, traces)
-    slo = cells.limits(alone, cell.scale)
+    slo = limits(alone, cell.scale)
     tokens, terms, told = _tuned(cell, plan, simulator, traces)
     blocks: list[Block] = [*alone]
     for name in plan.policies:

@@ -303,9 +303,6 @@ def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
         output.say("stopped before the first cell was measured: there is no page")
         return exits.INTERRUPTED
     said, policies = facts(ledger), list(ledger.plan.policies)
-    restless = None if ledger.plan.simulated else reports.machine(measured)
-    if restless:
-        said["machine"] = restless
     stopped = f"Stopped after {len(measured)} of {len(measured) + missing} cells." if missing else None
     document = {"design": said, "cells": measured, **({"stopped": stopped} if stopped else {})}
     write_whole(folder / "sweep.json", json.dumps(document, indent=2).encode())
@@ -317,8 +314,8 @@ def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
         show(measured, policies)
     if stopped:
         output.say(f"{stopped} The same command goes on")
-    if restless and not as_json:
-        output.say(restless)
+    if "machine" in said and not as_json:
+        output.say(said["machine"])
     output.say(f"the page: {folder / 'page.html'}")
     return exits.INTERRUPTED if missing else exits.DONE
 
@@ -335,9 +332,11 @@ def show(measured: Any, policies: list[str]) -> None:
 def facts(ledger: "CellLedger") -> dict[str, str]:
     """Facts that stand beside the figures."""
     from conserve import __version__
+    from conserve.bench.pages.sweep_report import machine
     from conserve.bench.points import grid
 
     plan = ledger.plan
+    restless = None if plan.simulated else machine(ledger.done)
     how = ", simulated: the scheduler is real, the time is a latency model's" if plan.simulated else ""
     return {
         "engine": f"{plan.engine}{how}",
@@ -348,4 +347,5 @@ def facts(ledger: "CellLedger") -> dict[str, str]:
         "policies": ", ".join(plan.policies),
         "blocks": f"{plan.blocks} of {plan.block_s:g} s for each policy, more where they have few requests",
         "SLO": "so many times online-only's P99s in the cell",
+        **({"machine": restless} if restless else {}),
     }
