@@ -29,6 +29,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
             *held_back(server),
+            *on_the_way(online.get("way_ms", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
             *found(server.get("live_prefixes")),
@@ -96,6 +97,17 @@ def held_back(server: dict[str, Any]) -> list[str]:
             f"  rows add about {HARM:.0%} at most to {' and '.join(others)}, {which}, or add a server"
         )
     return [output.coloured(line, "red") for line in said]
+
+
+def on_the_way(ways_ms: dict[str, dict[str, float]]) -> list[str]:
+    """Line on what clients have later than the engine; none below a millisecond, and from an older server."""
+    later = [
+        f"{latency.removesuffix('_ms').upper()} {name} {ms:,.0f} ms"
+        for latency, ways in ways_ms.items()
+        for name, ms in ways.items()
+        if round(ms) >= 1
+    ]
+    return [f"  clients  {', '.join(later)} later than the engine, which plans for it"] if later else []
 
 
 def promises_of(server: dict[str, Any], latency: str) -> dict[str, float]:

@@ -231,6 +231,17 @@ def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI, 
     assert report["online"]["ttft_ms"]["p99"] > 0
 
 
+def test_promises_are_kept_earlier_by_the_way_that_streamed_tokens_have_to_clients(
+    service: Service, client: openai.OpenAI
+) -> None:
+    def told() -> bool:
+        stream = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=8, stream=True)
+        assert list(stream)
+        return bool(service.report()["online"]["way_ms"]["ttft_ms"]["p99"])
+
+    service.until(told)
+
+
 def test_without_the_key_nothing_is_answered(service: Service) -> None:
     with patient.Client(base_url=service.url, trust_env=False) as http:
         routes = http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()["paths"]

@@ -41,6 +41,7 @@ def live(
         "tbt_ms": latencies(None, None),
         "attainment": attainment,
         "held_back": list(held_back),
+        "way_ms": {"ttft_ms": {"p99": 7.0}, "tbt_ms": {}},
         "promises": {
             "ttft_ms": {
                 "p99": {
@@ -123,6 +124,7 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert online["tbt_ms"] == latencies(None, None)
     assert online["attainment"] == 0.6
     assert online["held_back"] == ["ttft_ms"]
+    assert online["way_ms"]["ttft_ms"] == {"p99": 7.0}, "of the API server, for all engines"
     assert online["promises"]["ttft_ms"] == {"p99": {"promised_ms": 1000.0, "seen_ms": 1200.0, "kept": False}}
     assert online["counts"]["ttft_ms"] == {"all": 8, "late": 3}
     assert online["histograms"]["ttft_ms"] == {"bounds_ms": [1000.0], "counts": [8, 0], "sum_ms": 80.0}

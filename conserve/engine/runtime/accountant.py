@@ -6,6 +6,7 @@ earned and not spent is kept up to a limit, so that an hour of short gaps does n
 """
 
 from collections.abc import Mapping
+from math import inf
 
 from conserve.engine.policy.promises import HARM, LATENCIES, MEAN, Promises, ceiling_ms, rank
 from conserve.engine.policy.view import Slo
@@ -14,6 +15,7 @@ MARGIN = 0.1  # part of what a promise allows that is never spent
 SAVED = 2.0  # iterations whose late gaps the credit pays for at most
 DEBT = 50.0  # iterations whose late gaps are remembered, where gaps exceeded the bound that was handed out
 SAVED_OF_LARGEST = 10.0  # the same as `SAVED` for the largest bound: nothing is planned by its credit
+LEAST_SHARE = 0.5  # of a promise that the engine has, however long the way to clients is
 OVERDRAWN = 3.0  # iterations whose late gaps the largest bound may owe: a burst is no broken promise
 ROUNDING = 1e-9
 
@@ -48,8 +50,12 @@ class MeanAccount:
     """Credit of the promise that the mean is at most `bound_ms`, in ms."""
 
     def __init__(self, bound_ms: float) -> None:
-        self._mean_ms = bound_ms * (1 - MARGIN)
+        self.hold(bound_ms)
         self._credit_ms = 0.0
+
+    def hold(self, bound_ms: float) -> None:
+        """Hold latencies against this mean from now on."""
+        self._mean_ms = bound_ms * (1 - MARGIN)
 
     def left_ms(self, count: int) -> float:
         """Longest latency that so many requests at once may have."""
@@ -65,24 +71,34 @@ class Account:
     """All promises of one latency."""
 
     def __init__(self, named: Mapping[str, float]) -> None:
-        self._ceiling_ms = ceiling_ms(named)
-        self._quantiles = [
-            QuantileAccount(rank(name), ms)
+        self._named = named
+        self.ceiling_ms = ceiling_ms(named)  # no latency in the engine is planned beyond it
+        self._quantiles = {
+            name: QuantileAccount(rank(name), ms)
             for name, ms in named.items()
-            if name != MEAN and ms < self._ceiling_ms
-        ]
+            if name != MEAN and ms < self.ceiling_ms
+        }
         largest = max(map(rank, named), default=0.0)  # no quantile is less than a lower one
-        self._largest = QuantileAccount(largest, self._ceiling_ms, SAVED_OF_LARGEST) if largest else None
+        self._largest = QuantileAccount(largest, self.ceiling_ms, SAVED_OF_LARGEST) if largest else None
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
+
+    def lead(self, ways_ms: Mapping[str, float]) -> None:
+        """Keep each promise so many ms earlier in the engine, by its name: clients have the latency later."""
+        bounds = in_engine(self._named, ways_ms)
+        self.ceiling_ms = ceiling_ms(bounds)
+        for name, one in self._quantiles.items():
+            one.bound_ms = bounds[name]
+        if self._largest is not None:
+            self._largest.bound_ms = self.ceiling_ms
+        if self._mean is not None:
+            self._mean.hold(bounds[MEAN])
 
     def bound_ms(self, count: int) -> float:
         """Longest latency that `count` requests at once may have next so that every promise can be kept."""
         self._concurrent = count = max(1, count)
-        bound_ms = (
-            self._ceiling_ms if self._mean is None else min(self._ceiling_ms, self._mean.left_ms(count))
-        )
-        return min([bound_ms, *(one.bound_ms for one in self._quantiles if not one.covers(count))])
+        bound_ms = self.ceiling_ms if self._mean is None else min(self.ceiling_ms, self._mean.left_ms(count))
+        return min([bound_ms, *(one.bound_ms for one in self._quantiles.values() if not one.covers(count))])
 
     @property
     def broken(self) -> bool:
@@ -93,7 +109,7 @@ class Account:
         """Note `count` latencies of `ms`."""
         if self._largest is not None:
             self._largest.note(ms, count, self._concurrent)
-        for one in self._quantiles:
+        for one in self._quantiles.values():
             one.note(ms, count, self._concurrent)
         if self._mean is not None:
             self._mean.note(ms, count, self._concurrent)
@@ -105,6 +121,11 @@ class Accountant:
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
         self.ttft, self.tbt = (Account(getattr(promises, name)) for name in LATENCIES)
+
+    def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep promises so many ms earlier in the engine, by latency and by the promise's name."""
+        for name, account in zip(LATENCIES, (self.ttft, self.tbt), strict=True):
+            account.lead(ways_ms.get(name, {}))
 
     @property
     def broken(self) -> list[str]:
@@ -122,11 +143,20 @@ class Accountant:
             ttft_ms=self.ttft.bound_ms(waiting + 1),
             tbt_ms=self.tbt.bound_ms(decoding),
             harm=slo.harm,
-            largest_ttft_ms=slo.ttft_ms,
-            largest_tbt_ms=slo.tbt_ms,
+            largest_ttft_ms=self.ttft.ceiling_ms,
+            largest_tbt_ms=self.tbt.ceiling_ms,
             only_ttft_harm=HARM if self.ttft.broken else slo.only_ttft_harm,
             only_tbt_harm=HARM if self.tbt.broken else slo.only_tbt_harm,
         )
+
+
+def in_engine(named: Mapping[str, float], ways_ms: Mapping[str, float]) -> dict[str, float]:
+    """Bounds in the engine under which clients have the promised ones; none exceeds that of a higher quantile."""
+    bounds = {name: max(LEAST_SHARE * ms, ms - ways_ms.get(name, 0.0)) for name, ms in named.items()}
+    most_ms = inf
+    for name in sorted((name for name in bounds if name != MEAN), key=rank, reverse=True):
+        bounds[name] = most_ms = min(most_ms, bounds[name])
+    return bounds
 
 
 def clamped(credit: float, iteration: float, saved: float = SAVED) -> float:

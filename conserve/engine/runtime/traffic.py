@@ -22,6 +22,7 @@ from conserve.engine.runtime.class_traffic import (
 from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
+from conserve.engine.runtime.way import promised
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
 RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
@@ -80,6 +81,12 @@ class Traffic:
         """Hold latencies of the default class against these promises from now on."""
         self._default.promise(promises)
 
+    def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:
+        """Keep promises so many ms earlier in the engine; returns the names of all promises, by latency."""
+        for one in self._classes.values():
+            one.lead(ways_ms)
+        return promised(one.promises for one in self._classes.values())
+
     def bounds_by_class(self) -> dict[str, Slo]:
         """Bounds on an iteration that requests of each class take part in; empty without classes."""
         return {name: one.bounds() for name, one in self._classes.items()} if self.classified else {}
@@ -102,9 +109,9 @@ class Traffic:
         )
 
     def ttft_ms(self, live_class: str | None) -> float | None:
-        """Largest TTFT that is promised to a class; None where there are no classes."""
+        """Largest TTFT in the engine that keeps a class's promises; None where there are no classes."""
         one = self._classes.get(live_class or DEFAULT_CLASS, self._default)
-        return one.promises.slo.ttft_ms if self.classified else None
+        return one.accountant.ttft.ceiling_ms if self.classified else None
 
     def typical_prompt(self, *, now: float) -> int:
         """Median number of tokens in recent online prompts; 0 after 60 s without one."""

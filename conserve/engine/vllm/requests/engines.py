@@ -83,6 +83,7 @@ def live(sections: Sequence[Report]) -> dict[str, Any]:
         **{name: worst(values(sections, name)) for name in LATENCIES},
         "attainment": min(values(sections, "attainment")),
         "held_back": held_back(sections),
+        "way_ms": sections[0]["way_ms"],  # of the API server
         "promises": {
             name: {
                 promise: kept([one["promises"][name][promise] for one in sections])

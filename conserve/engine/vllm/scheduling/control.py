@@ -1,4 +1,4 @@
-"""Changes of a running scheduler's regime: what `POST /v1/conserve` asks for."""
+"""Changes of a running scheduler: what `POST /v1/conserve` asks for, and what the API server tells."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
         scheduler.batches = change["batching"] != OFF
     if "slo" in change:
         scheduler._traffic.promise(Promises.of(change["slo"]))
+
+
+def lead(scheduler: Any, ways_ms: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:
+    """Keep promises so many ms earlier, since clients have tokens later; returns the names of all promises.
+
+    Both are by latency (`runtime/way`).
+    """
+    names: dict[str, list[str]] = scheduler._traffic.lead(ways_ms)
+    return names

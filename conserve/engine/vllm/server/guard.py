@@ -14,6 +14,7 @@ from starlette.routing import Match
 from conserve.engine.runtime.front import Front
 from conserve.engine.vllm import former
 from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered, is_poll, path_of
+from conserve.engine.vllm.server.delivery import DELIVERY, Delivery
 from conserve.engine.vllm.server.privileges import (
     CALLER,
     CLASS_HEADER,
@@ -85,11 +86,13 @@ class RequestGuard:
             return
         if caller.store_key is not None:
             scope = with_own_key(scope, keys)
-        token = CALLER.set(caller)
+        delivery = Delivery()
+        caller_before, delivery_before = CALLER.set(caller), DELIVERY.set(delivery)
         try:
-            await self._within(most_bytes(scope, front), headers, scope, receive, send)
+            await self._within(most_bytes(scope, front), headers, scope, receive, delivery.watching(send))
         finally:
-            CALLER.reset(token)
+            CALLER.reset(caller_before)
+            DELIVERY.reset(delivery_before)
 
     async def _within(
         self, most: int, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send

@@ -23,6 +23,7 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
 from conserve.engine.vllm.compat.versions import SUPPORTED
 from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
+from conserve.engine.vllm.server.delivery import delivering
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
@@ -90,6 +91,7 @@ def hook_engine_core() -> None:
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.conserve = ask_scheduler
+    EngineCore.conserve_way = tell_way
     EngineCore.conserve_spill = ask_spilling
     if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
         EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
@@ -106,7 +108,8 @@ def hook_server() -> None:
         session_of = noting_model(noting_priority(GenerateBaseServing._get_session_id, priority_of))
         GenerateBaseServing._get_priority = staticmethod(priority_of)
         GenerateBaseServing._get_session_id = staticmethod(session_of)
-        AsyncLLM.generate = keeping_priority(classing(permitting(resuming(AsyncLLM.generate))))
+        resumable = resuming(AsyncLLM.generate)
+        AsyncLLM.generate = keeping_priority(classing(permitting(delivering(resumable))))
         AsyncLLM.encode = permitting(AsyncLLM.encode)
 
 
@@ -114,6 +117,13 @@ def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, 
     """Ask the scheduler (`CoServing.conserve`) through vLLM's utility calls; None if another scheduler runs."""
     asked = getattr(core.scheduler, "conserve", None)
     return asked(change) if asked is not None else None
+
+
+def tell_way(core: Any, ways_ms: dict[str, dict[str, float]]) -> dict[str, list[str]] | None:
+    """Tell the scheduler of the way to clients (`control.lead`); None if another scheduler runs."""
+    from conserve.engine.vllm.scheduling.control import lead
+
+    return lead(core.scheduler, ways_ms) if hasattr(core.scheduler, "conserve") else None
 
 
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:

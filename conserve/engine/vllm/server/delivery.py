@@ -1,0 +1,140 @@
+"""When tokens of live answers leave the API server, beside when the engine had them: the way to clients.
+
+The guard makes a `Delivery` for each request, which sees what is sent; `delivering` tells it which live request of
+the engine's the answer comes from. About once a second the engine's scheduler is told (`runtime/way`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.way import Way
+from conserve.engine.vllm.requests.engines import ask_engines
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import RequestStateStats
+
+log = logging.getLogger("vllm.conserve")
+TOLD_EVERY_S = 1.0
+BODY = "http.response.body"
+TELLER = "conserve_way"  # attribute of vLLM's front end
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class WayTeller:
+    """Keeps the way of one API server, and tells the engines of it."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.way = Way()
+        self._llm = llm
+        self._promises: dict[str, list[str]] = {}  # names of what is promised, as the engine said last
+        self._due = 0.0
+        self._telling: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
+
+    def noted(self, now: float) -> None:
+        """Tell the engines if a second has passed since they were told."""
+        if now >= self._due and (self._telling is None or self._telling.done()):
+            self._due = now + TOLD_EVERY_S
+            self._telling = asyncio.ensure_future(self._tell(now))
+
+    async def _tell(self, now: float) -> None:
+        self.way.fade(now=now)
+        try:
+            answers = await ask_engines(self._llm, "conserve_way", self.way.beyond_ms(self._promises))
+        except Exception:  # an engine that fails says so elsewhere
+            log.debug("the engine was not told of the way to clients", exc_info=True)
+            return
+        if answers[0] is None:  # another scheduler runs
+            self._due = inf
+        else:
+            self._promises = answers[0]
+
+
+class Delivery:
+    """One answer on its way to its client."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._llm: AsyncLLM | None = None
+        self._request = ""
+        self._parts = 0  # of the engine's requests that the answer comes from
+        self._stats: RequestStateStats | None = None
+        self._engine_at = self._sent_at = 0.0  # of the newest token
+
+    def comes_from(self, llm: AsyncLLM, request_id: str, samples: int) -> None:
+        """Note a live request of the engine's. An answer from several, or of several samples, has no times."""
+        self._parts += samples
+        self._llm, self._request = (llm, request_id) if self._parts == 1 else (None, "")
+
+    def watching(self, send: Send) -> Send:
+        """Pass messages on to `send`, and note when the parts of a streamed body are handed over."""
+
+        async def watched(message: Message) -> None:
+            if self._llm is not None and message["type"] == BODY and message.get("more_body"):
+                self._handed_over(self._llm, time.monotonic())
+            await send(message)
+
+        return watched
+
+    def _handed_over(self, llm: AsyncLLM, now: float) -> None:
+        teller, stats = teller_of(llm), self._stats
+        if stats is None:
+            self._stats = stats = stats_of(llm, self._request)
+            if stats is None or not stats.first_token_ts:
+                self._llm = None  # an answer of one token is over by now; without statistics there is no time
+                return
+            arrived = now - (time.time() - stats.arrival_time)
+            in_engine, to_client = stats.first_token_ts - arrived, now - self._began
+            teller.way.latencies["ttft_ms"].note(in_engine * 1e3, to_client * 1e3)
+        elif stats.last_token_ts > self._engine_at:  # not the end of an answer, nor what follows a role
+            gap, to_client = stats.last_token_ts - self._engine_at, now - self._sent_at
+            teller.way.latencies["tbt_ms"].note(gap * 1e3, to_client * 1e3)
+        else:
+            return
+        self._engine_at, self._sent_at = stats.last_token_ts, now
+        teller.noted(now)
+
+
+DELIVERY: ContextVar[Delivery | None] = ContextVar("conserve_delivery", default=None)
+"""Delivery of the current request; None in a server without the guard."""
+
+
+def delivering(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `AsyncLLM.generate`: the delivery is told of live requests of one answer."""
+
+    @functools.wraps(generate)
+    def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
+        delivery = DELIVERY.get()
+        if delivery is not None and rest.get("priority", 0) < OFFLINE_PRIORITY:
+            delivery.comes_from(llm, request_id, getattr(params, "n", 1))
+        return generate(llm, prompt, params, request_id, *args, **rest)
+
+    return wrapped
+
+
+def teller_of(llm: AsyncLLM) -> WayTeller:
+    """The teller of this front end, made when it is first asked for."""
+    found: WayTeller | None = getattr(llm, TELLER, None)
+    if found is None:
+        found = WayTeller(llm)
+        setattr(llm, TELLER, found)
+    return found
+
+
+def stats_of(llm: AsyncLLM, request_id: str) -> RequestStateStats | None:
+    """vLLM's times of a request in the engine; None for one that has ended, and where it keeps no statistics."""
+    processor = llm.output_processor
+    internal = processor.external_req_ids.get(request_id)
+    state = processor.request_states.get(internal[0]) if internal else None
+    return None if state is None else state.stats

@@ -1,0 +1,172 @@
+"""Times at which parts of an answer leave the API server, beside vLLM's own times of their tokens."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.vllm.server import delivery as deliveries
+from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, delivering, teller_of
+
+REQUEST = "cmpl-1"
+
+
+class Clock:
+    """The time that the module under test reads, in seconds; both clocks agree."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        stand_in = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
+        monkeypatch.setattr(deliveries, "time", stand_in)
+
+
+class FrontEnd:
+    """What is read of vLLM's front end, and what its engines are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any = None) -> None:
+        self.stats = SimpleNamespace(arrival_time=100.0, first_token_ts=0.0, last_token_ts=0.0)
+        self.output_processor = SimpleNamespace(
+            external_req_ids={REQUEST: ["inner"]}, request_states={"inner": SimpleNamespace(stats=self.stats)}
+        )
+        self.told: list[Any] = []
+
+        async def ask_engines(client: Any, method: str, ways: Any) -> list[Any]:
+            assert (client, method) == (self, "conserve_way")
+            self.told.append(ways)
+            if isinstance(answer, Exception):
+                raise answer
+            return [answer]
+
+        monkeypatch.setattr(deliveries, "ask_engines", ask_engines)
+
+    def token(self, at: float) -> None:
+        self.stats.first_token_ts = self.stats.first_token_ts or at
+        self.stats.last_token_ts = at
+
+
+class Noted:
+    """Latencies in ms as they are noted, on both clocks."""
+
+    def __init__(self, llm: Any) -> None:
+        self.ttft: list[tuple[float, float]] = []
+        self.tbt: list[tuple[float, float]] = []
+        ways = teller_of(llm).way.latencies
+        for name, into in (("ttft_ms", self.ttft), ("tbt_ms", self.tbt)):
+            ways[name].note = lambda *pair, into=into: into.append(pair)  # type: ignore[method-assign, misc]
+
+
+PART = {"type": "http.response.body", "body": b"data", "more_body": True}
+END = {"type": "http.response.body", "body": b"", "more_body": False}
+START = {"type": "http.response.start", "status": 200}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+async def passed_on(message: Any) -> None: ...
+
+
+def test_each_part_with_new_tokens_is_a_latency_on_both_clocks(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer() -> None:
+        send = one.watching(passed_on)
+        await send(START)
+        llm.token(100.050)
+        clock.now = 100.060
+        await send(PART)  # the role
+        await send(PART)  # the first token
+        for engine_at, sent_at in ((100.070, 100.075), (100.090, 100.110)):
+            llm.token(engine_at)
+            clock.now = sent_at
+            await send(PART)
+        await send(PART)  # the end of the answer
+        await send(END)
+
+    llm: Any = FrontEnd(monkeypatch)
+    noted = Noted(llm)
+    clock.now = 99.990  # the body takes 10 ms
+    one = Delivery()
+    one.comes_from(llm, REQUEST, 1)
+    clock.now = 100.0
+    asyncio.run(answer())
+    assert noted.ttft == [(pytest.approx(50), pytest.approx(70))]
+    assert noted.tbt == [
+        (pytest.approx(20), pytest.approx(15)),
+        (pytest.approx(20), pytest.approx(35)),
+    ]
+
+
+@pytest.mark.parametrize("why", ["whole", "two parts", "two samples", "over", "no statistics", "no token"])
+def test_what_has_no_times_of_its_own_is_not_counted(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    async def answer() -> None:
+        send = one.watching(passed_on)
+        for message in (START, PART, PART, END) if why != "whole" else (START, END):
+            await send(message)
+
+    llm: Any = FrontEnd(monkeypatch)
+    noted = Noted(llm)
+    if why != "no token":
+        llm.token(100.05)
+    if why == "over":
+        llm.output_processor.request_states.clear()
+    if why == "no statistics":
+        llm.output_processor.request_states["inner"].stats = None
+    one = Delivery()
+    one.comes_from(llm, REQUEST, 2 if why == "two samples" else 1)
+    if why == "two parts":
+        one.comes_from(llm, "cmpl-2", 1)
+    asyncio.run(answer())
+    assert (noted.ttft, noted.tbt) == ([], [])
+
+
+@pytest.mark.parametrize(("priority", "counted"), [(0, True), (OFFLINE_PRIORITY, False)])
+def test_the_guards_delivery_is_told_of_live_requests_alone(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, priority: int, counted: bool
+) -> None:
+    generate = delivering(lambda *given, **named: (given, named))
+    llm: Any = FrontEnd(monkeypatch)
+    one = Delivery()
+    before = DELIVERY.set(one)
+    try:
+        given, named = generate(llm, "prompt", SimpleNamespace(n=1), REQUEST, priority=priority)
+    finally:
+        DELIVERY.reset(before)
+    assert (given[1:], named) == (("prompt", SimpleNamespace(n=1), REQUEST), {"priority": priority})
+    noted = Noted(llm)
+    llm.token(100.05)
+    asyncio.run(one.watching(passed_on)(PART))
+    assert bool(noted.ttft) is counted
+    assert generate(llm, "prompt", SimpleNamespace(n=1), REQUEST)[1] == {}, "without a guard nothing is noted"
+
+
+@pytest.mark.parametrize(
+    ("answer", "times"),
+    [({"ttft_ms": ["p99"], "tbt_ms": []}, 2), (None, 1), (RuntimeError("the engine is gone"), 2)],
+)
+def test_engines_are_told_once_a_second_of_what_they_promise(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, answer: Any, times: int
+) -> None:
+    async def tell() -> None:
+        for after_s in (0.0, 0.5, 1.5):
+            clock.now = 100.0 + after_s
+            teller.noted(clock.now)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    llm: Any = FrontEnd(monkeypatch, answer)
+    teller = teller_of(llm)
+    assert teller_of(llm) is teller
+    for _ in range(50):
+        teller.way.latencies["ttft_ms"].note(10.0, 30.0)
+    asyncio.run(tell())
+    assert len(llm.told) == times
+    assert llm.told[0] == {"ttft_ms": {}, "tbt_ms": {}}, "the names are the engine's to say"
+    if isinstance(answer, dict):
+        assert llm.told[1] == {"ttft_ms": {"p99": pytest.approx(20, rel=0.05)}, "tbt_ms": {}}

@@ -1,0 +1,173 @@
+"""What clients have later than the engine counts it: two distributions, and bounds that are tighter by so much."""
+
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.cli.server_status import on_the_way
+from conserve.engine.policy.promises import Promises
+from conserve.engine.runtime.accountant import LEAST_SHARE, Account, Accountant, in_engine
+from conserve.engine.runtime.class_traffic import ClassTraffic
+from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.runtime.way import FADES_S, LatencyWay, Way
+from tests.reach import reached
+
+TTFT, TBT = "ttft_ms", "tbt_ms"
+EXACT = 0.05  # two bins of 2 %, and what is between
+
+
+def way_of(*pairs: tuple[float, float], times: int = 1) -> LatencyWay:
+    found = LatencyWay()
+    for _ in range(times):
+        for engine_ms, client_ms in pairs:
+            found.note(engine_ms, client_ms)
+    return found
+
+
+# Two distributions
+
+
+def test_a_quantile_of_clients_is_compared_with_the_same_quantile_of_the_engine() -> None:
+    late = [(20.0, 20.0)] * 95 + [(20.0, 30.0)] * 5  # one token in twenty waits on its way
+    way = way_of(*late, times=10)
+    assert way.beyond_ms("p50") == 0
+    assert way.beyond_ms("p99") == pytest.approx(10, rel=EXACT)
+    assert way.beyond_ms("mean") == pytest.approx(0.5, abs=1e-9)
+
+
+def test_long_latencies_hide_a_way_that_does_not_reach_their_quantile() -> None:
+    way = way_of(*[(20.0, 28.0)] * 90, *[(100.0, 100.0)] * 10)
+    assert way.beyond_ms("p50") == pytest.approx(8, rel=EXACT)
+    assert way.beyond_ms("p99") == 0
+
+
+def test_few_latencies_tell_of_no_higher_quantile_than_they_reach() -> None:
+    assert way_of(*[(10.0, 40.0)] * 5).beyond_ms("p50") == 0, "five say nothing"
+    outlier = way_of(*[(10.0, 10.0)] * 39, (10.0, 1000.0))
+    assert outlier.beyond_ms("p99") == 0, "one of forty is not their P99"
+
+
+def test_clients_are_never_before_the_engine() -> None:
+    assert way_of((30.0, 20.0), times=50).beyond_ms("p99") == 0
+    assert way_of((30.0, 20.0), times=50).beyond_ms("mean") == 0
+
+
+def test_what_was_long_ago_counts_no_more() -> None:
+    way = Way()
+    way.fade(now=0.0)
+    for _ in range(100):
+        way.latencies[TTFT].note(10.0, 60.0)
+    way.fade(now=1.0)
+    assert way.beyond_ms({TTFT: ["p50"]}) == {TTFT: {"p50": pytest.approx(50, rel=EXACT)}, TBT: {}}
+    way.fade(now=1.0 + 20 * FADES_S)
+    assert way.beyond_ms({TTFT: ["p50"]}) == {TTFT: {"p50": 0.0}, TBT: {}}
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1e4), st.floats(0, 1e3)), min_size=6, max_size=60))
+def test_a_way_is_no_longer_than_the_longest_of_its_answers(pairs: list[tuple[float, float]]) -> None:
+    way = way_of(*((ms, ms + later_ms) for ms, later_ms in pairs))
+    longest_ms = max(later_ms for _, later_ms in pairs)
+    for name in ("p50", "p90", "p99", "mean"):
+        beyond_ms = way.beyond_ms(name)
+        # An upper edge is 2 % beyond what is in the bin.
+        assert 0 <= beyond_ms <= longest_ms + 0.03 * max(ms + later_ms for ms, later_ms in pairs)
+        reached("a way is found", beyond_ms > 1)
+
+
+# Bounds in the engine
+
+
+def test_a_promise_is_kept_earlier_in_the_engine_by_the_way() -> None:
+    account = Account({"p50": 40.0, "p99": 150.0})
+    account.lead({"p50": 2.0, "p99": 12.0})
+    assert account.ceiling_ms == 138
+    assert account.bound_ms(1) == 38, "nothing is saved yet, so the median's bound holds"
+    for _ in range(4):
+        account.note(37.9)
+    assert account.bound_ms(1) == 138
+    account.lead({})
+    assert account.bound_ms(1) == 150, "what was saved stays"
+
+
+def test_a_latency_between_both_bounds_is_late() -> None:
+    account = Account({"p99": 100.0})
+    for _ in range(3):
+        account.note(95.0)
+    assert not account.broken
+    account.lead({"p99": 10.0})
+    for _ in range(9):
+        account.note(95.0)
+    assert account.broken
+
+
+def test_a_mean_is_earlier_too() -> None:
+    account = Account({"mean": 100.0})
+    account.lead({"mean": 20.0})
+    assert account.bound_ms(1) == pytest.approx(72)
+
+
+@given(
+    st.lists(st.floats(1, 1e4), min_size=2, max_size=4),
+    st.lists(st.floats(0, 1e4), min_size=4, max_size=4),
+)
+def test_bounds_stay_in_order_and_above_half_of_what_is_promised(
+    bounds_ms: list[float], ways: list[float]
+) -> None:
+    names = ["p50", "p90", "p99", "p99.9"][: len(bounds_ms)]
+    named = dict(zip(names, sorted(bounds_ms), strict=True))
+    found = in_engine(named, dict(zip(names, ways, strict=False)))
+    assert [found[name] for name in names] == sorted(found[name] for name in names)
+    for name, ms in named.items():
+        assert found[name] <= ms
+        higher = [found[other] for other in names if named[other] >= ms]
+        assert found[name] >= min(LEAST_SHARE * ms, *higher)
+    reached(
+        "a way is half of a promise or longer",
+        any(w >= ms / 2 for w, ms in zip(ways, named.values(), strict=False)),
+    )
+
+
+def test_the_slo_of_an_iteration_and_of_live_requests_among_themselves_is_earlier() -> None:
+    accountant = Accountant(Promises.of({TTFT: 1500, TBT: {"p99": 100}, "harm": 0.2}))
+    accountant.lead({TTFT: {"p99": 30.0}, TBT: {"p99": 5.0}})
+    slo = accountant.slo(waiting=0, decoding=1)
+    assert (slo.ttft_ms, slo.tbt_ms) == (1470, 95)
+    assert (slo.online_ttft_ms, slo.online_tbt_ms, slo.harm) == (1470, 95, 0.2)
+
+
+def test_where_nothing_is_promised_a_way_bounds_nothing() -> None:
+    accountant = Accountant(Promises.of({"harm": 0.1}))
+    accountant.lead({TTFT: {}, TBT: {}})
+    slo = accountant.slo(waiting=0, decoding=1)
+    assert (slo.ttft_ms, slo.tbt_ms, slo.online_ttft_ms) == (inf, inf, inf)
+
+
+# In the scheduler's memory
+
+
+def test_every_class_is_told_and_a_new_promise_keeps_the_way() -> None:
+    traffic = Traffic(
+        Promises.of({TTFT: {"p99": 1000}}), classes={"chat": Promises.of({TTFT: {"p90": 300}, TBT: 50})}
+    )
+    assert traffic.lead({TTFT: {"p99": 40.0}}) == {TTFT: ["p90", "p99"], TBT: ["p99"]}
+    assert traffic.ttft_ms("default") == 960
+    assert traffic.ttft_ms("chat") == 300
+    traffic.promise(Promises.of({TTFT: {"p99": 500}}))
+    assert traffic.ttft_ms("default") == 460
+
+
+def test_the_report_says_the_way_of_each_promise() -> None:
+    traffic = ClassTraffic(Promises.of({TTFT: {"p50": 100, "p99": 400}}))
+    told: dict[str, Any] = {TTFT: {"p50": 3.0, "p99": 9.0, "mean": 4.0}}
+    traffic.lead(told)
+    assert traffic.report(now=0.0, holds_back=True)["way_ms"] == {TTFT: {"p50": 3.0, "p99": 9.0}, TBT: {}}
+
+
+def test_status_says_what_clients_have_later_from_a_millisecond_on() -> None:
+    ways = {TTFT: {"p50": 0.4, "p99": 8.7}, TBT: {"p99": 1.2}}
+    (line,) = on_the_way(ways)
+    assert line == "  clients  TTFT p99 9 ms, TBT p99 1 ms later than the engine, which plans for it"
+    assert on_the_way({TTFT: {"p99": 0.2}, TBT: {}}) == on_the_way({}) == []
