@@ -8,7 +8,7 @@ from typing import Any
 from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, compare
+from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
 from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
 
@@ -25,22 +25,24 @@ class PlayedCell:
     mix: Mix
     left_ms: Mapping[str, float]  # live work that each policy's blocks left behind (`leftover`)
     bound_rows_per_s: float | None  # None where the engine's speed is unknown
+    slo: LatencyLimits | None  # that policies promised; None where online-only answered no request
     tuned: Sequence[str] = ()  # sentences on the baselines' parameters
 
 
 def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
     """The cell's figures; latencies are ratios to online-only's with their 95 % intervals."""
-    comparison = compare(played.blocks, seed=seed)
+    slo, scale = played.slo, played.cell.scale
+    reference = LatencyLimits(slo.ttft_ms / scale, slo.tbt_ms / scale) if slo else None
+    comparison = compare(played.blocks, reference=reference, seed=seed)
     rates = row_rates(comparison.policies, played.mix, played.left_ms)
     comparison = replace(comparison, rows=rates)
     alone = alone_of([*comparison.policies])
-    reference = comparison.reference
     return {
         **played.cell.document(),
         "rate": played.rate,
         "requests": comparison.policies[alone].requests if alone else 0,
         "online_only_busy": comparison.policies[alone].engine_busy if alone else None,
-        "slo_ms": [played.cell.scale * ms for ms in reference] if reference else None,
+        "slo_ms": [*slo] if slo else None,
         "bound_rows_per_s": played.bound_rows_per_s,
         "tuned": list(played.tuned),
         "steps": comparison.steps.document() if comparison.steps else None,

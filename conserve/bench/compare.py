@@ -28,6 +28,9 @@ class Design:
     settle_s: float = 3.0  # time under a policy before its block counts
     slo: LatencyLimits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
+    slo_ahead: bool = (
+        False  # these are of a pass of online-only before the rounds, so that no promise changes
+    )
     seed: int = 0
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
     load_cores: tuple[int, ...] = ()  # cores that the load generator is pinned to
@@ -60,16 +63,39 @@ async def alternate(
     for number in range(design.rounds):
         trace = source(number)
         for policy in order(design.policies, number):
-            slo = slo_of(design, blocks)
-            turn = await field.turn(policy, slo)
-            await asyncio.sleep(design.settle_s)
-            block = await one_block(turn, trace, design, policy)
-            await field.played(policy)
+            block = await one_turn(field, policy, slo_of(design, blocks), trace, design)
             blocks.append(block)
             say(sentence(block, number, design.rounds))
             if judged is not None and policy == alone_of(design.policies) and number == 0:
                 judged(block)
             yield block
+
+
+async def with_slo(field: Field, source: Source, design: Design, *, say: Callable[[str], None]) -> Design:
+    """The design with its SLO: where it is `slo_ahead`, online-only plays all arrivals once for that.
+
+    An SLO of the blocks so far changes with each of them: with few requests in a block the first promise is a
+    half or twice the last, and policies are then held against another promise than they were given.
+    """
+    alone = alone_of(design.policies)
+    if not design.slo_ahead or design.slo is not None or alone is None:
+        return design
+    blocks = []
+    for number in range(design.rounds):
+        blocks.append(await one_turn(field, alone, None, source(number), design))
+        say(f"for the SLO, {sentence(blocks[-1], number, design.rounds)}")
+    return replace(design, slo=limits(blocks, design.slo_scale))
+
+
+async def one_turn(
+    field: Field, policy: str, slo: LatencyLimits | None, trace: Trace, design: Design
+) -> Block:
+    """Play the arrivals once under a policy that promises this SLO, after a while without them."""
+    turn = await field.turn(policy, slo)
+    await asyncio.sleep(design.settle_s)
+    block = await one_block(turn, trace, design, policy)
+    await field.played(policy)
+    return block
 
 
 def order(policies: Sequence[str], number: int) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from conserve.bench.compare import Design, alternate
+from conserve.bench.compare import Design, alternate, with_slo
 from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
 from conserve.bench.forecast import EngineModel
@@ -104,6 +104,8 @@ async def measure(
     measurement.sized, measurement.engine = sized, engine
     wishes.say(sized.sentence())
     play = await ready(deployment, prepare, preset, measurement, wishes)
+    design = await with_slo(play, sized.source, sized.design, say=wishes.say)
+    measurement.sized = sized = replace(sized, design=design)
     judged = None if wishes.overload else partial(judge, sized=sized, offered=offered, engine=engine)
     async for block in alternate(play, sized.source, sized.design, say=wishes.say, judged=judged):
         measurement.blocks.append(block)

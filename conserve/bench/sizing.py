@@ -132,7 +132,8 @@ class Sized:
         prompt = _mean([one.input_tokens for one in requests])
         answer = _mean([one.output_tokens for one in requests])
         ttft_ms, tbt_ms = p99s_ms(self.forecasts)
-        slo = "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s"
+        ahead = " of a pass before them" if design.slo_ahead else ""
+        slo = "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s{ahead}"
         takes = f"about {max(1, round(self.takes_s / 60))} min once the engines are ready"
         return (
             f"{how}: {self.rate:.3g} requests/s, prompts of {prompt:.0f} and answers of {answer:.0f} tokens on "
@@ -315,6 +316,7 @@ def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineM
     alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)
     tails_s = dict.fromkeys(ALONE, alone_s) | dict.fromkeys(UNBOUNDED, longest * engine.full_s())
     each_s = [tails_s.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies]
+    each_s += [alone_s] if design.slo_ahead else []
     return design.rounds * sum(LEAD_S + design.settle_s + design.block_s + tail_s for tail_s in each_s)
 
 

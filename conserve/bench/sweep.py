@@ -32,6 +32,9 @@ from conserve.words import count, duration
 
 FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
 MOST_BLOCKS = 16
+AHEAD = (
+    "of a pass before the blocks"  # where the SLO of cells on an engine is from; it used to change with each
+)
 PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
 Document = dict[str, Any]
 
@@ -63,6 +66,7 @@ class SweepPlan:
             "requests": self.requests,
             "simulated": self.simulated,
             "engine": self.engine,
+            **({} if self.simulated else {"slo": AHEAD}),
         }
 
 
@@ -175,6 +179,7 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
         mix=mix,
         left_ms=left_by_policy(blocks, engine, shared_tokens=traces[0].shared_tokens),
         bound_rows_per_s=bound,
+        slo=slo,
         tuned=told,
     )
     return cells.document(found, seed=plan.seed)

@@ -104,6 +104,8 @@ class Measured:
         for number in range(design.rounds):
             for policy in design.policies:
                 measurement.blocks.append(self._block(policy, source(number), design.block_s))
+        slo = compare.limits(measurement.blocks, design.slo_scale)
+        measurement.sized = replace(measurement.sized, design=replace(design, slo=slo))
 
     def _block(self, policy: str, trace: Trace, block_s: float) -> Block:
         whole = block(policy, trace, block_s)
@@ -182,9 +184,12 @@ def test_each_cell_is_a_comparison_on_servers_that_start_once(
     assert started.plan.settings.home == tmp_path / "store-1", "never the user's"
     assert [design.slo_scale for design in measured.designs] == [cell.scale for cell in PLAN.wanted()]
     assert all((design.rounds, design.policies) == (2, PLAN.policies) for design in measured.designs)
+    assert all(design.slo_ahead for design in measured.designs), "no promise changes within a cell"
     lines = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
     assert [Cell.of(line) for line in lines[1:]] == PLAN.wanted()
+    assert lines[1]["slo_ms"] == pytest.approx([PLAN.wanted()[0].scale * ms for ms in (100.0, 20.0)])
     ours = lines[1]["policies"]["conserve"]
+    assert ours["attainment"] == {"ttft": 1.0, "tbt": 1.0}
     assert (ours["decode_tokens_per_s"], ours["prompt_tokens_per_s"]) == (15, 135)
     assert ours["of_bound"] > 0
     assert ours["sent_late"] == {"share": 0.0, "max_ms": 0.0}

@@ -397,6 +397,43 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
     assert blocks == [ONLINE_ONLY, *others, *others, ONLINE_ONLY], "a place in a round is no policy's own"
 
 
+def test_an_slo_of_a_pass_before_the_rounds_stays_the_same_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([1.0, 3.0, 9.0, 9.0, 9.0, 9.0])  # of requests due at once, block by block
+    turns: list[tuple[str, Any]] = []
+
+    async def one_block(turn: Any, trace: Any, design: Any, policy: str, **_: Any) -> Block:
+        end_s = next(ends)
+        return replace(played(24.5, answered(0.0, end_s - 0.5, end_s)), policy=policy)
+
+    class Turning:
+        async def turn(self, policy: str, slo: Any) -> None:
+            turns.append((policy, slo))
+
+        async def played(self, policy: str) -> None: ...
+
+    async def go() -> Design:
+        plan = design(policies=[CONSERVE, ONLINE_ONLY], rounds=2, settle_s=0.0, slo_scale=1.5, slo_ahead=True)
+        source = lambda number: Trace(name="t", duration_s=1.0, arrivals=())  # noqa: E731
+        field: Any = Turning()
+        promised = await compare.with_slo(field, source, plan, say=lambda line: None)
+        assert [block async for block in alternate(field, source, promised, say=lambda line: None)]
+        return promised
+
+    monkeypatch.setattr(compare, "one_block", one_block)
+    promised = asyncio.run(go())
+    assert promised.slo == pytest.approx((3750, 750)), "of the slower of both blocks, 1.5 times"
+    assert turns[:2] == [(ONLINE_ONLY, None)] * 2
+    assert [slo for _, slo in turns[2:]] == [promised.slo] * 4
+
+
+def test_a_pass_before_the_rounds_takes_its_time_and_is_said() -> None:
+    usual = size(asked(rate=0.8), CPU, design(), slower(1))
+    ahead = size(asked(rate=0.8), CPU, design(slo_ahead=True), slower(1))
+    rounds, each_s = ahead.design.rounds, ahead.design.block_s
+    assert rounds * each_s < ahead.takes_s - usual.takes_s < rounds * (each_s + 10)
+    assert "SLO 1 x online-only's P99s of a pass before them;" in ahead.sentence()
+
+
 def test_an_engine_with_room_is_asked_too_much_only_where_it_leaves_a_queue() -> None:
     assert BlockLoad(0.97, 20.0, 25.0).too_much
     assert not BlockLoad(0.97, 20.0, 25.0, roomy=True).too_much

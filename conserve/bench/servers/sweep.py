@@ -9,7 +9,7 @@ from conserve.bench import cell as cells
 from conserve.bench import raw
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
-from conserve.bench.compare import Design, limits
+from conserve.bench.compare import Design
 from conserve.bench.forecast import EngineModel
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
@@ -103,7 +103,7 @@ class OnServers:
         sized = measurement.sized
         assert sized is not None
         mix = Mix.of(list(lengths_of(replace(self._preset, offline_rows=1000), self._plan.seed)), engine)
-        slo = limits(measurement.blocks, cell.scale)
+        slo = sized.design.slo
         traces = [sized.source(number) for number in range(self._plan.blocks)]
         bound = rows_per_s(traces, engine, self._plan.block_s, slo, mix) if slo else None
         return PlayedCell(
@@ -113,6 +113,7 @@ class OnServers:
             mix=mix,
             left_ms=left_by_policy(measurement.blocks, engine, shared_tokens=traces[0].shared_tokens),
             bound_rows_per_s=bound,
+            slo=slo,
             tuned=measurement.tuned,
         )
 
@@ -151,6 +152,7 @@ class OnServers:
             rounds=self._plan.blocks,
             block_s=self._plan.block_s,
             slo_scale=scale,
+            slo_ahead=True,
             seed=self._plan.seed,
             preemption=PREEMPTION,
             load_cores=self._preset.other_cores,
