@@ -14,7 +14,8 @@ from conserve.bench.measure import Block, LatencyLimits, by_policy, online_only_
 from conserve.bench.names import OFF, alone_of
 from conserve.bench.traces import Trace
 
-LEAD_S = 2.5  # until the load generator's process is up
+STARTING_S = 2.0  # of the load generator's process, about
+LEAD_S = 0.5  # from when it is ready to the first moment of a block
 T = TypeVar("T")
 
 
@@ -120,11 +121,19 @@ def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
 async def one_block(turn: Turn, trace: Trace, design: Design, policy: str) -> Block:
     """Play the arrivals once. Offline tokens count while requests arrive, answers until the last is complete."""
     loop, server = asyncio.get_running_loop(), turn.server
-    start_at = loop.time() + LEAD_S
-    plan = LoadPlan(
-        trace=trace, target=turn.target, seed=turn.seed, start_at=start_at, cores=design.load_cores
-    )
-    async with beside(play_apart(plan)) as playing:
+    plan = LoadPlan(trace=trace, target=turn.target, seed=turn.seed, cores=design.load_cores)
+    beginning: asyncio.Future[float] = loop.create_future()
+
+    def begin() -> float:
+        beginning.set_result(loop.time() + LEAD_S)
+        return beginning.result()
+
+    async with beside(play_apart(plan, begin)) as playing:
+        either: set[asyncio.Future[Any]] = {playing, beginning}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not beginning.done():
+            playing.result()  # raises what ended it early
+        start_at = beginning.result()
         await asyncio.sleep(max(0.0, start_at - loop.time()))
         first, began = await server.counters(), loop.time()
         async with beside(server.watch(start_at)) as watching:

@@ -1,7 +1,8 @@
 """An open-loop load generator: every request is sent when it is due, answered predecessors or not.
 
-`python -m conserve.bench.load PLAN ANSWERS` plays a plan (JSON, `-` for stdin) in a process of its own, which
-can be pinned to cores the engine does not use, and writes the answers as Parquet.
+`python -m conserve.bench.load PLAN ANSWERS` plays a plan (JSON) in a process of its own, which can be pinned to
+cores the engine does not use, and writes the answers as Parquet. With `-` for the plan it reads a line of JSON from
+stdin, says that it is ready, and reads when to start.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from conserve.hosts import basic, split_login, without_login
 
 SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
 HEAD_START_S = 0.05
+READY = b"ready\n"
 SHARED_SEED = 1
 DETAIL_CHARACTERS = 300
 CONNECT_S = 1.0  # to an address of several
@@ -52,12 +54,11 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Plan of one load generator process; `start_at` as in `play`, `cores` to pin it to, if any."""
+    """Plan of one load generator process; `cores` to pin it to, if any."""
 
     trace: Trace
     target: LoadTarget
     seed: int
-    start_at: float | None = None
     cores: tuple[int, ...] = ()
 
 
@@ -136,7 +137,7 @@ async def play(
     """
     url = _completions(target.base_url)
     host = await _resolved(url)
-    start_at = time.monotonic() + HEAD_START_S if start_at is None else start_at
+    start_at = at_once() if start_at is None else start_at
     async with asyncio.TaskGroup() as group:
         tasks = []
         for index, arrival in enumerate(trace):
@@ -152,18 +153,32 @@ async def play(
     ]
 
 
-async def play_apart(plan: LoadPlan) -> list[LoadAnswer]:
-    """Play the plan in a process of its own, which takes about a second to start; raises `ConserveError`."""
+def at_once() -> float:
+    """Start as soon as may be, on the monotonic clock."""
+    return time.monotonic() + HEAD_START_S
+
+
+async def play_apart(plan: LoadPlan, begin: Callable[[], float] = at_once) -> list[LoadAnswer]:
+    """Play the plan in a process of its own; raises `ConserveError`.
+
+    The process takes a second to start, and several where its files are no longer in memory. Once it is ready,
+    `begin` is asked for the trace's time 0, as in `play`.
+    """
     with TemporaryDirectory(prefix="conserve-load-") as folder:
         path = Path(folder) / "answers.parquet"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "conserve.bench.load", "-", str(path)),
             stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends it
         )
         try:
-            _, complaint = await process.communicate(msgspec.json.encode(plan))
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(msgspec.json.encode(plan) + b"\n")
+            said = await process.stdout.readline()
+            _, complaint = await process.communicate(f"{begin()!r}\n".encode() if said == READY else None)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -289,16 +304,25 @@ def go_first() -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
 
 
+def agreed() -> float:
+    """Say that this process is ready, and read when to start."""
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    return float(sys.stdin.buffer.readline())
+
+
 def main(plan_name: str, answers_name: str) -> None:
     """Play the plan in the file of this name, `-` for stdin, and write the answers."""
-    content = sys.stdin.buffer.read() if plan_name == "-" else Path(plan_name).read_bytes()
+    apart = plan_name == "-"
+    content = sys.stdin.buffer.readline() if apart else Path(plan_name).read_bytes()
     plan = msgspec.json.decode(content, type=LoadPlan)
     if plan.cores:
         os.sched_setaffinity(0, plan.cores)
         go_first()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per request under way
-    answers = asyncio.run(play(plan.trace, plan.target, seed=plan.seed, start_at=plan.start_at))
+    start_at = agreed() if apart else None
+    answers = asyncio.run(play(plan.trace, plan.target, seed=plan.seed, start_at=start_at))
     raw.write_answers(answers, Path(answers_name))
 
 

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import xml.dom.minidom
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -435,6 +436,23 @@ def test_a_plan_is_played_in_a_process_of_its_own() -> None:
     answers = asyncio.run(go())
     assert [(answer.status, answer.tokens) for answer in answers] == [(RequestEnd.OK, 3)] * 4
     assert [answer.due_s for answer in answers] == [arrival.at_s for arrival in even(4)]
+
+
+def test_a_process_says_that_it_is_ready_before_it_is_told_when_to_start() -> None:
+    told: list[float] = []
+
+    def begin() -> float:
+        told.append(time.monotonic() + 0.2)
+        return told[0]
+
+    async def go() -> list[LoadAnswer]:
+        async with serving(three_tokens) as base_url:
+            plan = LoadPlan(trace=even(4), target=LoadTarget(base_url=base_url, model="m"), seed=0)
+            return await play_apart(plan, begin)
+
+    answers = asyncio.run(go())
+    assert len(told) == 1
+    assert all(answer.sent_s >= answer.due_s for answer in answers), "of the time that was told"
 
 
 @pytest.mark.parametrize("allowed", [True, False])

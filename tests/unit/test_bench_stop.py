@@ -71,11 +71,13 @@ class World:
         self.came_s = asyncio.get_running_loop().time()
         os.kill(os.getpid(), self.number)
 
-    async def play(self, plan: LoadPlan) -> list[LoadAnswer]:
+    async def play(self, plan: LoadPlan, begin: Callable[[], float]) -> list[LoadAnswer]:
         """The load generator: three tokens for every request, or a block in which the signal comes."""
         self.playing += 1
         try:
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(2.0)
+            begin()
+            await asyncio.sleep(1.0)
             if self.blocks == self.stop_in:
                 self.answers = not self.hangs
                 self.stop()

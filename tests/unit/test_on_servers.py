@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -285,8 +286,11 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Seeds of the prompts that are played."""
     found: list[int] = []
 
-    async def play_apart(plan: LoadPlan) -> list[LoadAnswer]:
+    async def play_apart(plan: LoadPlan, begin: Callable[[], float]) -> list[LoadAnswer]:
         found.append(plan.seed)
+        await asyncio.sleep(10.0)  # its files are no longer in memory
+        asked_at = asyncio.get_running_loop().time()
+        assert asked_at < begin() < asked_at + 1
         return []
 
     async def follow(*_: Any, **__: Any) -> None: ...
