@@ -29,9 +29,7 @@ class Design:
     settle_s: float = 3.0  # time under a policy before its block counts
     slo: LatencyLimits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
-    slo_ahead: bool = (
-        False  # these are of a pass of online-only before the rounds, so that no promise changes
-    )
+    slo_ahead: bool = False  # these are of a pass of online-only before the rounds
     seed: int = 0
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
     load_cores: tuple[int, ...] = ()  # cores that the load generator is pinned to
