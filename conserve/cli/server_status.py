@@ -100,7 +100,7 @@ def held_back(server: dict[str, Any]) -> list[str]:
 
 
 def on_the_way(ways_ms: dict[str, dict[str, float]]) -> list[str]:
-    """Line on what clients have later than the engine; none below a millisecond, and from an older server."""
+    """Line on the way from the engine to clients; none below a millisecond, and from an older server."""
     later = [
         f"{latency.removesuffix('_ms').upper()} {name} {ms:,.0f} ms"
         for latency, ways in ways_ms.items()

@@ -23,7 +23,7 @@ class Clock:
 
 
 class FrontEnd:
-    """What is read of vLLM's front end, and what its engines are told."""
+    """Front end of vLLM as far as it is read, with all that its engines are told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any = None) -> None:
         self.stats = SimpleNamespace(arrival_time=100.0, first_token_ts=0.0, last_token_ts=0.0)

@@ -1,4 +1,4 @@
-"""What clients have later than the engine counts it: two distributions, and bounds that are tighter by so much."""
+"""The way from the engine to clients: two distributions, and bounds that are tighter by their difference."""
 
 from math import inf
 from typing import Any

@@ -1,4 +1,4 @@
-"""The way from the engine to clients: by how much their latencies exceed those that the engine counts.
+"""The way from the engine to clients: the difference of their latencies to those that the engine counts.
 
 A promise is made to clients, and the engine keeps it by its own clock: from a request's arrival in the API server
 to the moment at which the engine core has the token. Reading a body and writing tokens come on top, and wait where
@@ -8,9 +8,8 @@ one less the other, are what the engine has to be earlier by.
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp
-from typing import Any
 
-from conserve.engine.policy.promises import LATENCIES, MEAN, rank
+from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
 from conserve.engine.runtime.receipt import STEP, bin_of
 
 FADES_S = 60.0  # after which a latency counts by 1/e
@@ -73,7 +72,7 @@ class LatencyWay:
         self._clients.fade(share)
 
     def beyond_ms(self, promise: str) -> float:
-        """By how much clients' quantile or mean exceeds the engine's, in ms; 0 of too few latencies."""
+        """Difference of clients' quantile or mean to the engine's, in ms, 0 at least; 0 of too few latencies."""
         total = self._engine.total
         if total < 2 * LEAST:
             return 0.0
@@ -84,7 +83,7 @@ class LatencyWay:
 
 
 class Way:
-    """Both latencies of one API server."""
+    """TTFT and TBT of one API server, by both clocks."""
 
     def __init__(self) -> None:
         self.latencies = {name: LatencyWay() for name in LATENCIES}
@@ -99,15 +98,15 @@ class Way:
         self._faded_at = now
 
     def beyond_ms(self, promises: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
-        """What clients have beyond the engine, in ms, by latency and by name of a promise."""
+        """Differences of clients' latencies to the engine's, in ms, by latency and by name of a promise."""
         return {
             name: {promise: self.latencies[name].beyond_ms(promise) for promise in promises.get(name, ())}
             for name in LATENCIES
         }
 
 
-def promised(by_class: Iterable[Any]) -> dict[str, list[str]]:
-    """Names of all that is promised of each latency in these `Promises`."""
+def promised(by_class: Iterable[Promises]) -> dict[str, list[str]]:
+    """Names of all that is promised, by latency."""
     several = list(by_class)
     return {
         name: sorted({promise for one in several for promise in getattr(one, name)}) for name in LATENCIES

@@ -37,6 +37,8 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "AsyncLLM": "the engine: generate, errored, renderer, configuration, shutdown",
         "AsyncLLM.{generate,errored,renderer,vllm_config,shutdown,from_vllm_config}": "the same",
         "OutputProcessor.propagate_error": "ends the calls in flight on close",
+        "AsyncLLM.output_processor": "tokens in flight, without streaming; the times of live ones",
+        "OutputProcessor.{external_req_ids,request_states}": "the same",
         "AsyncLLM.engine_core": "its resources.ctx is the ZeroMQ context that its shutdown leaves open",
         "vllm.v1.engine.exceptions.{EngineDeadError,EngineGenerateError}": "how generate() fails",
         "vllm.{utils.system_utils,v1.engine.utils,v1.executor.multiproc_executor}.get_mp_context": "replaced on a "
@@ -116,8 +118,6 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.renderers.online_renderer.OnlineRenderer": "chat template and tokenisation, on threads",
         "vllm.renderers.{renderer_from_config,params.ChatParams}": "warmup() while the processes start",
         "vllm.renderers.inputs.preprocess.extract_prompt_len": "prompt length of a rendered request",
-        "AsyncLLM.output_processor": "tokens in flight, without streaming",
-        "OutputProcessor.{external_req_ids,request_states}": "the same",
         "RequestState.detokenizer": "its output_token_ids, only read",
         "RequestState.{is_prefilling,prompt_len,max_tokens_param,request_index}": "tokens in flight, for the display",
         "OnlineRenderer.{render_chat,render_completion}": "the rendering",

@@ -33,7 +33,7 @@ class Watched:
     def look(self) -> None:
         """Report the tokens if there are new ones."""
         if self._state is None:
-            self._state = self._find()
+            self._state = state_of(self._llm, self._key)
         if self._state is None or self._state.detokenizer is None:
             return
         tokens = self._state.detokenizer.output_token_ids
@@ -41,10 +41,12 @@ class Watched:
             self._seen = len(tokens)
             self._on_tokens(list(tokens))
 
-    def _find(self) -> RequestState | None:
-        processor = self._llm.output_processor
-        internal = processor.external_req_ids.get(self._key)
-        return processor.request_states.get(internal[0]) if internal else None
+
+def state_of(llm: AsyncLLM, request_id: str) -> RequestState | None:
+    """vLLM's bookkeeping of a request in the front end; None before it has one, and once the request has ended."""
+    processor = llm.output_processor
+    internal = processor.external_req_ids.get(request_id)
+    return processor.request_states.get(internal[0]) if internal else None
 
 
 def in_flight(llm: AsyncLLM) -> InFlight:

@@ -1,4 +1,4 @@
-"""When tokens of live answers leave the API server, beside when the engine had them: the way to clients.
+"""Times at which tokens of live answers leave the API server, beside the engine's: the way to clients.
 
 The guard makes a `Delivery` for each request, which sees what is sent; `delivering` tells it which live request of
 the engine's the answer comes from. About once a second the engine's scheduler is told (`runtime/way`).
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.way import Way
 from conserve.engine.vllm.requests.engines import ask_engines
+from conserve.engine.vllm.requests.token_watch import state_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,8 +37,7 @@ class WayTeller:
     """Keeps the way of one API server, and tells the engines of it."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self.way = Way()
-        self._llm = llm
+        self.llm, self.way = llm, Way()
         self._promises: dict[str, list[str]] = {}  # names of what is promised, as the engine said last
         self._due = 0.0
         self._telling: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
@@ -51,7 +51,7 @@ class WayTeller:
     async def _tell(self, now: float) -> None:
         self.way.fade(now=now)
         try:
-            answers = await ask_engines(self._llm, "conserve_way", self.way.beyond_ms(self._promises))
+            answers = await ask_engines(self.llm, "conserve_way", self.way.beyond_ms(self._promises))
         except Exception:  # an engine that fails says so elsewhere
             log.debug("the engine was not told of the way to clients", exc_info=True)
             return
@@ -66,7 +66,7 @@ class Delivery:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._llm: AsyncLLM | None = None
+        self._teller: WayTeller | None = None  # None for an answer without times
         self._request = ""
         self._parts = 0  # of the engine's requests that the answer comes from
         self._stats: RequestStateStats | None = None
@@ -75,24 +75,27 @@ class Delivery:
     def comes_from(self, llm: AsyncLLM, request_id: str, samples: int) -> None:
         """Note a live request of the engine's. An answer from several, or of several samples, has no times."""
         self._parts += samples
-        self._llm, self._request = (llm, request_id) if self._parts == 1 else (None, "")
+        self._teller, self._request = (teller_of(llm), request_id) if self._parts == 1 else (None, "")
 
     def watching(self, send: Send) -> Send:
         """Pass messages on to `send`, and note when the parts of a streamed body are handed over."""
 
         async def watched(message: Message) -> None:
-            if self._llm is not None and message["type"] == BODY and message.get("more_body"):
-                self._handed_over(self._llm, time.monotonic())
+            if self._teller is not None and message["type"] == BODY and message.get("more_body"):
+                self._handed_over(self._teller, time.monotonic())
             await send(message)
 
         return watched
 
-    def _handed_over(self, llm: AsyncLLM, now: float) -> None:
-        teller, stats = teller_of(llm), self._stats
+    def _handed_over(self, teller: WayTeller, now: float) -> None:
+        stats = self._stats
         if stats is None:
-            self._stats = stats = stats_of(llm, self._request)
+            state = state_of(teller.llm, self._request)
+            self._stats = stats = None if state is None else state.stats
             if stats is None or not stats.first_token_ts:
-                self._llm = None  # an answer of one token is over by now; without statistics there is no time
+                self._teller = (
+                    None  # an answer of one token is over by now; without statistics there is no time
+                )
                 return
             arrived = now - (time.time() - stats.arrival_time)
             in_engine, to_client = stats.first_token_ts - arrived, now - self._began
@@ -130,11 +133,3 @@ def teller_of(llm: AsyncLLM) -> WayTeller:
         found = WayTeller(llm)
         setattr(llm, TELLER, found)
     return found
-
-
-def stats_of(llm: AsyncLLM, request_id: str) -> RequestStateStats | None:
-    """vLLM's times of a request in the engine; None for one that has ended, and where it keeps no statistics."""
-    processor = llm.output_processor
-    internal = processor.external_req_ids.get(request_id)
-    state = processor.request_states.get(internal[0]) if internal else None
-    return None if state is None else state.stats

@@ -14,7 +14,7 @@ from starlette.routing import Match
 from conserve.engine.runtime.front import Front
 from conserve.engine.vllm import former
 from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered, is_poll, path_of
-from conserve.engine.vllm.server.delivery import DELIVERY, Delivery
+from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, Message, Send
 from conserve.engine.vllm.server.privileges import (
     CALLER,
     CLASS_HEADER,
@@ -43,9 +43,7 @@ KINDS = {
 __getattr__ = former(__name__, {"Guard": "Guard"})  # its name in vLLM's flags until the next release
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 

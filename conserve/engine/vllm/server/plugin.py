@@ -23,7 +23,6 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
 from conserve.engine.vllm.compat.versions import SUPPORTED
 from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
-from conserve.engine.vllm.server.delivery import delivering
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
@@ -102,6 +101,8 @@ def hook_server() -> None:
     """Make flex requests offline, find the class of live ones, continue rows, and refuse what a caller may not."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from conserve.engine.vllm.server.delivery import delivering
 
     if not hasattr(AsyncLLM.generate, "__wrapped__"):
         priority_of = flex_is_offline(GenerateBaseServing._get_priority)
