@@ -2,20 +2,23 @@
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import openai
-import uvicorn
 
+from conserve.batch_api import workers
 from conserve.batch_api.app import application
+from conserve.batch_api.streams import Streams
 from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 from tests import commands
 from tests.commands import conserve, until
+from tests.served import served
 
+LOOK_S = 0.05
 CHAT = "/v1/chat/completions"
 BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     CHAT: lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 4},
@@ -26,21 +29,22 @@ BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @contextmanager
+def quick_looks() -> Iterator[None]:
+    """Look for changes of the store twenty times a second, where it would be once."""
+    with (
+        patch.object(workers, "LOOK_S", LOOK_S),
+        patch.dict(Streams.__init__.__kwdefaults__, {"look_s": LOOK_S}),
+    ):
+        yield
+
+
+@contextmanager
 def live(store: Store, limits: Limits | None = None) -> Iterator[str]:
     """Serve the API at a port of its own; yields its base URL."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(application(store, limits), log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    try:
+    with quick_looks(), served(application(store, limits), listening):
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
 
 
 def client(url: str, key: str = "none") -> openai.OpenAI:

@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import conserve
+from conserve.api import job as api_job
+from conserve.api import runs
 from conserve.api.display import in_notebook, job_html, table_html
 from conserve.api.running import unfinished_rows
 from conserve.api.speech import in_python
@@ -50,7 +52,10 @@ TABLE = pa.table({"q": QUESTIONS, "n": range(5)})
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are answered by the fake endpoint, and who waits for them looks more often."""
     monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?tokens=4")
+    for module in (api_job, runs):
+        monkeypatch.setattr(module, "SHOW_S", 0.02)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import trash
 from tests import patient
-from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
+from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, quick_looks, reaches
 from tests.commands import conserve, until
 from tests.store_rows import add_job, add_mark, finish, leased
 
@@ -487,5 +487,5 @@ def test_callers_are_told_of_a_store_that_is_elsewhere(store: Store, state: Move
 
 
 def test_an_api_by_itself_ends_once_its_store_is_elsewhere(store: Store) -> None:
-    with pytest.raises(StoreMoved, match="this store was moved to there"):
+    with quick_looks(), pytest.raises(StoreMoved, match="this store was moved to there"):
         serve(store, Limits(), on_ready=lambda: add_mark(store, MoveState.LEFT))

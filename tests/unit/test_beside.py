@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,12 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
@@ -29,8 +26,9 @@ from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
 from tests import patient
-from tests.batch_rig import CHAT, answered, client, compute, create, reaches
+from tests.batch_rig import CHAT, answered, client, compute, create, quick_looks, reaches
 from tests.commands import until
+from tests.served import served
 from tests.unit.test_keys import make
 
 OWN, HARVESTER = "sesame", "open"
@@ -43,20 +41,6 @@ async def chat(request: Request) -> JSONResponse:
     named = [caller.key, caller.project, caller.asked_class]
     known = {"caller": named} if caller.asked_class else {}
     return JSONResponse({"key": request.headers.get("authorization"), **known})
-
-
-@contextmanager
-def served(app: ASGIApp, listening: socket.socket) -> Iterator[None]:
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
 
 
 @asynccontextmanager
@@ -76,7 +60,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
     app.state.args = Namespace(**{"api_key": api_keys, FRONT: Front(body_bytes=1000, file_bytes=50_000)})
     beside.attach(app)  # type: ignore[arg-type]
     app.add_middleware(RequestGuard)
-    with served(application(store, beside=True), inner), served(app, outer):
+    with quick_looks(), served(application(store, beside=True), inner), served(app, outer):
         yield f"http://127.0.0.1:{outer.getsockname()[1]}/v1"
 
 

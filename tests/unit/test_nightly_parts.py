@@ -345,7 +345,7 @@ class Hook(HTTPServer):
         super().__init__(("127.0.0.1", 0), Posted)
         self.codes = list(codes)
         self.posted: list[tuple[bytes, dict[str, str]]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def address(self) -> str:

@@ -558,7 +558,7 @@ class CoServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def co_server() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), CoServer)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
