@@ -28,7 +28,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             headed(server["url"], f"  policy {server['policy']}, last minute{until(server)}:"),
             online_line(online, slo, classified="classes" in server),
             *classes(server.get("classes", {})),
-            *held_back(server),
+            *yielding(server),
             *on_the_way(online.get("way_ms", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
@@ -75,21 +75,30 @@ def classes(by_class: dict[str, Any]) -> list[str]:
     ]
 
 
-def held_back(server: dict[str, Any]) -> list[str]:
-    """Lines on the latencies whose largest promise is not kept; none where all are."""
-    late = server["online"].get("held_back", ())
+def yielding(server: dict[str, Any]) -> list[str]:
+    """Lines on the latencies whose largest promise is not kept, and on what rows do; none where all are kept."""
+    paused = server["online"].get("paused_for", ())
+    late = dict.fromkeys([*server["online"].get("held_back", ()), *paused])
     if not late:
         return []
     from conserve.cli.too_tight import smallest_ms, why_broken
     from conserve.engine.policy.promises import HARM
 
-    said, others = [], []
+    said: list[str] = []
+    others: list[str] = []
+    pausing: list[str] = []
     for latency in late:
         promised, name = promises_of(server, latency), latency.removesuffix("_ms").upper()
         if (why := why_broken(latency, promised, server.get("alone"))) is None:
-            others.append(name)
+            (pausing if latency in paused else others).append(name)
         else:
             said.append(f"  {name} of {smallest_ms(promised):g} ms cannot be kept: {why}")
+    if pausing:
+        their, them = ("its SLO", "it") if len(pausing) == 1 else ("their SLOs", "them")
+        said.append(
+            f"  rows pause for {' and '.join(pausing)}: they made more late than {their} "
+            f"allow{'s' * (len(pausing) == 1)}; raise {them}, or add a server"
+        )
     if others:
         one = "which is late too often to keep its SLO; raise it"
         which = one if len(others) == 1 else "which are late too often; raise the SLOs"
@@ -112,7 +121,11 @@ def on_the_way(ways_ms: dict[str, dict[str, float]]) -> list[str]:
 
 def promises_of(server: dict[str, Any], latency: str) -> dict[str, float]:
     """All that is promised of a latency to the traffic that is late, the smallest time of each name."""
-    late = [one["slo"] for one in server.get("classes", {}).values() if latency in one.get("held_back", ())]
+    late = [
+        one["slo"]
+        for one in server.get("classes", {}).values()
+        if latency in one.get("held_back", ()) or latency in one.get("paused_for", ())
+    ]
     found: dict[str, float] = {}
     for slo in late or [server["slo"]]:
         for name, ms in bounds_of(slo, latency).items():

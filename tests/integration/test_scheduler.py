@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from conserve.engine.runtime import accountant
-from conserve.engine.runtime.accountant import OVERDRAWN
+from conserve.engine.runtime import credit
+from conserve.engine.runtime.credit import OVERDRAWN
 from tests.conftest import examples
 from tests.tiers import in_full
 from tests.warned import OF_VLLM
@@ -204,7 +204,7 @@ def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds:
 def test_what_is_planned_is_what_is_scheduled(
     make: Make, policy: str, owed: float, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accountant, "OVERDRAWN", owed)
+    monkeypatch.setattr(credit, "OVERDRAWN", owed)
     engine = make(policy, blocks=blocks, max_num_seqs=24, max_num_batched_tokens=512)
     history = live_history(engine, seed=blocks, steps=examples(1800), shared=0.0)
     assert history.planned > 300

@@ -219,6 +219,28 @@ def test_a_server_measures_its_harm_in_pauses(make: Make) -> None:
     assert said["tbt_ms"]["p50"]["with_ms"] > 5 * said["tbt_ms"]["p50"]["without_ms"]
 
 
+def test_rows_pause_where_a_promise_leaves_no_time_for_them(make: Make) -> None:
+    from conserve.engine.runtime.class_traffic import WINDOW_S
+
+    engine = make("prompt", rows=[(900, 3)] * 4000)
+    promise_ms = prompt_ms() + 2.0  # a layer of the rows takes longer
+    engine.scheduler.conserve({"slo": {"ttft_ms": promise_ms, "tbt_ms": 400}})
+    engine.go_on_until(engine.clock.now + 2.0)
+
+    def late(requests: int) -> int:
+        answers = engine.play([Arrival(0.2 * n, PROMPT, 2) for n in range(requests)])
+        return sum(answer.ttft_ms > promise_ms for answer in answers)
+
+    assert 0 < late(60) < 30
+    assert engine.scheduler.conserve()["online"]["paused_for"] == ["ttft_ms"]
+    tokens = engine.offline_tokens
+    assert late(100) == 0
+    assert engine.offline_tokens == tokens
+    engine.clock.now += WINDOW_S
+    engine.go_on_until(engine.clock.now + 2.0)
+    assert engine.offline_tokens > tokens, "no live request is expected any more"
+
+
 def test_a_burst_counts_where_it_meets_a_quiet_iteration(make: Make) -> None:
     engine = make("never")
     engine.go_on_until(engine.clock.now + 2.0)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine.runtime.accountant import DEBT, MARGIN, OVERDRAWN, SAVED, SAVED_OF_LARGEST, Account
+from conserve.engine.runtime.accountant import SAVED_OF_LARGEST, Account
+from conserve.engine.runtime.credit import DEBT, MARGIN, OVERDRAWN, SAVED
 from tests.reach import reached
 
 P50_MS, P90_MS, P99_MS, MEAN_MS = 40.0, 100.0, 150.0, 60.0

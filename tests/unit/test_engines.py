@@ -31,6 +31,7 @@ def live(
     *,
     attainment: float = 1.0,
     held_back: Sequence[str] = (),
+    paused_for: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Figures of live requests; P99 of TTFT is promised to be at most a second."""
     seen_ms = ttft[1]
@@ -41,6 +42,7 @@ def live(
         "tbt_ms": latencies(None, None),
         "attainment": attainment,
         "held_back": list(held_back),
+        "paused_for": list(paused_for),
         "way_ms": {"ttft_ms": {"p99": 7.0}, "tbt_ms": {}},
         "promises": {
             "ttft_ms": {
@@ -111,7 +113,11 @@ def said(
 
 
 def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
-    one = said(online=live(3, (20.0, 1200.0), attainment=0.6, held_back=["ttft_ms"]), offline=100, pauses=1)
+    one = said(
+        online=live(3, (20.0, 1200.0), attainment=0.6, held_back=["ttft_ms"], paused_for=["ttft_ms"]),
+        offline=100,
+        pauses=1,
+    )
     two = said(online=live(5, (30.0, 900.0)), alone_ms=80.0, offline=40, pauses=2)
     idle = said(online=live(0, (None, None)))
     kept = deepcopy([one, two, idle])
@@ -123,7 +129,7 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert online["ttft_ms"] == latencies(30.0, 1200.0)
     assert online["tbt_ms"] == latencies(None, None)
     assert online["attainment"] == 0.6
-    assert online["held_back"] == ["ttft_ms"]
+    assert online["held_back"] == online["paused_for"] == ["ttft_ms"]
     assert online["way_ms"]["ttft_ms"] == {"p99": 7.0}, "of the API server, for all engines"
     assert online["promises"]["ttft_ms"] == {"p99": {"promised_ms": 1000.0, "seen_ms": 1200.0, "kept": False}}
     assert online["counts"]["ttft_ms"] == {"all": 8, "late": 3}

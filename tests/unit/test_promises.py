@@ -1,5 +1,6 @@
 """Promises as users write them: flags, the section of vLLM's configuration, JSON, and lines of status."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -192,10 +193,11 @@ class TestStatus:
         assert server_status.kept(slo, online) == "SLO kept -"
 
     def test_rows_that_are_held_back_are_named(self) -> None:
-        def said(*late: str, alone_ms: float) -> list[str]:
+        def said(*late: str, alone_ms: float, paused: Sequence[str] = ()) -> list[str]:
             alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": alone_ms}
             slo = Promises.of({"ttft_ms": 1500, "tbt_ms": 150}).document()
-            return server_status.held_back({"online": {"held_back": late}, "slo": slo, "alone": alone})
+            online = {"held_back": late, "paused_for": paused}
+            return server_status.yielding({"online": online, "slo": slo, "alone": alone})
 
         assert said(alone_ms=40.0) == []
         assert said("ttft_ms", "tbt_ms", alone_ms=40.0) == [
@@ -212,6 +214,17 @@ class TestStatus:
             "  rows add about 10% at most to TTFT, which is late too often to keep its SLO; raise it, "
             "or add a server",
         ]
+
+        assert said("ttft_ms", "tbt_ms", alone_ms=40.0, paused=["ttft_ms"]) == [
+            "  rows pause for TTFT: they made more late than its SLO allows; raise it, or add a server",
+            "  rows add about 10% at most to TBT, which is late too often to keep its SLO; raise it, "
+            "or add a server",
+        ]
+        assert said(alone_ms=40.0, paused=["ttft_ms", "tbt_ms"]) == [
+            "  rows pause for TTFT and TBT: they made more late than their SLOs allow; "
+            "raise them, or add a server"
+        ]
+        assert said("tbt_ms", alone_ms=193.4, paused=["tbt_ms"]) == [too_tight]
 
     def test_a_harm_alone_is_named(self) -> None:
         assert (

@@ -44,6 +44,7 @@ def test_nothing_has_happened_yet() -> None:
             "tbt_ms": nothing,
             "attainment": 1.0,
             "held_back": [],
+            "paused_for": [],
             "way_ms": {"ttft_ms": {}, "tbt_ms": {}},
             "promises": NO_PROMISES,
         },

@@ -56,14 +56,17 @@ class Composer:
 
     def plan(self) -> Plan:
         """The plan so far."""
+        predicted_ms = self.predicted_ms if self.tokens else 0.0
+        rows = self._online is not None and self._online != self.batch
         return Plan(
             tokens=self.tokens,
             batch=self.batch,
             admitted=self.admitted,
             restored=self.restored,
             evicted=self.evicted,
-            predicted_ms=self.predicted_ms if self.tokens else 0.0,
-            limit_ms=None if self._online == self.batch else self.limit_ms,
+            predicted_ms=predicted_ms,
+            online_ms=self._online_ms if rows else predicted_ms,
+            limit_ms=self.limit_ms if rows else None,
             pushed=self.pushed,
         )
 
@@ -82,6 +85,13 @@ class Composer:
     def predicted_ms(self) -> float:
         """Predicted time of the batch."""
         return self._model.predict(self.batch) + self.surcharge_ms
+
+    @property
+    def _online_ms(self) -> float:
+        """Predicted time of the batch before the first offline request."""
+        if self._online is None or not self._online.requests:
+            return 0.0
+        return self._model.predict(self._online) + self._online_surcharge_ms
 
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""

@@ -18,6 +18,7 @@ class Plan:
     restored: Sequence[str] = ()  # waiting requests whose KV begins to come back; they compute nothing yet
     evicted: Sequence[str] = ()  # offline requests whose KV blocks, and slots if they run, are freed before
     predicted_ms: float = 0.0
+    online_ms: float = 0.0  # what the online requests among them would take alone
     limit_ms: float | None = None  # time that offline tokens had to fit into; None if there were none
     pushed: Mapping[str, int] = field(default_factory=dict)  # of `tokens`, those beyond the usual limit
 

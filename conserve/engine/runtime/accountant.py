@@ -10,61 +10,11 @@ from math import inf
 
 from conserve.engine.policy.promises import HARM, LATENCIES, MEAN, Promises, ceiling_ms, rank
 from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.credit import MeanAccount, QuantileAccount
+from conserve.engine.runtime.pausing import Pausing
 
-MARGIN = 0.1  # part of what a promise allows that is never spent
-SAVED = 2.0  # iterations whose late gaps the credit pays for at most
-DEBT = 50.0  # iterations whose late gaps are remembered, where gaps exceeded the bound that was handed out
 SAVED_OF_LARGEST = 10.0  # the same as `SAVED` for the largest bound: nothing is planned by its credit
 LEAST_SHARE = 0.5  # of a promise that the engine has, however long the way to clients is
-OVERDRAWN = 3.0  # iterations whose late gaps the largest bound may owe: a burst is no broken promise
-ROUNDING = 1e-9
-
-
-class QuantileAccount:
-    """Credit of the promise that a share `rank` of latencies is at most `bound_ms`."""
-
-    def __init__(self, rank: float, bound_ms: float, saved: float = SAVED) -> None:
-        self.bound_ms = bound_ms
-        self._saved = saved  # iterations
-        self._earned = (1 - rank) * (1 - MARGIN)  # late latencies for each latency
-        self._credit = 0.0  # late latencies
-        self._iteration = 1.0  # late latencies of one
-
-    def covers(self, count: int) -> bool:
-        """True if so many latencies at once may be late."""
-        return self._credit + ROUNDING >= count * (1 - self._earned)
-
-    @property
-    def overdrawn(self) -> bool:
-        """True if so many more latencies were late than the promise allows that it is not kept."""
-        return self._credit < -OVERDRAWN * self._iteration - ROUNDING
-
-    def note(self, ms: float, count: int, concurrent: int) -> None:
-        """Note `count` latencies of `ms`, while up to `concurrent` requests had one at once."""
-        late = count if ms > self.bound_ms else 0
-        self._iteration = (1 - self._earned) * max(count, concurrent)
-        self._credit = clamped(self._credit + count * self._earned - late, self._iteration, self._saved)
-
-
-class MeanAccount:
-    """Credit of the promise that the mean is at most `bound_ms`, in ms."""
-
-    def __init__(self, bound_ms: float) -> None:
-        self.hold(bound_ms)
-        self._credit_ms = 0.0
-
-    def hold(self, bound_ms: float) -> None:
-        """Hold latencies against this mean from now on."""
-        self._mean_ms = bound_ms * (1 - MARGIN)
-
-    def left_ms(self, count: int) -> float:
-        """Longest latency that so many requests at once may have."""
-        return max(0.0, self._mean_ms + self._credit_ms / count)
-
-    def note(self, ms: float, count: int, concurrent: int) -> None:
-        """Note `count` latencies of `ms`, while up to `concurrent` requests had one at once."""
-        iteration_ms = self._mean_ms * max(count, concurrent)
-        self._credit_ms = clamped(self._credit_ms + count * (self._mean_ms - ms), iteration_ms)
 
 
 class Account:
@@ -79,7 +29,8 @@ class Account:
             if name != MEAN and ms < self.ceiling_ms
         }
         largest = max(map(rank, named), default=0.0)  # no quantile is less than a lower one
-        self._largest = QuantileAccount(largest, self.ceiling_ms, SAVED_OF_LARGEST) if largest else None
+        self._largest = QuantileAccount(largest, self.ceiling_ms, saved=SAVED_OF_LARGEST) if largest else None
+        self.pausing = Pausing(named, self.ceiling_ms)
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
 
@@ -91,6 +42,7 @@ class Account:
             one.bound_ms = bounds[name]
         if self._largest is not None:
             self._largest.bound_ms = self.ceiling_ms
+        self.pausing.hold(self.ceiling_ms)
         if self._mean is not None:
             self._mean.hold(bounds[MEAN])
 
@@ -105,8 +57,10 @@ class Account:
         """True if the largest bound, which no iteration is planned beyond, is exceeded too often all the same."""
         return self._largest is not None and self._largest.overdrawn
 
-    def note(self, ms: float, count: int = 1) -> None:
-        """Note `count` latencies of `ms`."""
+    def note(self, ms: float, count: int = 1, *, rows_ms: float = 0.0, at: float = 0.0) -> None:
+        """Note `count` latencies of `ms`, of which rows took `rows_ms`, that ended `at` monotonic seconds."""
+        if self.broken or self.pausing.on:  # rows that add a tenth are tried first
+            self.pausing.note(ms, count, self._concurrent, rows_ms=rows_ms, at=at)
         if self._largest is not None:
             self._largest.note(ms, count, self._concurrent)
         for one in self._quantiles.values():
@@ -133,6 +87,12 @@ class Accountant:
         accounts = zip(LATENCIES, (self.ttft, self.tbt), strict=True)
         return [name for name, account in accounts if account.broken]
 
+    @property
+    def paused_for(self) -> list[str]:
+        """Latencies for whose promise rows are to pause."""
+        accounts = zip(LATENCIES, (self.ttft, self.tbt), strict=True)
+        return [name for name, account in accounts if account.pausing.on]
+
     def slo(self, *, waiting: int, decoding: int) -> Slo:
         """Bounds on the next iteration, with so many live requests before and after their first token.
 
@@ -157,8 +117,3 @@ def in_engine(named: Mapping[str, float], ways_ms: Mapping[str, float]) -> dict[
     for name in sorted((name for name in bounds if name != MEAN), key=rank, reverse=True):
         bounds[name] = most_ms = min(most_ms, bounds[name])
     return bounds
-
-
-def clamped(credit: float, iteration: float, saved: float = SAVED) -> float:
-    """The credit within so many `saved` iterations and `DEBT` iterations of debt."""
-    return max(-DEBT * iteration, min(saved * iteration, credit))

@@ -13,6 +13,7 @@ from conserve.engine.runtime.accountant import Accountant
 from conserve.engine.runtime.histogram import TBT_MS, TTFT_MS, LatencyHistogram
 
 WINDOW_S = 60.0  # seconds that a report covers
+EARLIER = 4  # promises whose accounts are kept: a benchmark changes between a few
 
 
 class Moment(NamedTuple):
@@ -50,6 +51,7 @@ class ClassTraffic:
 
     def __init__(self, promises: Promises) -> None:
         self.accountant = Accountant(promises)
+        self._earlier: deque[Accountant] = deque(maxlen=EARLIER)
         self._ways_ms: Mapping[str, Mapping[str, float]] = {}
         self.ttft_ms: deque[Moment] = deque()
         self.tbt_ms: deque[Moment] = deque()
@@ -71,8 +73,11 @@ class ClassTraffic:
         return bool(self.waiting or self.decoding)
 
     def promise(self, promises: Promises) -> None:
-        """Hold latencies against these promises from now on."""
-        self.accountant = Accountant(promises)
+        """Hold latencies against these promises from now on; some that were held before are taken up again."""
+        if self.accountant not in self._earlier:
+            self._earlier.append(self.accountant)
+        known = (one for one in self._earlier if one.promises == promises)
+        self.accountant = next(known, None) or Accountant(promises)
         self.lead(self._ways_ms)
         self.ttft_late.promise(promises.ttft_ms)
         self.tbt_late.promise(promises.tbt_ms)
@@ -90,14 +95,19 @@ class ClassTraffic:
         """True if a request of the class has arrived in the last 60 s."""
         return self.arrived_at is not None and self.arrived_at >= now - WINDOW_S
 
-    def answered(self, ms: float, *, at: float) -> None:
-        """Note a first token."""
+    def paused_for(self, *, now: float) -> list[str]:
+        """Latencies for whose promise rows are to pause: while requests of the class are there or expected."""
+        paused = self.accountant.paused_for
+        return paused if paused and (self.busy or self.expected(now=now)) else []
+
+    def answered(self, ms: float, *, rows_ms: float = 0.0, at: float) -> None:
+        """Note a first token, of whose time rows took `rows_ms`."""
         self.requests += 1
         self.waiting -= 1
         self.decoding += 1
-        self._waited(ms, at)
+        self._waited(ms, rows_ms, at)
 
-    def given_up(self, ms: float, *, at: float) -> bool:
+    def given_up(self, ms: float, *, rows_ms: float = 0.0, at: float) -> bool:
         """Note that a client left after so long without a token; True if the wait counts as a TTFT.
 
         It counts if it is longer than promised, or without a promise than all TTFTs of the last 60 s. A shorter
@@ -109,21 +119,21 @@ class ClassTraffic:
             longest_ms = max((moment.value for moment in self.ttft_ms), default=0.0)
         if ms <= longest_ms:
             return False
-        self._waited(ms, at)
+        self._waited(ms, rows_ms, at)
         return True
 
-    def _waited(self, ms: float, at: float) -> None:
+    def _waited(self, ms: float, rows_ms: float, at: float) -> None:
         remember(self.ttft_ms, Moment(at, ms))
         self.ttft_counts.note(ms)
         self.ttft_late.note(ms)
-        self.accountant.ttft.note(ms)
+        self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
 
-    def gap(self, ms: float, count: int, *, at: float) -> None:
-        """Note `count` gaps of this length."""
+    def gap(self, ms: float, count: int, *, rows_ms: float = 0.0, at: float) -> None:
+        """Note `count` gaps of this length, of which rows took `rows_ms`."""
         remember(self.tbt_ms, Moment(at, ms, count))
         self.tbt_counts.note(ms, count)
         self.tbt_late.note(ms, count)
-        self.accountant.tbt.note(ms, count)
+        self.accountant.tbt.note(ms, count, rows_ms=rows_ms, at=at)
 
     def latencies(self, *, now: float) -> tuple[deque[Moment], deque[Moment]]:
         """TTFTs and TBTs of the last 60 s, in ms."""
@@ -141,6 +151,7 @@ class ClassTraffic:
             "tbt_ms": quantiles(tbt_ms),
             "attainment": attained(self.promises, ttft_ms, tbt_ms),
             "held_back": self.accountant.broken if holds_back and there else [],
+            "paused_for": self.paused_for(now=now) if holds_back else [],
             "way_ms": {
                 name: {
                     promise: self._ways_ms.get(name, {}).get(promise, 0.0)
@@ -157,9 +168,9 @@ class ClassTraffic:
         }
 
 
-def held_back(reports: Collection[Mapping[str, Any]]) -> list[str]:
-    """Latencies for which rows are held back in any of these reports."""
-    return [name for name in LATENCIES if any(name in one["held_back"] for one in reports)]
+def any_of(reports: Collection[Mapping[str, Any]], field: str) -> list[str]:
+    """Latencies that `held_back` or `paused_for` of any of these reports names."""
+    return [name for name in LATENCIES if any(name in one[field] for one in reports)]
 
 
 def remember(window: deque[Moment], moment: Moment) -> None:

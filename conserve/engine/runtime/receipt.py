@@ -71,6 +71,10 @@ class Receipt:
             self._slot, self._slot_ends = self._drawn(now) if offline else None, now + SLOT_S
         return self._slot is not None and self._slot.pause
 
+    def skip(self, *, now: float) -> None:
+        """Draw no slot now, and drop the one under way: rows pause for another reason."""
+        self._slot, self._slot_ends = None, now
+
     def arrived(self, *, at: float) -> None:
         """Note the arrival of a live request."""
         self._live_at = at

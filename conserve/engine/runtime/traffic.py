@@ -14,12 +14,13 @@ from conserve.engine.runtime.class_traffic import (
     ClassTraffic,
     Moment,
     Ranked,
+    any_of,
     forget,
-    held_back,
     quantiles,
     remember,
 )
 from conserve.engine.runtime.histogram import added, together
+from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.way import promised
@@ -46,7 +47,7 @@ class Traffic:
             for name, its in {**(classes or {}), DEFAULT_CLASS: promises or Promises()}.items()
         }
         self._default = self._classes[DEFAULT_CLASS]
-        self.pushing = Pushing()
+        self.pushing, self.rows_time = Pushing(), RowsTime()
         self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None
@@ -86,6 +87,16 @@ class Traffic:
         for one in self._classes.values():
             one.lead(ways_ms)
         return promised(one.promises for one in self._classes.values())
+
+    def pauses(self, *, offline: bool, promises: bool, now: float) -> bool:
+        """True if no offline token is to be computed now: for a promise, if these bind, or for the receipt.
+
+        `offline` says if there is any offline request.
+        """
+        if promises and any(one.paused_for(now=now) for one in self._classes.values()):
+            self.receipt.skip(now=now)
+            return True
+        return self.receipt.pauses(offline=offline, now=now)
 
     def bounds_by_class(self) -> dict[str, Slo]:
         """Bounds on an iteration that requests of each class take part in; empty without classes."""
@@ -154,13 +165,15 @@ class Traffic:
         going_on = [request for request in requests if request in followed]
         for request in [one for one in requests if one in arrived_at]:
             arrived = arrived_at.pop(request)
-            self._class(request).answered((at - arrived) * 1e3, at=at)
+            rows_ms = self.rows_time.between(arrived, at) * 1e3
+            self._class(request).answered((at - arrived) * 1e3, rows_ms=rows_ms, at=at)
             self.receipt.answered(arrived=arrived, at=at)
             followed[request] = at
         classes = map(self.class_of.get, going_on, repeat(DEFAULT_CLASS))
         alike = Counter(zip(map(followed.__getitem__, going_on), classes, strict=True))
         for (last, name), count in alike.items():
-            self._classes[name].gap((at - last) * 1e3, count, at=at)
+            rows_ms = self.rows_time.between(last, at) * 1e3
+            self._classes[name].gap((at - last) * 1e3, count, rows_ms=rows_ms, at=at)
             self.receipt.gap(count, last=last, at=at)
         followed.update(dict.fromkeys(going_on, at))
 
@@ -173,7 +186,7 @@ class Traffic:
         one = self._class(request)
         if (arrived := self._arrived_at.pop(request, None)) is not None:
             one.waiting -= 1
-            if aborted_at is not None and one.given_up((aborted_at - arrived) * 1e3, at=aborted_at):
+            if aborted_at is not None and self._given_up(one, arrived, aborted_at):
                 self.receipt.answered(arrived=arrived, at=aborted_at)
             else:
                 self.receipt.gone(arrived=arrived)
@@ -221,7 +234,7 @@ class Traffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
-            "held_back": held_back(by_class.values()),
+            **{field: any_of(by_class.values(), field) for field in ("held_back", "paused_for")},
             "counts": {name: added([one["counts"][name] for one in by_class.values()]) for name in LATENCIES},
             "histograms": {
                 name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
@@ -233,6 +246,11 @@ class Traffic:
         return {
             name: {"slo": one.promises.document(), **by_class[name]} for name, one in self._classes.items()
         }
+
+    def _given_up(self, one: ClassTraffic, arrived: float, at: float) -> bool:
+        """Note that a client of the class left without a token; True if the wait counts as a TTFT."""
+        rows_ms = self.rows_time.between(arrived, at) * 1e3
+        return one.given_up((at - arrived) * 1e3, rows_ms=rows_ms, at=at)
 
     def _class(self, request: str) -> ClassTraffic:
         return self._classes[self.class_of.get(request, DEFAULT_CLASS)]

@@ -84,6 +84,14 @@ class Iteration:
         return self.plan.limit_ms if self.plan is not None else None
 
     @property
+    def rows_s(self) -> float:
+        """Seconds of the time taken that rows took, by the plan; 0 where vLLM composed the iteration."""
+        plan = self.plan
+        if plan is None or not plan.predicted_ms:
+            return 0.0
+        return self.took_s * max(0.0, 1 - plan.online_ms / plan.predicted_ms)
+
+    @property
     def left(self) -> frozenset[str]:
         """Requests that left before the last layer."""
         return self.outcome.left if self.stamp is not None and self.outcome is not None else frozenset()

@@ -1,4 +1,4 @@
-"""Changes of a running scheduler: what `POST /v1/conserve` asks for, and what the API server tells."""
+"""Changes of a running scheduler: what `POST /v1/conserve` asks for, what the API server tells, and pauses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.online_only import OnlineOnly
+from conserve.engine.policy.plan import Policy
+from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
+
+PAUSE = OnlineOnly()
+
+
+def planner_of(scheduler: Any) -> Policy:
+    """The scheduler's policy, or in a pause one that computes no offline token."""
+    policy: Policy = scheduler._policy
+    if policy.holds_offline:
+        return policy
+    promises, offline = scheduler._policy_name == CONSERVE, bool(scheduler._offline)
+    pauses = scheduler._traffic.pauses(offline=offline, promises=promises, now=time.monotonic())
+    return PAUSE if pauses else policy
 
 
 def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:

@@ -71,7 +71,9 @@ class Repetition:
             others.remove(*last)
             if not model.can_schedule(others, last, plan.limit_ms):
                 return None
-        return replace(plan, batch=batch, predicted_ms=model.predict(batch))
+        predicted_ms = model.predict(batch)
+        online_ms = plan.online_ms * predicted_ms / plan.predicted_ms if plan.predicted_ms else 0.0
+        return replace(plan, batch=batch, predicted_ms=predicted_ms, online_ms=online_ms)
 
     def _is_of_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and rows get decode steps or nothing."""

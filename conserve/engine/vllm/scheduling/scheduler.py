@@ -18,8 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.hygen import HyGen
-from conserve.engine.policy.online_only import OnlineOnly
-from conserve.engine.policy.plan import Plan, Policy
+from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY, named
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
@@ -32,7 +31,7 @@ from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
 from conserve.engine.vllm.scheduling.application import apply, evict, online_alone, registered_late
-from conserve.engine.vllm.scheduling.control import change_regime
+from conserve.engine.vllm.scheduling.control import PAUSE, change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
@@ -50,7 +49,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
 log = logging.getLogger("vllm.conserve")
-PAUSE = OnlineOnly()
+NOTHING = Plan(tokens={}, batch=Batch())
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
@@ -215,6 +214,7 @@ class CoServing:
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
+        self._traffic.rows_time.note(ended - iteration.took_s, ended, iteration.rows_s)
         for outputs in updated.values():
             if 0 < len(rows) < len(iteration.tokens):  # tokens of live requests go first
                 outputs.outputs.sort(key=lambda answer: answer.request_id in rows)
@@ -229,7 +229,7 @@ class CoServing:
         """The policy's plan; None leaves the iteration to vLLM."""
         if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
             self._iterations.end_warm_up()
-        policy = self._choose_planner()
+        self._planner = policy = planner_of(self)
         model: LatencyModel | None = self._iterations.model
         alone = self._policy_name == "paced" or self._traffic.classified  # no offline request is needed
         decides = policy.decides and (self._offline or alone)
@@ -237,17 +237,12 @@ class CoServing:
         self._traffic.planned_quiet = False
         if not decides or (model is None and not policy.holds_offline):
             return None
+        if policy is PAUSE and self.offline_alone:  # a look would find nothing
+            return NOTHING
         if self._last.stalled and not self._last_was_a_turn:
             return online_alone(self, self._most_tokens) if policy.holds_offline else None
         model = (self._iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
         return self._repetition.again(model) or self._plan_by_policy(model)
-
-    def _choose_planner(self) -> Policy:
-        """The policy, or in a pause of the receipt one that computes no offline token."""
-        offline, now = bool(self._offline), time.monotonic()
-        pauses = not self._policy.holds_offline and self._traffic.receipt.pauses(offline=offline, now=now)
-        self._planner = PAUSE if pauses else self._policy
-        return self._planner
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
         self._make_ready()

@@ -14,6 +14,20 @@ HISTOGRAMS = {
     "tbt_ms": "Time between tokens of live requests.",
 }
 
+YIELDING = (
+    (
+        "held_back",
+        "conserve_rows_held_back",
+        "1 while a latency is late too often to keep its SLO, so that rows add at most a tenth to it.",
+    ),
+    (
+        "paused_for",
+        "conserve_rows_paused",
+        "1 while rows pause for a latency, since they made it late more often than its SLO allows.",
+    ),
+)
+"""Field of the report, metric and help of each way in which rows yield."""
+
 
 def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[Metric]:
     """Metrics of the classes of live traffic; the name None is that of a server without classes."""
@@ -28,7 +42,7 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
             attainment.add_metric(of(name), said["attainment"])
     several = (
         attainment,
-        held_back(by_class, names),
+        *yielding(by_class, names),
         *promises(by_class, names),
         *latencies(by_class, names),
         *late(by_class, names),
@@ -39,27 +53,27 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
         yield requests(by_class)
 
 
-def held_back(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Metric:
-    """For which latencies rows are held back."""
-    held = GaugeMetricFamily(
-        "conserve_rows_held_back",
-        "1 while a latency is late too often to keep its SLO, so that rows add at most a tenth to it.",
-        labels=[*names, "latency"],
-    )
-    for name, said in by_class.items():
-        if "held_back" in said:
-            for latency in LATENCIES:
-                where = [*of(name), latency.removesuffix("_ms")]
-                held.add_metric(where, float(latency in said["held_back"]))
-    return held
+def yielding(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
+    """For which latencies rows are held back, and for which they pause."""
+    for field, metric, about in YIELDING:
+        found = GaugeMetricFamily(metric, about, labels=[*names, "latency"])
+        for name, said in by_class.items():
+            if field in said:
+                for latency in LATENCIES:
+                    where = [*of(name), latency.removesuffix("_ms")]
+                    found.add_metric(where, float(latency in said[field]))
+        yield found
 
 
 def promises(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
-    """Each promise of a quantile or a mean, and its value over the last minute."""
+    """Each promise of a quantile or a mean, its value over the last minute, and how much later clients have it."""
     labels = [*names, "latency", "promise"]
     bound = GaugeMetricFamily("conserve_promised_seconds", "Largest latency promised.", labels=labels)
     seen = GaugeMetricFamily(
         "conserve_promise_seen_seconds", "The same of the last minute's latencies.", labels=labels
+    )
+    way = GaugeMetricFamily(
+        "conserve_way_seconds", "By how much clients have the latency later than the engine.", labels=labels
     )
     for name, said in by_class.items():
         for latency, promised in said.get("promises", {}).items():
@@ -68,8 +82,9 @@ def promises(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[s
                 bound.add_metric(where, one["promised_ms"] / 1e3)
                 if one["seen_ms"] is not None:
                     seen.add_metric(where, one["seen_ms"] / 1e3)
-    yield bound
-    yield seen
+                if (later_ms := said.get("way_ms", {}).get(latency, {}).get(promise)) is not None:
+                    way.add_metric(where, later_ms / 1e3)
+    yield from (bound, seen, way)
 
 
 def requests(by_class: Mapping[str | None, Mapping[str, Any]]) -> Metric:
