@@ -14,12 +14,10 @@ from starlette.types import ASGIApp
 
 from tests.commands import until
 
-SLEEP = asyncio.sleep
-
 
 async def nap(seconds: float) -> None:
     """Sleep for a twentieth of the time."""
-    await SLEEP(seconds / 20)
+    await asyncio.sleep(seconds / 20)
 
 
 # uvicorn looks ten times a second whether it is to end and whether its connections have ended.

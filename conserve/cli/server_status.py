@@ -84,9 +84,7 @@ def yielding(server: dict[str, Any]) -> list[str]:
     from conserve.cli.too_tight import smallest_ms, why_broken
     from conserve.engine.policy.promises import HARM
 
-    said: list[str] = []
-    others: list[str] = []
-    pausing: list[str] = []
+    said, others, pausing = list[str](), list[str](), list[str]()
     for latency in late:
         promised, name = promises_of(server, latency), latency.removesuffix("_ms").upper()
         if (why := why_broken(latency, promised, server.get("alone"))) is None:

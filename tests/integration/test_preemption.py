@@ -55,14 +55,13 @@ def assert_usable(engine: Any) -> None:
 
 
 def assert_answers(engine: Any, asked: Sequence[Any], orders: Any, wanted: Any) -> None:
-    """The answers under these orders are the wanted ones; else it is said which of them come again."""
+    """Assert that these orders change no answer; where they do, say what comes again."""
     answers = engine.scripted(asked, orders)
     if answers != wanted:
         again, without = engine.scripted(asked, orders), engine.together(asked)
-        said = (again == answers, again == wanted, without == wanted)
-        assert answers == wanted, "orders {}: wrong again {}, right again {}, right without {}".format(
-            orders, *said
-        )
+        wrong, right, alone = again == answers, again == wanted, without == wanted
+        said = f"orders {orders}: wrong again {wrong}, right again {right}, right without {alone}"
+        assert answers == wanted, said
 
 
 def offline_rows(seed: int, count: int = 4) -> list[Any]:

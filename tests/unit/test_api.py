@@ -52,7 +52,7 @@ TABLE = pa.table({"q": QUESTIONS, "n": range(5)})
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are answered by the fake endpoint, and who waits for them looks more often."""
+    """Use the fake endpoint, and look for its answers more often than users need."""
     monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?tokens=4")
     for module in (api_job, runs):
         monkeypatch.setattr(module, "SHOW_S", 0.02)

@@ -99,6 +99,18 @@ class TestPauses:
         made.gone(arrived=2.0)
         assert not made.pauses(offline=True, now=1.0 + SLOT_S), "a client hung up"
 
+    def test_no_slot_counts_while_rows_pause_for_a_promise(self) -> None:
+        made = receipt(COMPARED)
+        assert not made.pauses(offline=True, now=0.0)
+        made.skip(now=1.0)
+        for number in range(50):
+            at = 1.0 + SETTLE_S + number * 0.5
+            answer(made, at=at, ttft_s=0.1, tbt_s=0.1)
+            made.skip(now=at)
+        assert not made.pauses(offline=True, now=26.0)
+        made.pauses(offline=True, now=26.0 + SLOT_S)
+        assert made.report()["compared"] == 0
+
     def test_their_share_is_that_which_was_asked_for(self) -> None:
         made, paused = Receipt(share=0.1, dice=Random(3)), 0
         for slot in range(5000):

@@ -75,23 +75,22 @@ class Accountant:
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
         self.ttft, self.tbt = (Account(getattr(promises, name)) for name in LATENCIES)
+        self._accounts = dict(zip(LATENCIES, (self.ttft, self.tbt), strict=True))
 
     def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> None:
         """Keep promises so many ms earlier in the engine, by latency and by the promise's name."""
-        for name, account in zip(LATENCIES, (self.ttft, self.tbt), strict=True):
+        for name, account in self._accounts.items():
             account.lead(ways_ms.get(name, {}))
 
     @property
     def broken(self) -> list[str]:
         """Latencies whose largest bound is not kept, so that rows are held to a harm of `HARM` to them."""
-        accounts = zip(LATENCIES, (self.ttft, self.tbt), strict=True)
-        return [name for name, account in accounts if account.broken]
+        return [name for name, account in self._accounts.items() if account.broken]
 
     @property
     def paused_for(self) -> list[str]:
         """Latencies for whose promise rows are to pause."""
-        accounts = zip(LATENCIES, (self.ttft, self.tbt), strict=True)
-        return [name for name, account in accounts if account.pausing.on]
+        return [name for name, account in self._accounts.items() if account.pausing.on]
 
     def slo(self, *, waiting: int, decoding: int) -> Slo:
         """Bounds on the next iteration, with so many live requests before and after their first token.

@@ -13,6 +13,7 @@ from conserve.engine.runtime.accountant import Accountant
 from conserve.engine.runtime.histogram import TBT_MS, TTFT_MS, LatencyHistogram
 
 WINDOW_S = 60.0  # seconds that a report covers
+YIELDING = ("held_back", "paused_for")  # fields of a report: latencies for which rows yield
 EARLIER = 4  # promises whose accounts are kept: a benchmark changes between a few
 
 
@@ -100,14 +101,14 @@ class ClassTraffic:
         paused = self.accountant.paused_for
         return paused if paused and (self.busy or self.expected(now=now)) else []
 
-    def answered(self, ms: float, *, rows_ms: float = 0.0, at: float) -> None:
-        """Note a first token, of whose time rows took `rows_ms`."""
+    def answered(self, ms: float, rows_ms: float, *, at: float) -> None:
+        """Note a first token after `ms`, of which rows took `rows_ms`."""
         self.requests += 1
         self.waiting -= 1
         self.decoding += 1
         self._waited(ms, rows_ms, at)
 
-    def given_up(self, ms: float, *, rows_ms: float = 0.0, at: float) -> bool:
+    def given_up(self, ms: float, rows_ms: float, *, at: float) -> bool:
         """Note that a client left after so long without a token; True if the wait counts as a TTFT.
 
         It counts if it is longer than promised, or without a promise than all TTFTs of the last 60 s. A shorter
@@ -128,8 +129,8 @@ class ClassTraffic:
         self.ttft_late.note(ms)
         self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
 
-    def gap(self, ms: float, count: int, *, rows_ms: float = 0.0, at: float) -> None:
-        """Note `count` gaps of this length, of which rows took `rows_ms`."""
+    def gap(self, ms: float, rows_ms: float, count: int, *, at: float) -> None:
+        """Note `count` gaps of `ms`, of which rows took `rows_ms`."""
         remember(self.tbt_ms, Moment(at, ms, count))
         self.tbt_counts.note(ms, count)
         self.tbt_late.note(ms, count)
@@ -168,9 +169,12 @@ class ClassTraffic:
         }
 
 
-def any_of(reports: Collection[Mapping[str, Any]], field: str) -> list[str]:
-    """Latencies that `held_back` or `paused_for` of any of these reports names."""
-    return [name for name in LATENCIES if any(name in one[field] for one in reports)]
+def yielding(reports: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Latencies for which rows are held back, and for which they pause, in any of these reports."""
+    return {
+        field: [name for name in LATENCIES if any(name in one[field] for one in reports)]
+        for field in YIELDING
+    }
 
 
 def remember(window: deque[Moment], moment: Moment) -> None:

@@ -14,10 +14,10 @@ from conserve.engine.runtime.class_traffic import (
     ClassTraffic,
     Moment,
     Ranked,
-    any_of,
     forget,
     quantiles,
     remember,
+    yielding,
 )
 from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.pausing import RowsTime
@@ -165,15 +165,13 @@ class Traffic:
         going_on = [request for request in requests if request in followed]
         for request in [one for one in requests if one in arrived_at]:
             arrived = arrived_at.pop(request)
-            rows_ms = self.rows_time.between(arrived, at) * 1e3
-            self._class(request).answered((at - arrived) * 1e3, rows_ms=rows_ms, at=at)
+            self._class(request).answered(*self._time_ms(arrived, at), at=at)
             self.receipt.answered(arrived=arrived, at=at)
             followed[request] = at
         classes = map(self.class_of.get, going_on, repeat(DEFAULT_CLASS))
         alike = Counter(zip(map(followed.__getitem__, going_on), classes, strict=True))
         for (last, name), count in alike.items():
-            rows_ms = self.rows_time.between(last, at) * 1e3
-            self._classes[name].gap((at - last) * 1e3, count, rows_ms=rows_ms, at=at)
+            self._classes[name].gap(*self._time_ms(last, at), count, at=at)
             self.receipt.gap(count, last=last, at=at)
         followed.update(dict.fromkeys(going_on, at))
 
@@ -186,7 +184,7 @@ class Traffic:
         one = self._class(request)
         if (arrived := self._arrived_at.pop(request, None)) is not None:
             one.waiting -= 1
-            if aborted_at is not None and self._given_up(one, arrived, aborted_at):
+            if aborted_at is not None and one.given_up(*self._time_ms(arrived, aborted_at), at=aborted_at):
                 self.receipt.answered(arrived=arrived, at=aborted_at)
             else:
                 self.receipt.gone(arrived=arrived)
@@ -234,7 +232,7 @@ class Traffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
-            **{field: any_of(by_class.values(), field) for field in ("held_back", "paused_for")},
+            **yielding(by_class.values()),
             "counts": {name: added([one["counts"][name] for one in by_class.values()]) for name in LATENCIES},
             "histograms": {
                 name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
@@ -247,10 +245,9 @@ class Traffic:
             name: {"slo": one.promises.document(), **by_class[name]} for name, one in self._classes.items()
         }
 
-    def _given_up(self, one: ClassTraffic, arrived: float, at: float) -> bool:
-        """Note that a client of the class left without a token; True if the wait counts as a TTFT."""
-        rows_ms = self.rows_time.between(arrived, at) * 1e3
-        return one.given_up((at - arrived) * 1e3, rows_ms=rows_ms, at=at)
+    def _time_ms(self, begin: float, end: float) -> tuple[float, float]:
+        """Time between two moments, and what rows took of it, in ms."""
+        return (end - begin) * 1e3, self.rows_time.between(begin, end) * 1e3
 
     def _class(self, request: str) -> ClassTraffic:
         return self._classes[self.class_of.get(request, DEFAULT_CLASS)]

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.promises import LATENCIES
-from conserve.engine.runtime.class_traffic import any_of
+from conserve.engine.runtime.class_traffic import yielding
 from conserve.engine.runtime.histogram import together as all_latencies
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def live(sections: Sequence[Report]) -> dict[str, Any]:
         "requests": sum(values(sections, "requests")),
         **{name: worst(values(sections, name)) for name in LATENCIES},
         "attainment": min(values(sections, "attainment")),
-        **{field: any_of(sections, field) for field in ("held_back", "paused_for")},
+        **yielding(sections),
         "way_ms": sections[0]["way_ms"],  # of the API server
         "promises": {
             name: {
