@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from vllm import _custom_ops
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample import sampler
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.machine import compute_threads
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Stamp, outcome_of
 from conserve.engine.vllm.preemption import cpu_pieces
@@ -534,14 +536,37 @@ def room_for_an_engine() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     gc.freeze()
     set_num_threads(1)  # so small a model is slower on several, much slower where others compute too
     os.environ.update(ENVIRONMENT)
+    packing = mock.patch.object(
+        _custom_ops, "create_onednn_mm", packed_for(compute_threads(), set_num_threads)
+    )
     try:
-        yield lambda: mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
+        with packing:
+            yield lambda: mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
     finally:
         ensure_kv_transfer_shutdown()  # of a start that failed: the next engine would take its connector
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads = set_num_threads  # the worker puts its own there
         set_num_threads(threads)
+
+
+def packed_for(threads: int, set_num_threads: Callable[[int], None]) -> Callable[..., Any]:
+    """vLLM's function that packs weights for oneDNN, which lays them out for so many threads.
+
+    vLLM keeps a process's oneDNN products by shape alone. A product kept for weights in one layout computes
+    nonsense from weights in another, so a process needs one layout: the number format was measured with this one.
+    """
+    pack = _custom_ops.create_onednn_mm
+
+    def packing(*args: Any) -> Any:
+        before = torch.get_num_threads()
+        set_num_threads(threads)
+        try:
+            return pack(*args)
+        finally:
+            set_num_threads(before)
+
+    return packing
 
 
 def requests_in(runner: Any) -> list[dict[str, Any]]:

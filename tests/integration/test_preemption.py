@@ -37,6 +37,7 @@ def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.preempted_engine import started
     from tests.triton_on_cpu import v2_runner
 
+    measure_format(few_layers)
     v2 = getattr(request.cls, "v2", False)
     with pytest.MonkeyPatch.context() as patch, v2_runner() if v2 else nullcontext():
         if getattr(request.cls, "hidden", False):
@@ -45,6 +46,19 @@ def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
             assert engine.worker.use_v2_model_runner is v2
             yield engine
             assert_usable(engine)
+
+
+def measure_format(model: Path) -> None:
+    """Measure float32 products of the model's shape, as the start of a server in this process does.
+
+    vLLM keeps these products for engines of the same process.
+    """
+    from conserve.engine.runtime.number_format import Shapes, measure
+    from conserve.engine.vllm.launching.number_format import read_config, vllms_products
+
+    config = read_config(str(model))
+    assert config is not None
+    assert measure(vllms_products, Shapes.of(config), ["float32"])
 
 
 def assert_usable(engine: Any) -> None:

@@ -17,6 +17,7 @@ from conserve.engine.runtime.number_format import (
 from conserve.engine.vllm.launching import number_format
 from conserve.engine.vllm.launching.flags import KV_BYTES_MIN, PROCESS_BYTES, affordable
 from conserve.engine.vllm.launching.number_format import Chosen, names_format, own_format, recall, remember
+from tests.warned import OF_VLLM
 
 DEMO = Shapes(products=((576, 960), (576, 576), (576, 3072), (1536, 576)))
 LLAMA_8B = {
@@ -219,6 +220,29 @@ def test_quantised_models_are_left_to_vllm(tmp_path: Path) -> None:
     assert number_format.format_of(str(tmp_path)) is None
     (tmp_path / "weights.gguf").write_text("")
     assert number_format.format_of(str(tmp_path / "weights.gguf")) is None
+
+
+@pytest.mark.parametrize(
+    "threads", [pytest.param(n, marks=(pytest.mark.engine, *OF_VLLM)) for n in (1, 2, 3)]
+)
+def test_weights_are_packed_for_the_threads_that_multiply(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.model_executor.layers import utils
+
+    packed_on, multiplied_on = [], []
+
+    def dispatch(layer: torch.nn.Linear, *, remove_weight: bool) -> None:
+        packed_on.append(torch.get_num_threads())
+        layer.cpu_linear = lambda *_: multiplied_on.append(torch.get_num_threads())
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
+    monkeypatch.setattr(number_format, "compute_threads", lambda: threads)
+    before = torch.get_num_threads()
+    number_format.vllms_products("float32", Shapes(products=((8, 16), (16, 8))), layers=2)(4, 1)
+    assert torch.get_num_threads() == before
+    assert (packed_on, multiplied_on) == ([threads] * 4, [threads] * 2)
 
 
 def test_float32_gives_way_where_its_weights_leave_no_room() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,21 +138,31 @@ def vllms_products(name: str, shapes: Shapes, layers: int) -> Products:
         dispatch_cpu_unquantized_gemm(made, remove_weight=False)
         return made
 
-    stack = [[layer(*product) for product in shapes.products] for _ in range(layers)]
+    # How oneDNN lays weights out depends on the threads too.
+    with computing_on(threads):
+        stack = [[layer(*product) for product in shapes.products] for _ in range(layers)]
 
     def run(tokens: int, layers: int) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            with torch.inference_mode():
-                inputs = [torch.full((tokens, given), 0.01, dtype=dtype) for given, _ in shapes.products]
-                for products in stack[:layers]:
-                    for x, linear in zip(inputs, products, strict=True):
-                        linear.cpu_linear(x, linear.weight, None)  # (tokens, wanted)
-        finally:
-            torch.set_num_threads(before)
+        with computing_on(threads), torch.inference_mode():
+            inputs = [torch.full((tokens, given), 0.01, dtype=dtype) for given, _ in shapes.products]
+            for products in stack[:layers]:
+                for x, linear in zip(inputs, products, strict=True):
+                    linear.cpu_linear(x, linear.weight, None)  # (tokens, wanted)
 
     return run
+
+
+@contextlib.contextmanager
+def computing_on(threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads meanwhile."""
+    import torch
+
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads
+    set_threads(threads)
+    try:
+        yield
+    finally:
+        set_threads(before)
 
 
 def _key(config: dict[str, Any]) -> str:
