@@ -87,7 +87,8 @@ def yielding(server: dict[str, Any]) -> list[str]:
     said, others, pausing = list[str](), list[str](), list[str]()
     for latency in late:
         promised, name = promises_of(server, latency), latency.removesuffix("_ms").upper()
-        if (why := why_broken(latency, promised, server.get("alone"))) is None:
+        why = why_broken(latency, promised, server.get("alone"), paused=latency in paused)
+        if why is None:
             (pausing if latency in paused else others).append(name)
         else:
             said.append(f"  {name} of {smallest_ms(promised):g} ms cannot be kept: {why}")

@@ -16,12 +16,17 @@ ROWS = {
 
 
 def why_broken(
-    latency: str, promised: Any, alone: Mapping[str, Any] | None, *, holds_rows: bool = True
+    latency: str,
+    promised: Any,
+    alone: Mapping[str, Any] | None,
+    *,
+    holds_rows: bool = True,
+    paused: bool = False,
 ) -> str | None:
     """Why live requests break a promise, and what to do; None where they keep it alone, by the latency model.
 
     `promised` is in ms, or has times by name, of which the smallest counts. `holds_rows` is true of a policy that
-    gives rows nothing in iterations that are late.
+    gives rows nothing in iterations that are late, `paused` where rows get nothing in any.
     """
     slo_ms = smallest_ms(promised)
     if not alone or slo_ms is None or slo_ms >= alone[latency]:
@@ -29,7 +34,8 @@ def why_broken(
     thing = "a token" if latency == "tbt_ms" else f"a prompt of {alone['prompt_tokens']} tokens"
     takes = f"{thing} takes {alone[latency]:.0f} ms on this machine with nothing beside it"
     mend = f"raise it to {rounded_up(ROOM * alone[latency]):g}ms, or give --harm 10% in its place"
-    return "; ".join([takes, *([ROWS[latency]] if holds_rows else []), mend])
+    rows = "rows pause for it" if paused else ROWS[latency]
+    return "; ".join([takes, *([rows] if holds_rows else []), mend])
 
 
 def smallest_ms(promised: Any) -> float | None:

@@ -224,7 +224,8 @@ class TestStatus:
             "  rows pause for TTFT and TBT: they made more late than their SLOs allow; "
             "raise them, or add a server"
         ]
-        assert said("tbt_ms", alone_ms=193.4, paused=["tbt_ms"]) == [too_tight]
+        pausing = too_tight.replace("rows wait while a live request gets tokens", "rows pause for it")
+        assert said("tbt_ms", alone_ms=193.4, paused=["tbt_ms"]) == [pausing]
 
     def test_a_harm_alone_is_named(self) -> None:
         assert (
