@@ -191,6 +191,10 @@ def test_lines_that_a_forked_child_runs_are_its_tests(
         assert sorted(of_forks()) == [("first", "sample.py", [2]), ("second", "sample.py", [6])]
 
 
+def test_tests_that_run_no_line_of_the_package_are_surveyed() -> None:
+    assert survey._run([]) == {}
+
+
 def test_a_child_keeps_its_files_where_a_server_of_another_user_reaches_its_own(tmp_path: Path) -> None:
     (mutant, *_) = mutants(tmp_path, "def f(a):\n    return a < 1\n")
 
