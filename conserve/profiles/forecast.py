@@ -54,9 +54,10 @@ class Costs:
         """
         missing = min(missing, int(self.fitted[-1]))
         enough = self.fitted >= max(missing, 1)
+        possible = enough & (self.ms <= left_s * 1e3)  # else one batch takes more than all that is left
         for rounds in range(visits, 0 if missing else 1, -1):
             needed = SLACK * (missing + (rounds - 1) * LEAST_FITTED)
-            affordable = np.flatnonzero(enough & (needed * self.seconds <= left_s * self.fitted))
+            affordable = np.flatnonzero(possible & (needed * self.seconds <= left_s * self.fitted))
             longest = int(affordable[-1]) if len(affordable) else -1
             if longest >= 0 and self.ms[longest] >= min(fair_ms if rounds > 1 else least_ms, self.ms[-1]):
                 return self._at(longest, missing)

@@ -75,11 +75,9 @@ class Itinerary:
             return None
         if missing > 0 or not self._predicted_ms:
             self._look_ahead(unknown, max(missing, 0))
-        within = (name for name in unknown if self._predicted_ms[name] <= self._reach_ms)
-        name = next(within, None)
-        if name is None and missing > 0:
-            name = min(unknown, key=self._predicted_ms.__getitem__)
-        return None if name is None else self._points[name]
+        # Where batches are missing, one was just found to be within reach.
+        within = (self._points[name] for name in unknown if self._predicted_ms[name] <= self._reach_ms)
+        return next(within, None)
 
     def _look_ahead(self, unknown: Sequence[str], missing: int) -> None:
         """Predict the times of unknown points, set the longest affordable one, and announce a stretch."""
@@ -106,7 +104,7 @@ class Itinerary:
             least_ms=noise_ms,
         )
         self._reach_ms = ahead.reach_ms
-        if missing and ahead.seconds > left_s and not self.more_s:
+        if ahead.seconds > left_s and not self.more_s:
             self.more_s = ahead.seconds - left_s
             self._on_stretch(Stretch(self.more_s, ahead.batches))
 

@@ -134,6 +134,6 @@ class LinearModel(ABC):
         tokens = int(min(self._with(batch, context).reaches(tbt_ms), wanted - 1))
         while tokens > 0 and not fits(tokens):
             tokens -= 1
-        while tokens < wanted - 1 and fits(tokens + 1):
+        while fits(tokens + 1):  # all wanted tokens do not
             tokens += 1
         return tokens

@@ -105,8 +105,9 @@ def test_a_damaged_file_is_told_to_those_who_name_it_alone(book: Book) -> None:
     book.save(good)
     book.save(profile_of("org/fake-model")).write_bytes(b"{")
     assert book.all() == [good]
-    with pytest.raises(ProfileDamaged):
-        book.named("org/fake-model")
+    for name in ("org/fake-model", "fake-model"):
+        with pytest.raises(ProfileDamaged):
+            book.named(name)
     with pytest.raises(
         ProfileMissing, match="there is no profile of org/fake; there are: fine-model, llama-2"
     ):

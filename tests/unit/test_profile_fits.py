@@ -11,6 +11,7 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import Residual
 from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
 from conserve.profiles.fit import Samples, cross_predictions, fit
+from conserve.profiles.model import Parabola
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS
 from tests.fake_rig import TRUTH
@@ -46,6 +47,24 @@ def test_the_most_tokens_within_a_budget_are_found_with_a_few_predictions(kind: 
         model.predictions = 0
         model.can_schedule(batch, Slice(1_000_000, context), 1.5 * empty_ms + more_ms)
         assert model.predictions <= 6
+
+
+@pytest.mark.parametrize("kind", MODELS.values())
+def test_a_budget_of_just_so_many_tokens_holds_them(kind: type) -> None:
+    """The root of the quadratic is as often a hair below the number as above it."""
+    model = kind.of(*[0.3, 1e-4, 2e-4, 0.05, 4.0, 9.0, 0.02, 15.0][: len(kind.terms)])  # type: ignore[attr-defined]
+    slices = [Slice(300, 500), *[Slice(1, 700, True)] * 5]
+    batch = Batch.of(slices)
+    for tokens in range(1, 400):
+        held_ms = model.predict(Batch.of([*slices, Slice(tokens, 70)]))
+        assert model.can_schedule(batch, Slice(1000, 70), held_ms) == tokens
+    assert model.can_schedule(batch, Slice(0, 70), 0.0) == 0, "none are wanted, though none fits"
+
+
+def test_a_parabola_reaches_less_than_a_ms_above_its_beginning() -> None:
+    assert Parabola(0.0, 2.0, 10.0).reaches(10.5) == pytest.approx(0.25)
+    assert Parabola(0.0, 2.0, 10.0).reaches(10.0) == 0
+    assert Parabola(0.0, 0.0, 10.0).reaches(10.5) == float("inf")
 
 
 def test_models_are_judged_by_batches_that_they_were_not_fitted_to() -> None:

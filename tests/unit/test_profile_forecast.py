@@ -45,6 +45,9 @@ def test_costs_are_sums_by_rising_length_with_the_repeats_of_short_batches_and_t
         (0, 7.681, 2, 300, 0, 300.0, 0, 0.0),
         (0, 7.681, 2, 301, 150, 100.0, 0, 0.0),
         (0, 7.681, 1, 0, 200, 200.0, 0, 0.0),
+        # One batch alone takes more than all that is left, though a mean batch does not.
+        (1, 0.301, 1, 0, 0, 300.0, 1, 0.2),
+        (1, 0.299, 1, 0, 0, 200.0, 1, 0.15),
         # More than the plan has cannot be measured.
         (9, 1.201, 1, 0, 0, inf, 4, 1.0),
     ],

@@ -1,5 +1,6 @@
 """The picture of a profile: one panel a model, measured against predicted times."""
 
+import sys
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -89,3 +90,11 @@ def test_what_cannot_be_drawn_or_written_is_said(monkeypatch: pytest.MonkeyPatch
         plot_profile(PROFILE, path)
     with pytest.raises(ProfileMissing, match="no measurements to plot"):
         plot_profile(replace(PROFILE, samples=[]), path)
+
+
+def test_without_matplotlib_the_plot_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingsError, match=r"^--plot needs matplotlib; run: .*install"):
+        plot_profile(PROFILE, tmp_path / "p.png")

@@ -25,7 +25,7 @@ from conserve.profiles.book import DERIVED, Book, derived_names
 from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.parallelism import separate, siblings
 from conserve.profiles.points import IterationLimits, plan
-from conserve.profiles.profile import Profile, read, write
+from conserve.profiles.profile import Profile, checksum, read, write
 from conserve.profiles.record import Header, Record
 from tests.commands import conserve
 from tests.fake_rig import KEY, LIMITS, TRUTH, FakeRig
@@ -166,6 +166,23 @@ def test_a_damaged_file_is_no_profile(tmp_path: Path, profile: Profile) -> None:
             Book(tmp_path).find(KEY, command=COMMAND)
     path.write_text(json.dumps(json.loads(whole)))  # another layout, the same content
     assert read(path) == profile
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"models": {}, "seconds": "long"}, {"models": {"no such": {"coefficients": {}, "errors": None}}}],
+)
+def test_a_file_whose_checksum_is_right_and_whose_contents_are_not_is_no_profile(
+    tmp_path: Path, profile: Profile, change: dict[str, object]
+) -> None:
+    path = Book(tmp_path).save(profile)
+    document = {**json.loads(path.read_text()), **change}
+    del document["checksum"]
+    path.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    with pytest.raises(
+        ProfileDamaged, match=r"is no profile \(.*\); measure it again with: conserve profile"
+    ):
+        read(path)
 
 
 def test_derived_profiles_say_where_they_come_from_and_do_not_serve() -> None:

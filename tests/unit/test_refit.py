@@ -32,6 +32,18 @@ def kind_of(batch: Batch) -> BatchKind:
     return BatchKind.of((*sums_of(batch), 1.0))
 
 
+def test_batches_are_of_a_kind_whose_numbers_have_as_many_digits() -> None:
+    def steps(count: int, context: int) -> Batch:
+        return Batch.of([Slice(1, context, True)] * count)
+
+    chunk = kind_of(Batch.of([Slice(1, 300)]))
+    assert chunk == BatchKind(prompts=True, requests=1, tokens=1, context=4)  # 300 has nine binary digits
+    assert kind_of(steps(1, 300)) == chunk._replace(prompts=False)
+    assert kind_of(steps(1, 255)) == kind_of(steps(1, 511)) == kind_of(steps(1, 300))
+    assert kind_of(steps(1, 512)).context == 5
+    assert kind_of(steps(5, 60)) == BatchKind(prompts=False, requests=3, tokens=3, context=4)
+
+
 def alone(dice: Random) -> Batch:
     """A live request's step, without rows."""
     return Batch.of([Slice(1, dice.randint(50, 500), True)])

@@ -72,7 +72,9 @@ def _known(kept: Path) -> Survey | None:
 
 def _run(items: Sequence[pytest.Item]) -> Survey:
     measured = coverage.Coverage(data_file=None, include=["conserve/*"], config_file=False, messages=False)
-    measured.set_option("run:disable_warnings", ["no-data-collected"])  # tests of tools run no line of the package
+    measured.set_option(
+        "run:disable_warnings", ["no-data-collected"]
+    )  # tests of tools run no line of the package
     results: dict[str, tuple[bool, float, float]] = {}
     lines: dict[str, dict[str, set[int]]] = {}
     with forks_followed(measured, Path.cwd()) as of_forks:
