@@ -382,6 +382,31 @@ class TestBesideOnlineRequests:
         engine.take_in()
         assert engine.scheduler.has_requests()
 
+    def test_in_a_pause_of_rows_the_next_one_overlaps_as_in_an_engine_without_them(self, engine: Any) -> None:
+        """What is compared with a pause would look better if its live requests waited for the host."""
+        engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
+        pausing = engine.scheduler._traffic._default.accountant.ttft.pausing
+        pausing._since = engine.clock.now
+        pausing._account._credit = -1.0
+        engine.add(50, 6)
+        for _ in range(2):
+            output, iteration = planned(engine)
+            engine.run(output)
+            engine.take_in()
+        output, iteration = planned(engine)
+        assert iteration.stamp is None
+        assert not engine.scheduler._offline & iteration.tokens.keys()
+        assert engine.scheduler.has_requests()
+        engine.run(output)
+        engine.take_in()
+        pausing._since = None
+        for _ in range(3):
+            output, iteration = planned(engine)
+            engine.run(output)
+            engine.take_in()
+        assert engine.scheduler._offline & iteration.tokens.keys()
+        assert iteration.stamp is not None, "rows may leave again"
+
     def test_harm_wants_short_ones(self, engine: Any) -> None:
         engine.scheduler.conserve({"slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}})
         engine.add(50, 6)

@@ -33,6 +33,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
         separable: bool = True,
         num_blocks: int = 4096,
         copy_ms: float | None = None,
+        **settings: Any,
     ) -> Any:
         """With `copy_ms` KV is checkpointed; a block takes so long."""
         from conserve.engine.vllm.settings import WORKER
@@ -41,7 +42,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
         from tests.bare_scheduler import MODEL, engine_config
 
         slo = {"ttft_slo_ms": 1000, "tbt_slo_ms": 400}
-        section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo}
+        section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo, **settings}
         flags: dict[str, Any] = {"max_num_batched_tokens": 1024}
         copies = HostCopies(blocks=64, block_ms=copy_ms) if copy_ms is not None else None
         if copies is not None:
@@ -239,6 +240,65 @@ def test_rows_pause_where_a_promise_leaves_no_time_for_them(make: Make) -> None:
     engine.clock.now += WINDOW_S
     engine.go_on_until(engine.clock.now + 2.0)
     assert engine.offline_tokens > tokens, "no live request is expected any more"
+
+
+def pause(engine: Any) -> None:
+    """Rows have just made TTFTs late."""
+    from conserve.engine.runtime.pausing import DEBT
+
+    for one in engine.scheduler._traffic._classes.values():
+        pausing = one.accountant.ttft.pausing
+        pausing._since, pausing._account._credit = engine.clock.now, -DEBT
+        one.arrived_at = engine.clock.now
+
+
+@pytest.mark.parametrize("preemption", ["prompt", "off"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_for_the_ttft_keeps_the_tbt(make: Make, *, paused: bool, preemption: str) -> None:
+    engine = make(preemption, rows=[(900, 3)] * 400, ttft_slo_ms=2000, tbt_slo_ms=100)
+    engine.go_on_until(engine.clock.now + 1.0)
+    if paused:
+        pause(engine)
+    tokens = engine.offline_tokens
+    long = [Arrival(0.5 + 1.5 * n, 900, 1) for n in range(6)]
+    answers = engine.play([Arrival(0.01, 50, 150), *long])
+    assert answers[0].tbts_ms.max() <= 100 + 1e-6
+    if paused:
+        assert engine.offline_tokens == tokens
+
+
+def test_a_pause_looks_at_nothing_where_rows_are_alone(make: Make) -> None:
+    engine = make("off", rows=[(900, 3)] * 400)
+    engine.go_on_until(engine.clock.now + 1.0)
+    engine.play([Arrival(0.0, PROMPT, 2)])
+    pause(engine)
+    with mock.patch.object(engine.scheduler, "_plan_by_policy") as planned:
+        engine.go_on_until(engine.clock.now + 1.0)
+    planned.assert_not_called()
+
+
+@pytest.mark.parametrize("rows", [0, 400])
+def test_a_pause_keeps_what_is_promised_to_other_classes(make: Make, rows: int) -> None:
+    """Agents' prompts would be computed whole beside chats, be there a row in the engine or none."""
+    agents = {"tbt_slo_ms": 2000, "ttft_slo_ms": 20_000, "models": ["agents"]}
+    engine = make("prompt", rows=[(900, 3)] * rows, tbt_slo_ms=100, classes={"agents": agents})
+    engine.go_on_until(engine.clock.now + 1.0)
+    pause(engine)
+    request = engine.request
+
+    def of_its_class(prompt: int, *rest: Any, **named: Any) -> Any:
+        made = request(prompt, *rest, **named)
+        made.sampling_params.extra_args = (
+            {"conserve_class": "agents"} if prompt == 900 and not named else None
+        )
+        return made
+
+    tokens = engine.offline_tokens
+    with mock.patch.object(engine, "request", of_its_class):
+        answers = engine.play([Arrival(0.0, 50, 120), *[Arrival(0.5 + 1.5 * n, 900, 1) for n in range(3)]])
+    assert engine.scheduler.conserve()["classes"]["agents"]["requests"] == 3
+    assert answers[0].tbts_ms.max() <= 100 + 1e-6
+    assert engine.offline_tokens == tokens
 
 
 def test_a_burst_counts_where_it_meets_a_quiet_iteration(make: Make) -> None:

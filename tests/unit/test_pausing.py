@@ -9,7 +9,7 @@ from conserve.engine.policy.promises import LATENCIES, Promises
 from conserve.engine.runtime.accountant import Account
 from conserve.engine.runtime.class_traffic import WINDOW_S
 from conserve.engine.runtime.pausing import KEPT, LONGEST_S, Pausing, RowsTime
-from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.runtime.traffic import Pause, Traffic
 
 P99_MS = 100.0
 IN_TIME, LATE = P99_MS / 2, P99_MS + 10
@@ -27,7 +27,7 @@ class Played:
     def play(self, tokens: int, late: Callable[[int], bool], *, rows_ms: float = OF_ROWS) -> None:
         """Answer so many requests, of which these are late beside rows, and none in pauses."""
         for number in range(tokens):
-            on = self.account.pausing.on
+            on = self.account.pausing.on(now=self.now)
             is_late = late(number) and not on
             self.account.bound_ms(1)
             self.now += 1.0
@@ -35,7 +35,7 @@ class Played:
             self.tokens += 1
             self.paused += on
             self.late += is_late
-            self.pauses += self.account.pausing.on and not on
+            self.pauses += self.account.pausing.on(now=self.now) and not on
 
 
 def each(th: int) -> Callable[[int], bool]:
@@ -81,7 +81,7 @@ def test_late_latencies_of_the_pause_do_not_make_it_longer() -> None:
     for _ in range(4):
         pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=0.0)
     kept = 0
-    while pausing.on:
+    while pausing.on(now=1.0):
         pausing.note(LATE, 1, 1, rows_ms=0.0, at=1.0)
         pausing.note(IN_TIME, 1, 1, rows_ms=0.0, at=1.0)
         kept += 1
@@ -94,21 +94,39 @@ def test_a_pause_ends_after_minutes_whatever_is_owed() -> None:
     for _ in range(4):
         pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=0.0)
     pausing.note(IN_TIME, 1, 1, rows_ms=0.0, at=LONGEST_S - 1)
-    assert pausing.on
+    assert pausing.on(now=LONGEST_S - 1)
     pausing.note(IN_TIME, 1, 1, rows_ms=0.0, at=LONGEST_S)
-    assert not pausing.on
+    assert not pausing.on(now=LONGEST_S)
     pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=LONGEST_S + 1)
-    assert not pausing.on, "nothing is owed from before"
+    assert not pausing.on(now=LONGEST_S + 1), "nothing is owed from before"
+
+
+@pytest.mark.parametrize("late_ms", [None, LATE])
+def test_a_pause_ends_by_the_clock_where_no_latency_says_anything(late_ms: float | None) -> None:
+    """Live requests may get one token each, or be late by themselves for hours."""
+    pausing = Pausing({"p99": P99_MS}, P99_MS)
+    for _ in range(4):
+        pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=5.0)
+    ends = 5.0 + LONGEST_S
+    assert pausing.on(now=ends - 0.1)
+    assert not pausing.on(now=ends)
+    if late_ms is not None:
+        pausing.note(late_ms, 1, 1, rows_ms=0.0, at=ends)
+    for number in range(3):
+        pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=ends + number)
+        assert not pausing.on(now=ends + number), "nothing is owed from before"
+    pausing.note(LATE, 1, 1, rows_ms=OF_ROWS, at=ends + 4)
+    assert pausing.on(now=ends + 4)
 
 
 def test_rows_that_add_a_tenth_are_tried_first() -> None:
     account = Account({"p99": P99_MS})
     for _ in range(2):
         for _ in range(4):
-            assert not account.pausing.on
+            assert not account.pausing.on(now=0.0)
             account.note(LATE, rows_ms=OF_ROWS)
         assert account.broken
-    assert account.pausing.on
+    assert account.pausing.on(now=0.0)
 
 
 @pytest.mark.parametrize("named", [{}, {"mean": P99_MS}])
@@ -116,7 +134,7 @@ def test_without_a_promise_of_a_quantile_rows_do_not_pause(named: dict[str, floa
     account = Account(named)
     for number in range(1000):
         account.note(LATE, rows_ms=LATE, at=float(number))
-    assert not account.pausing.on
+    assert not account.pausing.on(now=0.0)
 
 
 def test_latencies_are_held_against_the_bound_in_the_engine() -> None:
@@ -124,7 +142,7 @@ def test_latencies_are_held_against_the_bound_in_the_engine() -> None:
     account.lead({"p99": 10.0})
     for number in range(20):
         account.note(P99_MS - 5.0, rows_ms=OF_ROWS, at=float(number))
-    assert account.pausing.on
+    assert account.pausing.on(now=0.0)
 
 
 class TestRowsTime:
@@ -199,6 +217,32 @@ def test_rows_pause_while_live_requests_are_there_or_expected() -> None:
     assert traffic.report(now=20.0 + WINDOW_S)["online"]["paused_for"] == []
     traffic.arrived("next", 10, at=21.0 + WINDOW_S)
     assert traffic.pauses(offline=True, promises=True, now=21.0 + WINDOW_S)
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_a_stream_alone_pauses_rows_for_its_tokens_and_not_for_arrivals(latency: str) -> None:
+    traffic = Traffic(Promises.of({latency: P99_MS}))
+    late(traffic, 20)
+    traffic.arrived("long", 10, at=20.0)
+    traffic.tokens(["long"], at=20.01)
+    traffic.tokens(["long"], at=20.02)
+    pauses = traffic.pauses(offline=True, promises=True, now=21.0 + WINDOW_S)
+    assert pauses is (Pause.PROMISE if latency == "tbt_ms" else None)
+    traffic.arrived("next", 10, at=21.0 + WINDOW_S)
+    assert traffic.pauses(offline=True, promises=True, now=21.0 + WINDOW_S) is Pause.PROMISE
+
+
+def test_a_policy_answers_for_its_own_rows() -> None:
+    """A benchmark plays several policies under the same promises."""
+    traffic = Traffic(Promises.of({"ttft_ms": P99_MS}))
+    traffic.follow("sarathi++")
+    late(traffic, 20)
+    assert traffic.report(now=20.0)["online"]["held_back"] == ["ttft_ms"]
+    traffic.follow("conserve")
+    assert traffic.pauses(offline=True, promises=True, now=20.0) is None
+    assert traffic.report(now=20.0)["online"]["held_back"] == []
+    traffic.follow("sarathi++")
+    assert traffic.report(now=20.0)["online"]["held_back"] == ["ttft_ms"], "its accounts go on"
 
 
 def test_a_class_that_none_uses_pauses_nothing() -> None:

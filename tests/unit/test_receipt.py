@@ -111,6 +111,46 @@ class TestPauses:
         made.pauses(offline=True, now=26.0 + SLOT_S)
         assert made.report()["compared"] == 0
 
+    def test_a_comparison_counts_up_to_the_moment_at_which_rows_pause(self) -> None:
+        """Rows do most harm in these moments: a receipt without them would flatter."""
+        made = receipt(COMPARED, PAUSE)
+        made.pauses(offline=True, now=1.0)
+        answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
+        made.arrived(at=2.5)
+        made.skip(now=3.0)
+        answer(made, at=3.1, ttft_s=9.9, tbt_s=9.9)  # without rows
+        assert made.report()["compared"] == 0, "one that came beside rows still waits"
+        made.answered(arrived=2.5, at=3.3)
+        made.skip(now=3.4)
+        assert made.report()["compared"] == 1
+        made.skip(now=5.0)
+        assert made.report()["compared"] == 1
+        assert made.pauses(offline=True, now=6.0)
+        answer(made, at=6.0 + SETTLE_S, ttft_s=0.1, tbt_s=0.1)
+        made.arrived(at=10.0)
+        made.pauses(offline=True, now=6.0 + SLOT_S + 20)
+        said = made.report()["ttft_ms"]["p99"]
+        assert said["with_ms"] == pytest.approx(800, rel=0.02)
+        assert said["without_ms"] == pytest.approx(100, rel=0.02)
+
+    def test_a_comparison_waits_no_longer_where_rows_pause(self) -> None:
+        made = receipt(COMPARED, NEITHER)
+        made.pauses(offline=True, now=1.0)
+        answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
+        made.arrived(at=2.5)
+        made.skip(now=3.0)
+        made.skip(now=1.0 + LONGEST_S)
+        assert made.report()["compared"] == 1
+
+    def test_a_pause_of_the_receipts_is_dropped_in_one_for_a_promise(self) -> None:
+        made = receipt(PAUSE, NEITHER)
+        assert made.pauses(offline=True, now=1.0)
+        answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
+        made.skip(now=3.0)
+        assert not made.pauses(offline=True, now=3.1)
+        made.pauses(offline=True, now=3.1 + SLOT_S)
+        assert made.report()["pauses"] == 0
+
     def test_their_share_is_that_which_was_asked_for(self) -> None:
         made, paused = Receipt(share=0.1, dice=Random(3)), 0
         for slot in range(5000):

@@ -59,7 +59,7 @@ class Account:
 
     def note(self, ms: float, count: int = 1, *, rows_ms: float = 0.0, at: float = 0.0) -> None:
         """Note `count` latencies of `ms`, of which rows took `rows_ms`, that ended `at` monotonic seconds."""
-        if self.broken or self.pausing.on:  # rows that add a tenth are tried first
+        if self.broken or self.pausing.on(now=at):  # rows that add a tenth are tried first
             self.pausing.note(ms, count, self._concurrent, rows_ms=rows_ms, at=at)
         if self._largest is not None:
             self._largest.note(ms, count, self._concurrent)
@@ -87,10 +87,9 @@ class Accountant:
         """Latencies whose largest bound is not kept, so that rows are held to a harm of `HARM` to them."""
         return [name for name, account in self._accounts.items() if account.broken]
 
-    @property
-    def paused_for(self) -> list[str]:
+    def paused_for(self, *, now: float) -> list[str]:
         """Latencies for whose promise rows are to pause."""
-        return [name for name, account in self._accounts.items() if account.pausing.on]
+        return [name for name, account in self._accounts.items() if account.pausing.on(now=now)]
 
     def slo(self, *, waiting: int, decoding: int) -> Slo:
         """Bounds on the next iteration, with so many live requests before and after their first token.

@@ -14,7 +14,7 @@ from conserve.engine.runtime.histogram import TBT_MS, TTFT_MS, LatencyHistogram
 
 WINDOW_S = 60.0  # seconds that a report covers
 YIELDING = ("held_back", "paused_for")  # fields of a report: latencies for which rows yield
-EARLIER = 4  # promises whose accounts are kept: a benchmark changes between a few
+EARLIER = 16  # accounts that are kept: a benchmark changes between a few policies and promises
 
 
 class Moment(NamedTuple):
@@ -52,7 +52,8 @@ class ClassTraffic:
 
     def __init__(self, promises: Promises) -> None:
         self.accountant = Accountant(promises)
-        self._earlier: deque[Accountant] = deque(maxlen=EARLIER)
+        self._policy = ""  # whose rows are beside the live requests
+        self._accounts = deque([(self._policy, self.accountant)], maxlen=EARLIER)
         self._ways_ms: Mapping[str, Mapping[str, float]] = {}
         self.ttft_ms: deque[Moment] = deque()
         self.tbt_ms: deque[Moment] = deque()
@@ -75,13 +76,24 @@ class ClassTraffic:
 
     def promise(self, promises: Promises) -> None:
         """Hold latencies against these promises from now on; some that were held before are taken up again."""
-        if self.accountant not in self._earlier:
-            self._earlier.append(self.accountant)
-        known = (one for one in self._earlier if one.promises == promises)
-        self.accountant = next(known, None) or Accountant(promises)
-        self.lead(self._ways_ms)
+        self._take_up(self._policy, promises)
         self.ttft_late.promise(promises.ttft_ms)
         self.tbt_late.promise(promises.tbt_ms)
+
+    def follow(self, policy: str) -> None:
+        """Go on with the accounts of this policy: each answers for what its own rows made late."""
+        self._take_up(policy, self.promises)
+
+    def _take_up(self, policy: str, promises: Promises) -> None:
+        for earlier, accountant in self._accounts:
+            if (earlier, accountant.promises) == (policy, promises):
+                self.accountant = accountant
+                break
+        else:
+            self.accountant = Accountant(promises)
+            self._accounts.append((policy, self.accountant))
+        self._policy = policy
+        self.lead(self._ways_ms)
 
     def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> None:
         """Keep promises so many ms earlier in the engine, by latency and name: such is the way to clients."""
@@ -97,9 +109,12 @@ class ClassTraffic:
         return self.arrived_at is not None and self.arrived_at >= now - WINDOW_S
 
     def paused_for(self, *, now: float) -> list[str]:
-        """Latencies for whose promise rows are to pause: while requests of the class are there or expected."""
-        paused = self.accountant.paused_for
-        return paused if paused and (self.busy or self.expected(now=now)) else []
+        """Latencies for whose promise rows are to pause: while requests that have one are there or expected."""
+        paused = self.accountant.paused_for(now=now)
+        if not paused or self.expected(now=now):
+            return paused
+        there = {"ttft_ms": self.waiting, "tbt_ms": self.decoding}
+        return [name for name in paused if there[name]]
 
     def answered(self, ms: float, rows_ms: float, *, at: float) -> None:
         """Note a first token after `ms`, of which rows took `rows_ms`."""

@@ -24,10 +24,9 @@ class Pausing:
         self._account = self._new_account(bound_ms)
         self._since: float | None = None  # start of the pause under way
 
-    @property
-    def on(self) -> bool:
-        """True while rows are to pause."""
-        return self._since is not None
+    def on(self, *, now: float) -> bool:
+        """True while rows are to pause, which is `LONGEST_S` at most, whatever comes meanwhile."""
+        return self._since is not None and now < self._since + LONGEST_S
 
     def hold(self, bound_ms: float) -> None:
         """Hold latencies against this bound from now on."""
@@ -38,13 +37,18 @@ class Pausing:
 
         Up to `concurrent` requests had one at once. One that would be late without the rows too says nothing.
         """
+        if self._since is not None and not self.on(now=at):
+            self._begin_anew()
         if not self._rank or ms - rows_ms > self._account.bound_ms:
             return
         self._account.note(ms, count, concurrent)
         if self._since is None:
             self._since = at if self._account.overdrawn else None
-        elif self._account.settled or at >= self._since + LONGEST_S:
-            self._since, self._account = None, self._new_account(self._account.bound_ms)
+        elif self._account.settled:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._since, self._account = None, self._new_account(self._account.bound_ms)
 
     def _new_account(self, bound_ms: float) -> QuantileAccount:
         return QuantileAccount(self._rank, bound_ms, debt=DEBT)

@@ -39,10 +39,14 @@ class TimeSlot:
     ttft: Counter[int] = field(default_factory=Counter)
     tbt: Counter[int] = field(default_factory=Counter)
     waiting: int = 0  # requests that arrived in it and have no first token yet
+    ends: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = self.start + SLOT_S
 
     def covers(self, moment: float) -> bool:
         """True if what begins then counts."""
-        return self.start + SETTLE_S <= moment < self.start + SLOT_S
+        return self.start + SETTLE_S <= moment < self.ends
 
 
 class Receipt:
@@ -72,8 +76,17 @@ class Receipt:
         return self._slot is not None and self._slot.pause
 
     def skip(self, *, now: float) -> None:
-        """Draw no slot now, and drop the one under way: rows pause for another reason."""
-        self._slot, self._slot_ends = None, now
+        """Draw no slot now, since rows pause for another reason.
+
+        A pause under way is dropped. A comparison ends with what it has: rows do most harm just before.
+        """
+        if self._slot is not None:
+            self._slot.ends = min(self._slot.ends, now)
+        if self._slot is None or self._slot.pause or not self._goes_on(now):
+            if self._slot is not None and not self._slot.pause:
+                self._close()
+            self._slot = None
+        self._slot_ends = now
 
     def arrived(self, *, at: float) -> None:
         """Note the arrival of a live request."""

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from itertools import chain, repeat
 from statistics import median
 from typing import Any
@@ -29,6 +30,13 @@ RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
 RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
 CREDIT = 8192.0  # cost that a busy class may be behind all others at most: about an iteration's tokens
 RARE = 1 / 200  # share of them below which their waits stay out of the P99
+
+
+class Pause(Enum):
+    """Reason of a pause."""
+
+    PROMISE = auto()  # rows break one
+    RECEIPT = auto()  # to measure their harm
 
 
 class Traffic:
@@ -88,15 +96,20 @@ class Traffic:
             one.lead(ways_ms)
         return promised(one.promises for one in self._classes.values())
 
-    def pauses(self, *, offline: bool, promises: bool, now: float) -> bool:
-        """True if no offline token is to be computed now: for a promise, if these bind, or for the receipt.
+    def follow(self, policy: str) -> None:
+        """Hold latencies of another policy from now on: what its rows make late is no fault of the ones before."""
+        for one in self._classes.values():
+            one.follow(policy)
+
+    def pauses(self, *, offline: bool, promises: bool, now: float) -> Pause | None:
+        """Why no offline token is to be computed now: for a promise, if these bind, or for the receipt.
 
         `offline` says if there is any offline request.
         """
         if promises and any(one.paused_for(now=now) for one in self._classes.values()):
             self.receipt.skip(now=now)
-            return True
-        return self.receipt.pauses(offline=offline, now=now)
+            return Pause.PROMISE
+        return Pause.RECEIPT if self.receipt.pauses(offline=offline, now=now) else None
 
     def bounds_by_class(self) -> dict[str, Slo]:
         """Bounds on an iteration that requests of each class take part in; empty without classes."""

@@ -110,6 +110,6 @@ class Ahead:
     @property
     def _leaves(self) -> bool:
         """True if rows may leave the iterations that are scheduled from now on."""
-        scheduler, policy = self._scheduler, self._scheduler._policy
+        scheduler, policy = self._scheduler, self._scheduler._planner  # in a pause there are no rows to leave
         plans = policy.decides and not policy.holds_offline and scheduler._iterations.model is not None
         return bool(scheduler.arrival_monitor.on and plans)

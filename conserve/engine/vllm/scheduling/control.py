@@ -11,19 +11,25 @@ from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
+from conserve.engine.runtime.traffic import Pause
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
-PAUSE = OnlineOnly()
+# What a pause compares with is an engine without rows, and a pause for a promise keeps the others.
+AS_VLLM, AS_PROMISED = OnlineOnly(), OnlineOnly(keeps_promises=True)
 
 
 def planner_of(scheduler: Any) -> Policy:
-    """The scheduler's policy, or in a pause one that computes no offline token."""
+    """The scheduler's policy, or in a pause of its rows one that computes no offline token."""
     policy: Policy = scheduler._policy
     if policy.holds_offline:
         return policy
-    promises, offline = scheduler._policy_name == CONSERVE, bool(scheduler._offline)
-    pauses = scheduler._traffic.pauses(offline=offline, promises=promises, now=time.monotonic())
-    return PAUSE if pauses else policy
+    traffic, offline = scheduler._traffic, bool(scheduler._offline)
+    keeps = scheduler._policy_name == CONSERVE
+    pause = traffic.pauses(offline=offline, promises=keeps, now=time.monotonic())
+    if pause is None or not offline:
+        return policy
+    # Without rows the policy plans classes among themselves, and leaves the rest to vLLM.
+    return AS_PROMISED if keeps and (pause is Pause.PROMISE or traffic.classified) else AS_VLLM
 
 
 def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:

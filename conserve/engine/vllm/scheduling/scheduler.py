@@ -31,7 +31,7 @@ from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
 from conserve.engine.vllm.scheduling.application import apply, evict, online_alone, registered_late
-from conserve.engine.vllm.scheduling.control import PAUSE, change_regime, planner_of
+from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
@@ -102,6 +102,7 @@ class CoServing:
     def _follow(self, name: str) -> None:
         self._policy_name = name
         self._policy = self._planner = named(name, log.warning)
+        self._traffic.follow(name)
         self.prefixes.follow(on=name == CONSERVE)
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
@@ -237,7 +238,7 @@ class CoServing:
         self._traffic.planned_quiet = False
         if not decides or (model is None and not policy.holds_offline):
             return None
-        if policy is PAUSE and self.offline_alone:  # a look would find nothing
+        if policy is not self._policy and len(self._offline) == len(self.requests):  # a pause of rows alone
             return NOTHING
         if self._last.stalled and not self._last_was_a_turn:
             return online_alone(self, self._most_tokens) if policy.holds_offline else None
@@ -258,7 +259,8 @@ class CoServing:
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
-        self._recordings.planned(view, plan, ONLINE_ONLY if self._planner is PAUSE else self._policy_name)
+        paused = self._planner is not self._policy
+        self._recordings.planned(view, plan, ONLINE_ONLY if paused else self._policy_name)
         self._repetition.note(plan, view)
         return plan
 
