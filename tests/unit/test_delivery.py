@@ -9,6 +9,7 @@ import pytest
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.server import delivery as deliveries
 from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, delivering, teller_of
+from tests import virtual_time
 
 REQUEST = "cmpl-1"
 
@@ -32,8 +33,9 @@ class FrontEnd:
         )
         self.told: list[Any] = []
 
-        async def ask_engines(client: Any, method: str, ways: Any) -> list[Any]:
+        async def ask_engines(client: Any, method: str, teller: str, ways: Any) -> list[Any]:
             assert (client, method) == (self, "conserve_way")
+            assert teller
             self.told.append(ways)
             if isinstance(answer, Exception):
                 raise answer
@@ -52,7 +54,7 @@ class Noted:
     def __init__(self, llm: Any) -> None:
         self.ttft: list[tuple[float, float]] = []
         self.tbt: list[tuple[float, float]] = []
-        ways = teller_of(llm).way.latencies
+        ways = teller_of(llm).way("default").latencies
         for name, into in (("ttft_ms", self.ttft), ("tbt_ms", self.tbt)):
             ways[name].note = lambda *pair, into=into: into.append(pair)  # type: ignore[method-assign, misc]
 
@@ -146,27 +148,84 @@ def test_the_guards_delivery_is_told_of_live_requests_alone(
     assert generate(llm, "prompt", SimpleNamespace(n=1), REQUEST)[1] == {}, "without a guard nothing is noted"
 
 
+NAMES = {"default": {"ttft_ms": ["p99"], "tbt_ms": []}}
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+def loops_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the module under test read the event loop's time."""
+    monkeypatch.setattr(deliveries, "time", SimpleNamespace(monotonic=now))
+
+
 @pytest.mark.parametrize(
-    ("answer", "times"),
-    [({"ttft_ms": ["p99"], "tbt_ms": []}, 2), (None, 1), (RuntimeError("the engine is gone"), 2)],
+    ("answer", "times"), [(NAMES, 2), (None, 1), (RuntimeError("the engine is gone"), 2)]
 )
+@pytest.mark.usefixtures("loops_clock")
 def test_engines_are_told_once_a_second_of_what_they_promise(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, answer: Any, times: int
+    monkeypatch: pytest.MonkeyPatch, answer: Any, times: int
 ) -> None:
     async def tell() -> None:
-        for after_s in (0.0, 0.5, 1.5):
-            clock.now = 100.0 + after_s
-            teller.noted(clock.now)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        for wait_s in (0.0, 0.5, 1.0):
+            await asyncio.sleep(wait_s)
+            teller.noted(now())
+        await asyncio.sleep(0.1)
 
     llm: Any = FrontEnd(monkeypatch, answer)
     teller = teller_of(llm)
     assert teller_of(llm) is teller
     for _ in range(50):
-        teller.way.latencies["ttft_ms"].note(10.0, 30.0)
-    asyncio.run(tell())
+        teller.way("default").latencies["ttft_ms"].note(10.0, 30.0)
+    virtual_time.run(tell())
     assert len(llm.told) == times
-    assert llm.told[0] == {"ttft_ms": {}, "tbt_ms": {}}, "the names are the engine's to say"
+    assert llm.told[0] == {"default": {"ttft_ms": {}, "tbt_ms": {}}}, "the names are the engine's to say"
     if isinstance(answer, dict):
-        assert llm.told[1] == {"ttft_ms": {"p99": pytest.approx(20, rel=0.05)}, "tbt_ms": {}}
+        assert llm.told[1] == {"default": {"ttft_ms": {"p99": pytest.approx(20, rel=0.05)}, "tbt_ms": {}}}
+
+
+@pytest.mark.usefixtures("loops_clock")
+def test_engines_are_told_until_a_way_has_faded_though_no_answer_is_streamed_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a server whose answers come whole from now on would keep promises earlier for ever."""
+
+    async def tell() -> None:
+        teller.noted(now())
+        await asyncio.sleep(1.1)
+        teller.noted(now())  # the engine has said what it promises
+        await asyncio.sleep(3600)
+        assert teller._telling is not None
+        assert teller._telling.done()
+
+    llm: Any = FrontEnd(monkeypatch, NAMES)
+    teller = teller_of(llm)
+    for _ in range(50):
+        teller.way("default").latencies["ttft_ms"].note(10.0, 30.0)
+    virtual_time.run(tell())
+    told = [one["default"]["ttft_ms"].get("p99") for one in llm.told]
+    assert told[1] == pytest.approx(20, rel=0.05)
+    assert told[-1] == 0.0
+    assert 60 < len(told) < 600
+
+
+def test_each_class_has_a_way_of_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer() -> None:
+        llm.token(100.050)
+        clock.now = 100.060
+        await one.watching(passed_on)(PART)
+
+    generate = delivering(lambda *given, **named: None)
+    for classes, live_class in ({"chat": object()}, "chat"), ({}, "default"):
+        clock.now = 100.0
+        llm: Any = FrontEnd(monkeypatch)
+        llm.conserve_classes = classes
+        one = Delivery()
+        before = DELIVERY.set(one)
+        params = SimpleNamespace(n=1, extra_args={"conserve_class": "chat"})
+        generate(llm, "prompt", params, REQUEST)
+        DELIVERY.reset(before)
+        asyncio.run(answer())
+        assert list(teller_of(llm).ways) == [live_class], "a name means nothing where there are no classes"

@@ -12,7 +12,7 @@ from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.accountant import LEAST_SHARE, Account, Accountant, in_engine
 from conserve.engine.runtime.class_traffic import ClassTraffic
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.runtime.way import FADES_S, LatencyWay, Way
+from conserve.engine.runtime.way import FADES_S, FORGOTTEN_S, LatencyWay, Way
 from tests.reach import reached
 
 TTFT, TBT = "ttft_ms", "tbt_ms"
@@ -152,11 +152,29 @@ def test_every_class_is_told_and_a_new_promise_keeps_the_way() -> None:
     traffic = Traffic(
         Promises.of({TTFT: {"p99": 1000}}), classes={"chat": Promises.of({TTFT: {"p90": 300}, TBT: 50})}
     )
-    assert traffic.lead({TTFT: {"p99": 40.0}}) == {TTFT: ["p90", "p99"], TBT: ["p99"]}
+    told: dict[str, Any] = {"default": {TTFT: {"p99": 40.0}}, "none such": {TTFT: {"p99": 70.0}}}
+    assert traffic.lead(told, teller="one", now=0.0) == {
+        "chat": {TTFT: ["p90"], TBT: ["p99"]},
+        "default": {TTFT: ["p99"], TBT: []},
+    }
     assert traffic.ttft_ms("default") == 960
-    assert traffic.ttft_ms("chat") == 300
+    assert traffic.ttft_ms("chat") == 300, "long bodies of one class delay no other"
     traffic.promise(Promises.of({TTFT: {"p99": 500}}))
     assert traffic.ttft_ms("default") == 460
+
+
+def test_the_longest_way_of_several_api_servers_counts_while_they_tell_it() -> None:
+    def tell(teller: str, ms: float, now: float) -> float | None:
+        traffic.lead({"chat": {TTFT: {"p90": ms}}}, teller=teller, now=now)
+        return traffic.ttft_ms("chat")
+
+    traffic = Traffic(classes={"chat": Promises.of({TTFT: {"p90": 300}})})
+    assert tell("one", 40.0, 0.0) == 260
+    assert tell("two", 10.0, 0.5) == 260
+    assert tell("two", 60.0, 1.0) == 240
+    assert tell("one", 0.0, 2.0) == 240
+    assert tell("one", 5.0, 1.0 + FORGOTTEN_S - 0.1) == 240
+    assert tell("one", 5.0, 1.0 + FORGOTTEN_S) == 295, "the other one is gone"
 
 
 def test_the_report_says_the_way_of_each_promise() -> None:

@@ -24,7 +24,7 @@ from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
-from conserve.engine.runtime.way import promised
+from conserve.engine.runtime.way import Beyond, WaysTold, names_of
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
 RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
@@ -55,7 +55,7 @@ class Traffic:
             for name, its in {**(classes or {}), DEFAULT_CLASS: promises or Promises()}.items()
         }
         self._default = self._classes[DEFAULT_CLASS]
-        self.pushing, self.rows_time = Pushing(), RowsTime()
+        self.pushing, self.rows_time, self._told_ways = Pushing(), RowsTime(), WaysTold()
         self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None
@@ -90,11 +90,15 @@ class Traffic:
         """Hold latencies of the default class against these promises from now on."""
         self._default.promise(promises)
 
-    def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:
-        """Keep promises so many ms earlier in the engine; returns the names of all promises, by latency."""
-        for one in self._classes.values():
-            one.lead(ways_ms)
-        return promised(one.promises for one in self._classes.values())
+    def lead(self, ways_ms: Mapping[str, Beyond], *, teller: str, now: float) -> dict[str, Any]:
+        """Keep promises earlier in the engine by the ways of each class that an API server tells.
+
+        Returns the names of what is promised, by class and latency.
+        """
+        self._told_ways.tell(teller, ways_ms, now=now)
+        for name, one in self._classes.items():
+            one.lead(self._told_ways.longest_ms(name))
+        return {name: names_of(one.promises) for name, one in self._classes.items()}
 
     def follow(self, policy: str) -> None:
         """Hold latencies of another policy from now on: what its rows make late is no fault of the ones before."""

@@ -3,10 +3,11 @@
 A promise is made to clients, and the engine keeps it by its own clock: from a request's arrival in the API server
 to the moment at which the engine core has the token. Reading a body and writing tokens come on top, and wait where
 the API server is busy. It measures both latencies of each streamed answer; quantiles of both over about a minute,
-one less the other, are what the engine has to be earlier by.
+one less the other, are what the engine has to be earlier by. Each class of live traffic has a way of its own, since
+one class's bodies may be long; of several API servers the longest way counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import exp
 
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
@@ -15,6 +16,9 @@ from conserve.engine.runtime.receipt import STEP, bin_of
 FADES_S = 60.0  # after which a latency counts by 1/e
 LEAST = 3.0  # latencies above a quantile that is compared: of fewer a higher quantile says nothing
 SCANTY = 1e-3  # counts below it are dropped
+FORGOTTEN_S = 120.0  # after which an API server that tells no more is forgotten
+
+Beyond = Mapping[str, Mapping[str, float]]  # by latency and name of a promise: ms that clients have it later
 
 
 class FadingCounts:
@@ -83,7 +87,7 @@ class LatencyWay:
 
 
 class Way:
-    """TTFT and TBT of one API server, by both clocks."""
+    """TTFT and TBT of one class at one API server, by both clocks."""
 
     def __init__(self) -> None:
         self.latencies = {name: LatencyWay() for name in LATENCIES}
@@ -105,9 +109,29 @@ class Way:
         }
 
 
-def promised(by_class: Iterable[Promises]) -> dict[str, list[str]]:
-    """Names of all that is promised, by latency."""
-    several = list(by_class)
-    return {
-        name: sorted({promise for one in several for promise in getattr(one, name)}) for name in LATENCIES
-    }
+class WaysTold:
+    """What the API servers tell an engine. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self) -> None:
+        self._by_teller: dict[str, tuple[float, Mapping[str, Beyond]]] = {}
+
+    def tell(self, teller: str, ways_ms: Mapping[str, Beyond], *, now: float) -> None:
+        """Keep the ways of one API server, by class, in place of what it told before."""
+        self._by_teller[teller] = now, ways_ms
+        self._by_teller = {
+            name: told for name, told in self._by_teller.items() if told[0] > now - FORGOTTEN_S
+        }
+
+    def longest_ms(self, live_class: str) -> dict[str, dict[str, float]]:
+        """The longest way of a class to any API server."""
+        found: dict[str, dict[str, float]] = {name: {} for name in LATENCIES}
+        for _, by_class in self._by_teller.values():
+            for latency, beyond in by_class.get(live_class, {}).items():
+                for promise, ms in beyond.items():
+                    found[latency][promise] = max(ms, found[latency].get(promise, 0.0))
+        return found
+
+
+def names_of(promises: Promises) -> dict[str, list[str]]:
+    """Names of what is promised, by latency."""
+    return {name: sorted(getattr(promises, name)) for name in LATENCIES}

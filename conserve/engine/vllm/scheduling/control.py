@@ -12,6 +12,7 @@ from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.traffic import Pause
+from conserve.engine.runtime.way import Beyond
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
 # What a pause compares with is an engine without rows, and a pause for a promise keeps the others.
@@ -47,10 +48,7 @@ def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
         scheduler._traffic.promise(Promises.of(change["slo"]))
 
 
-def lead(scheduler: Any, ways_ms: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:
-    """Keep promises so many ms earlier, since clients have tokens later; returns the names of all promises.
-
-    Both are by latency (`runtime/way`).
-    """
-    names: dict[str, list[str]] = scheduler._traffic.lead(ways_ms)
+def lead(scheduler: Any, teller: str, ways_ms: Mapping[str, Beyond]) -> dict[str, Any]:
+    """Keep promises earlier by the ways of each class that an API server tells (`Traffic.lead`)."""
+    names: dict[str, Any] = scheduler._traffic.lead(ways_ms, teller=teller, now=time.monotonic())
     return names

@@ -1,7 +1,8 @@
 """Times at which tokens of live answers leave the API server, beside the engine's: the way to clients.
 
 The guard makes a `Delivery` for each request, which sees what is sent; `delivering` tells it which live request of
-the engine's the answer comes from. About once a second the engine's scheduler is told (`runtime/way`).
+the engine's the answer comes from, and of which class. While there are such answers, and until what they say has
+faded, the engine's scheduler is told once a second (`runtime/way`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from math import inf
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
 from conserve.engine.runtime.way import Way
 from conserve.engine.vllm.requests.engines import ask_engines
 from conserve.engine.vllm.requests.token_watch import state_of
+from conserve.engine.vllm.server.live_classes import class_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,31 +37,49 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class WayTeller:
-    """Keeps the way of one API server, and tells the engines of it."""
+    """Keeps the ways of one API server, and tells the engines of them."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self.llm, self.way = llm, Way()
-        self._promises: dict[str, list[str]] = {}  # names of what is promised, as the engine said last
+        self.llm = llm
+        self.ways: dict[str, Way] = {}  # by class
+        self._name = uuid4().hex
+        self._promises: dict[str, Any] = {}  # by class: names of what is promised, as the engine said last
         self._due = 0.0
         self._telling: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
+
+    def way(self, live_class: str) -> Way:
+        """The way of a class."""
+        return self.ways.setdefault(live_class, Way())
 
     def noted(self, now: float) -> None:
         """Tell the engines if a second has passed since they were told."""
         if now >= self._due and (self._telling is None or self._telling.done()):
-            self._due = now + TOLD_EVERY_S
-            self._telling = asyncio.ensure_future(self._tell(now))
+            self._telling = asyncio.ensure_future(self._tell())
 
-    async def _tell(self, now: float) -> None:
-        self.way.fade(now=now)
+    async def _tell(self) -> None:
+        """Tell the engines, again and again until there is no way to tell of."""
+        while await self._told(time.monotonic()):
+            await asyncio.sleep(TOLD_EVERY_S)
+
+    async def _told(self, now: float) -> bool:
+        """Tell the engines once; True if clients have anything later."""
+        self._due = now + TOLD_EVERY_S
+        ways_ms = {}
+        for name, way in self.ways.items():
+            way.fade(now=now)
+            ways_ms[name] = way.beyond_ms(self._promises.get(name, {}))
         try:
-            answers = await ask_engines(self.llm, "conserve_way", self.way.beyond_ms(self._promises))
+            answers = await ask_engines(self.llm, "conserve_way", self._name, ways_ms)
         except Exception:  # an engine that fails says so elsewhere
             log.debug("the engine was not told of the way to clients", exc_info=True)
-            return
+            return False
         if answers[0] is None:  # another scheduler runs
             self._due = inf
-        else:
-            self._promises = answers[0]
+            return False
+        self._promises = answers[0]
+        return any(
+            ms for beyond in ways_ms.values() for by_name in beyond.values() for ms in by_name.values()
+        )
 
 
 class Delivery:
@@ -67,14 +88,17 @@ class Delivery:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._teller: WayTeller | None = None  # None for an answer without times
-        self._request = ""
+        self._request, self._class = "", DEFAULT_CLASS
         self._parts = 0  # of the engine's requests that the answer comes from
         self._stats: RequestStateStats | None = None
         self._engine_at = self._sent_at = 0.0  # of the newest token
 
-    def comes_from(self, llm: AsyncLLM, request_id: str, samples: int) -> None:
+    def comes_from(
+        self, llm: AsyncLLM, request_id: str, samples: int, live_class: str = DEFAULT_CLASS
+    ) -> None:
         """Note a live request of the engine's. An answer from several, or of several samples, has no times."""
         self._parts += samples
+        self._class = live_class
         self._teller, self._request = (teller_of(llm), request_id) if self._parts == 1 else (None, "")
 
     def watching(self, send: Send) -> Send:
@@ -99,10 +123,10 @@ class Delivery:
                 return
             arrived = now - (time.time() - stats.arrival_time)
             in_engine, to_client = stats.first_token_ts - arrived, now - self._began
-            teller.way.latencies["ttft_ms"].note(in_engine * 1e3, to_client * 1e3)
+            teller.way(self._class).latencies["ttft_ms"].note(in_engine * 1e3, to_client * 1e3)
         elif stats.last_token_ts > self._engine_at:  # not the end of an answer, nor what follows a role
             gap, to_client = stats.last_token_ts - self._engine_at, now - self._sent_at
-            teller.way.latencies["tbt_ms"].note(gap * 1e3, to_client * 1e3)
+            teller.way(self._class).latencies["tbt_ms"].note(gap * 1e3, to_client * 1e3)
         else:
             return
         self._engine_at, self._sent_at = stats.last_token_ts, now
@@ -120,7 +144,7 @@ def delivering(generate: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
         delivery = DELIVERY.get()
         if delivery is not None and rest.get("priority", 0) < OFFLINE_PRIORITY:
-            delivery.comes_from(llm, request_id, getattr(params, "n", 1))
+            delivery.comes_from(llm, request_id, getattr(params, "n", 1), class_of(llm, params))
         return generate(llm, prompt, params, request_id, *args, **rest)
 
     return wrapped

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from conserve.engine.policy.classes import ClassRefused, LiveClasses
-from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY
+from conserve.engine.policy.view import CLASS_ARGUMENT, DEFAULT_CLASS, OFFLINE_PRIORITY
 from conserve.engine.vllm.server.privileges import CALLER, Caller, Role, refuse
 from conserve.engine.vllm.settings import SECTION, classes_of
 
@@ -64,6 +64,12 @@ def put_in_class(classes: LiveClasses, params: Any, rest: Mapping[str, Any]) -> 
     if live_class in classes.named:
         promised_ms = classes.promises_of(live_class).slo.ttft_ms
         CALLER.set(replace(caller, live_class=live_class, ttft_slo_ms=promised_ms))
+
+
+def class_of(llm: Any, params: Any) -> str:
+    """The class that `classing` has written into a live request's parameters; the default one without classes."""
+    extra = getattr(params, "extra_args", None) or {}
+    return str(extra.get(CLASS_ARGUMENT, DEFAULT_CLASS)) if classes_of_engine(llm) else DEFAULT_CLASS
 
 
 def classes_of_engine(llm: Any) -> LiveClasses:

@@ -120,11 +120,11 @@ def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, 
     return asked(change) if asked is not None else None
 
 
-def tell_way(core: Any, ways_ms: dict[str, dict[str, float]]) -> dict[str, list[str]] | None:
-    """Tell the scheduler of the way to clients (`control.lead`); None if another scheduler runs."""
+def tell_way(core: Any, teller: str, ways_ms: dict[str, Any]) -> dict[str, Any] | None:
+    """Tell the scheduler of the ways to clients (`control.lead`); None if another scheduler runs."""
     from conserve.engine.vllm.scheduling.control import lead
 
-    return lead(core.scheduler, ways_ms) if hasattr(core.scheduler, "conserve") else None
+    return lead(core.scheduler, teller, ways_ms) if hasattr(core.scheduler, "conserve") else None
 
 
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
