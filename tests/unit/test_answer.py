@@ -525,6 +525,10 @@ def test_a_query_that_wants_too_much_is_told_of_what(error: Exception, bounds: B
     assert str(found).startswith(f"the query needs {said}narrow it down")
 
 
+def test_an_error_of_another_kind_is_no_query_s_whatever_it_says() -> None:
+    assert named_error(ValueError("Invalid Input Error: no"), about(FREE)) is None
+
+
 def about(bounds: Bounds) -> SnapshotQuery:
     """A question of which only the bounds matter."""
     return SnapshotQuery(taken=None, ask=None, uses=lambda empty: None, bounds=bounds)  # type: ignore[arg-type]

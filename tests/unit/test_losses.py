@@ -46,6 +46,15 @@ def suspects(store: Store) -> list[int]:
     return [row for (row,) in select(store, "select position from request where suspect order by 1")]
 
 
+def test_ended_leases_are_counted_whoever_had_them(store: Store) -> None:
+    add_job(store, rows=6)
+    for owner in ("ann", "ben", "ben", "dan"):
+        assert claim(store, owner=owner, limit=1) is not None
+    with store.write() as tx:
+        assert leases.abandon(tx, ["ann"], mine="ben") == 3
+        assert leases.owners(tx) == {"dan"}
+
+
 @pytest.mark.parametrize("end", [died, fell_silent])
 def test_rows_that_are_lost_with_their_owner_for_the_third_time_are_suspects(store: Store, end: End) -> None:
     add_job(store, rows=3)

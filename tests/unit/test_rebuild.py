@@ -273,6 +273,8 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
         tx.exec_driver_sql("delete from shard")
         tx.exec_driver_sql("delete from job")
     add_job(store, "job-2")
+    lineage.note(store.home, store.place, "earlier")
+    marks.change(folder.parent, Mark(store_id="earlier", registered=True, record=record))
     marked(store, "job-3", record={"id": "job-3"})  # which is not enough for a job
     said = rebuild.adopt(store, rebuild.strangers(store), now=7.0)
     assert said == ["job job-1 was taken in from its folder"]

@@ -735,6 +735,17 @@ def test_what_another_move_fills_is_not_emptied(ends: moves.Ends) -> None:
         assert guard.tables(tx) == []
 
 
+def test_what_a_move_has_filled_and_handed_over_is_not_emptied(ends: moves.Ends) -> None:
+    filling.begin(ends.target, MoveMark(id="this", state=MoveState.ARRIVING, other="x", store_id="y"))
+    over = MoveMark(id="this", state=MoveState.LEFT, other="x", store_id="y")
+    with transaction(ends.target) as tx:
+        guard.put_mark(tx, over)
+    filling.discard(ends.target, "this")
+    assert mark_at(ends.target) == over
+    with transaction(ends.target, read_only=True) as tx:
+        assert len(guard.tables(tx)) > 10
+
+
 def test_another_move_begins_with_empty_tables(ends: moves.Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same move goes on; one with another name, or after the target was a store, starts anew."""
 
