@@ -1,6 +1,7 @@
 """The simulated engine itself: what its figures are worth depends on when rows leave and where they go on."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,22 @@ def test_a_pause_keeps_what_is_promised_to_other_classes(make: Make, rows: int) 
     assert engine.scheduler.conserve()["classes"]["agents"]["requests"] == 3
     assert answers[0].tbts_ms.max() <= 100 + 1e-6
     assert engine.offline_tokens == tokens
+
+
+def test_a_first_token_is_held_against_the_request_s_own_promise(make: Make) -> None:
+    engine = make("never", rows=[], ttft_slo_ms=prompt_ms() / 2)
+    request = engine.request
+
+    def of_its_own(*given: Any, **named: Any) -> Any:
+        made = request(*given, **named)
+        made.sampling_params.extra_args = {"conserve_ttft_ms": 30_000}
+        return made
+
+    patient = mock.patch.object(engine, "request", of_its_own)
+    for asking, held_back in (patient, []), (nullcontext(), ["ttft_ms"]):
+        with asking:
+            engine.play([Arrival(0.5 * n, PROMPT, 2) for n in range(20)])
+        assert engine.scheduler.conserve()["online"]["held_back"] == held_back
 
 
 def test_a_burst_counts_where_it_meets_a_quiet_iteration(make: Make) -> None:

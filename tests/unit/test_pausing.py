@@ -232,6 +232,22 @@ def test_a_stream_alone_pauses_rows_for_its_tokens_and_not_for_arrivals(latency:
     assert traffic.pauses(offline=True, promises=True, now=21.0 + WINDOW_S) is Pause.PROMISE
 
 
+def test_a_request_with_a_promise_of_its_own_is_not_held_against_that_of_others() -> None:
+    traffic = Traffic(Promises.of({"ttft_ms": P99_MS}))
+    for number in range(40):
+        name, at, own = str(number), float(number), number % 2 == 1
+        traffic.arrived(name, 10, at=at, own_ttft=own)
+        if number % 4 == 1:
+            traffic.finished(name, aborted_at=at + 30.0)
+        traffic.tokens([name], at=at + (LATE if own else IN_TIME) / 1e3)
+        traffic.finished(name)
+    online = traffic.report(now=40.0)["online"]
+    assert (online["held_back"], online["paused_for"]) == ([], [])
+    assert online["counts"]["ttft_ms"] == {"all": 40, "late": 20}, "it is a latency as others are"
+    late(traffic, 6)
+    assert traffic.report(now=40.0)["online"]["held_back"] == ["ttft_ms"], "names come again"
+
+
 def test_a_policy_answers_for_its_own_rows() -> None:
     """A benchmark plays several policies under the same promises."""
     traffic = Traffic(Promises.of({"ttft_ms": P99_MS}))

@@ -116,14 +116,14 @@ class ClassTraffic:
         there = {"ttft_ms": self.waiting, "tbt_ms": self.decoding}
         return [name for name in paused if there[name]]
 
-    def answered(self, ms: float, rows_ms: float, *, at: float) -> None:
-        """Note a first token after `ms`, of which rows took `rows_ms`."""
+    def answered(self, ms: float, rows_ms: float, *, at: float, promised: bool = True) -> None:
+        """Note a first token after `ms`, of which rows took `rows_ms`; `promised`: by this class's promises."""
         self.requests += 1
         self.waiting -= 1
         self.decoding += 1
-        self._waited(ms, rows_ms, at)
+        self._waited(ms, rows_ms, at, promised=promised)
 
-    def given_up(self, ms: float, rows_ms: float, *, at: float) -> bool:
+    def given_up(self, ms: float, rows_ms: float, *, at: float, promised: bool = True) -> bool:
         """Note that a client left after so long without a token; True if the wait counts as a TTFT.
 
         It counts if it is longer than promised, or without a promise than all TTFTs of the last 60 s. A shorter
@@ -135,14 +135,15 @@ class ClassTraffic:
             longest_ms = max((moment.value for moment in self.ttft_ms), default=0.0)
         if ms <= longest_ms:
             return False
-        self._waited(ms, rows_ms, at)
+        self._waited(ms, rows_ms, at, promised=promised)
         return True
 
-    def _waited(self, ms: float, rows_ms: float, at: float) -> None:
+    def _waited(self, ms: float, rows_ms: float, at: float, *, promised: bool) -> None:
         remember(self.ttft_ms, Moment(at, ms))
         self.ttft_counts.note(ms)
         self.ttft_late.note(ms)
-        self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
+        if promised:
+            self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
 
     def gap(self, ms: float, rows_ms: float, count: int, *, at: float) -> None:
         """Note `count` gaps of `ms`, of which rows took `rows_ms`."""

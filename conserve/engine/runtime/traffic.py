@@ -61,6 +61,7 @@ class Traffic:
         self._offline_since: float | None = None
         self._arrived_at: dict[str, float] = {}  # online requests without a token yet
         self._last_token_at: dict[str, float] = {}
+        self._own_ttft: set[str] = set()  # online requests with a TTFT promise of their own
         self._peaks: deque[Moment] = deque()  # of concurrent online requests, each higher than all after it
         self._arrivals: deque[Moment] = deque()
         self._prompts: deque[int] = deque(maxlen=RECENT_PROMPTS)
@@ -161,8 +162,21 @@ class Traffic:
             self._peaks.popleft()
         return max(0, int(self._peaks[0].value) - self.online_now) if self._peaks else 0
 
-    def arrived(self, request: str, prompt_tokens: int, *, at: float, live_class: str | None = None) -> None:
-        """Note an online request that has arrived; one of an unknown class is of the default one."""
+    def arrived(
+        self,
+        request: str,
+        prompt_tokens: int,
+        *,
+        at: float,
+        live_class: str | None = None,
+        own_ttft: bool = False,
+    ) -> None:
+        """Note an online request that has arrived; one of an unknown class is of the default one.
+
+        With a TTFT promise of its own (`own_ttft`) it is not held against that of its class.
+        """
+        if own_ttft:
+            self._own_ttft.add(request)
         self._starts.append(self.planned_quiet)  # all of a burst wait for that iteration's end
         self.rare_starts = sum(self._starts) <= RARE * len(self._starts)
         self._enter(request, live_class, at)
@@ -182,7 +196,8 @@ class Traffic:
         going_on = [request for request in requests if request in followed]
         for request in [one for one in requests if one in arrived_at]:
             arrived = arrived_at.pop(request)
-            self._class(request).answered(*self._time_ms(arrived, at), at=at)
+            promised = request not in self._own_ttft
+            self._class(request).answered(*self._time_ms(arrived, at), at=at, promised=promised)
             self.receipt.answered(arrived=arrived, at=at)
             followed[request] = at
         classes = map(self.class_of.get, going_on, repeat(DEFAULT_CLASS))
@@ -198,16 +213,19 @@ class Traffic:
 
     def finished(self, request: str, *, aborted_at: float | None = None) -> None:
         """Forget a finished request; `aborted_at` is when its client left, if that is why."""
-        one = self._class(request)
+        one, promised = self._class(request), request not in self._own_ttft
         if (arrived := self._arrived_at.pop(request, None)) is not None:
             one.waiting -= 1
-            if aborted_at is not None and one.given_up(*self._time_ms(arrived, aborted_at), at=aborted_at):
+            if aborted_at is not None and one.given_up(
+                *self._time_ms(arrived, aborted_at), at=aborted_at, promised=promised
+            ):
                 self.receipt.answered(arrived=arrived, at=aborted_at)
             else:
                 self.receipt.gone(arrived=arrived)
         if self._last_token_at.pop(request, None) is not None:
             one.decoding -= 1
         self.class_of.pop(request, None)
+        self._own_ttft.discard(request)
 
     def computed(self, cost: Mapping[str, float]) -> None:
         """Note the cost of the tokens that an iteration computes for each class."""

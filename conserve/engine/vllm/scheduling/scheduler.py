@@ -134,7 +134,9 @@ class CoServing:
             self._grammars[name] = request
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
-            self._traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=class_named(request))
+            own, live_class = ttft_promise(request) is not None, class_named(request)
+            prompt = request.num_prompt_tokens
+            self._traffic.arrived(name, prompt, at=at, live_class=live_class, own_ttft=own)
         else:
             self._offline.add(name)
             if pushes(request):
