@@ -227,6 +227,14 @@ class TestStatus:
         pausing = too_tight.replace("rows wait while a live request gets tokens", "rows pause for it")
         assert said("tbt_ms", alone_ms=193.4, paused=["tbt_ms"]) == [pausing]
 
+    def test_rows_yield_for_the_largest_promise_and_not_for_one_that_cannot_be_kept(self) -> None:
+        alone = {"prompt_tokens": 128, "ttft_ms": 23.0, "tbt_ms": 5.0}
+        slo = Promises.of({"ttft_ms": {"p50": 20, "p99": 150}}).document()
+        online = {"held_back": ["ttft_ms"], "paused_for": ["ttft_ms"]}
+        assert server_status.yielding({"online": online, "slo": slo, "alone": alone}) == [
+            "  rows pause for TTFT: they made more late than its SLO allows; raise it, or add a server"
+        ]
+
     def test_a_harm_alone_is_named(self) -> None:
         assert (
             server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})
