@@ -217,6 +217,12 @@ def test_settings_bound_a_query(tmp_path: Path) -> None:
         assert conserve("sql", "select 1", **{f"CONSERVE_SQL_{name}": value}).returncode == 2
 
 
+def test_a_query_loads_nothing_and_sees_no_secrets_of_the_user() -> None:
+    closed = ("allow_persistent_secrets", "autoinstall_known_extensions", "autoload_known_extensions")
+    shown = f"select name, value from duckdb_settings() where name in {closed} order by name"
+    assert conserve("sql", "--csv", shown).stdout.splitlines()[1:] == [f"{name},false" for name in closed]
+
+
 class TestNamedFiles:
     """`--with`: files that the user names, and no others."""
 
