@@ -69,12 +69,16 @@ class _Iteration:
         self.scheduled: list[tuple[Request, int]] = []
 
     def take(self, one: Request, *, whatever: bool = False) -> bool:
-        """Add the request as far as tokens and time last; False if not one token of it fits."""
+        """Add the request as far as tokens and time last; False if not one token of it fits.
+
+        `whatever` adds all of a request of which time has not one token: else all work would stop.
+        """
         decode = one.computed >= one.input_tokens
         tokens = one.tokens(self.room)
-        if self._limit_ms < inf and not whatever and tokens:
+        if self._limit_ms < inf and tokens:
             wanted = Slice(tokens, one.computed, decode)
-            tokens = self._model.can_schedule(self.batch, wanted, self._limit_ms)
+            fitting = self._model.can_schedule(self.batch, wanted, self._limit_ms)
+            tokens = fitting or (tokens if whatever else 0)
         if not tokens:
             return False
         self.batch.add(tokens, one.computed, decode)

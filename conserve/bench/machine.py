@@ -1,5 +1,7 @@
 """Engines to simulate: the speed and the sizes of one, by a latency profile or by the CPU preset. Pure."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -39,6 +41,13 @@ class BenchMachine:
     num_blocks: int  # of KV
     host_blocks: int  # of KV in host memory, for checkpoints
     copy_ms: float  # of copying a block to host memory, or back
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that its times depend on."""
+        sizes = (self.layers, dict(self.flags), self.num_blocks, self.host_blocks, self.copy_ms)
+        said = json.dumps([self.model.name, self.model.coefficients, sizes], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:12]
 
     @classmethod
     def demo(cls) -> Self:

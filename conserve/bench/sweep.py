@@ -19,7 +19,7 @@ from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
 from conserve.bench.points import Cell
-from conserve.bench.profiler import DEFAULT, LEAST, MOST, Promise
+from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.bench.tuning import TERMS, TuningWorkload, latency_budget, offline_rate, sentence, token_budget
@@ -34,6 +34,10 @@ FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, be
 MOST_BLOCKS = 16
 AHEAD = "of a pass before the blocks"  # the SLO of a cell on an engine
 PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
+TUNED_ON = 2  # first blocks of a cell, of test runs
+FIGURES = (
+    2  # of cells: one more with each change of what is played or counted, so that none is beside another's
+)
 Document = dict[str, Any]
 
 
@@ -49,6 +53,7 @@ class SweepPlan:
     block_s: float
     simulated: bool
     engine: str  # what is measured
+    machine: str = ""  # digest of a simulated engine: a profile that is measured again keeps its name
 
     def wanted(self) -> list[Cell]:
         """The cells, in their order."""
@@ -64,7 +69,8 @@ class SweepPlan:
             "requests": self.requests,
             "simulated": self.simulated,
             "engine": self.engine,
-            **({} if self.simulated else {"slo": AHEAD}),
+            "figures": FIGURES,
+            **({"machine": self.machine} if self.simulated else {"slo": AHEAD}),
         }
 
 
@@ -152,7 +158,7 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     rate, traces = arrivals(cell, plan, simulator)
     alone = simulator.play(ONLINE_ONLY, traces)
     slo = limits(alone, cell.scale)
-    tokens, terms, told = _tuned(cell, plan, simulator, traces)
+    tokens, terms, told = _tuned(cell, plan, simulator, traces, alone)
     blocks: list[Block] = [*alone]
     for name in plan.policies:
         if name == DISTSERVE_P:
@@ -197,40 +203,62 @@ def _mix(simulator: Simulator) -> Mix:
 
 
 def _tuned(
-    cell: Cell, plan: SweepPlan, simulator: Simulator, traces: Sequence[Trace]
+    cell: Cell, plan: SweepPlan, simulator: Simulator, traces: Sequence[Trace], alone: Sequence[Block]
 ) -> tuple[int | None, dict[str, Any], list[str]]:
-    """Parameters of the baselines in this cell: Sarathi's token budget, HyGen's terms; and sentences on them."""
+    """Parameters of the baselines in this cell: Sarathi's token budget, HyGen's terms; and sentences on them.
+
+    Test runs are first blocks of the cell, simulated as those that are reported. `alone` are online-only's blocks.
+    """
     machine = simulator.machine
     workload = TuningWorkload(
         engine=machine.engine,
-        traces=traces[:2],
+        traces=traces[:TUNED_ON],
         block_s=plan.block_s,
         lengths=machine.rows(512, seed=plan.seed),
         window=machine.window,
     )
     promised = [one._replace(tolerance=min(MOST, max(LEAST, cell.scale - 1))) for one in DEFAULT]
-    told, tokens = [], None
+    told, tokens, reference = [], None, _latencies(alone[:TUNED_ON])
+
+    def budgeted(most: int) -> tuple[RunLatencies, float]:
+        blocks = simulator.play(SARATHI_P, workload.traces, tokens=most)
+        rate = sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
+        return _latencies(blocks), rate
+
     if SARATHI_P in plan.policies:
-        budget = token_budget(workload, promised)
+        budget = token_budget(workload, promised, beside=budgeted, alone=reference)
         tokens, told = budget.tokens, [budget.sentence()]
     terms: dict[str, Any] = {"predictor": predictor_of(machine.model, plan.seed)}
     for name in (HYGEN_STAR, HYGEN):
         if name in plan.policies:
-            value, said = asyncio.run(_hygen(name, workload, terms["predictor"], promised))
-            terms[name] = {TERMS[name]: value}
-            told.append(said)
+            found = asyncio.run(
+                _hygen(name, workload, terms["predictor"], promised, simulator=simulator, alone=reference)
+            )
+            terms[name] = {TERMS[name]: found.value}
+            told.append(sentence(name, found, promised, "simulated"))
     return tokens, terms, told
 
 
 async def _hygen(
-    name: str, workload: TuningWorkload, predictor: LinearModel, promised: Sequence[Promise]
-) -> tuple[float, str]:
-    alone = workload.alone()
+    name: str,
+    workload: TuningWorkload,
+    predictor: LinearModel,
+    promised: Sequence[Promise],
+    *,
+    simulator: Simulator,
+    alone: RunLatencies,
+) -> Found:
+    async def run(value: float) -> RunLatencies:
+        terms, promises = {TERMS[name]: value}, {"hygen": predictor.coefficients}
+        return _latencies(simulator.play(name, workload.traces, promises=promises, terms=terms))
+
     if name == HYGEN:
-        found = await latency_budget(workload, predictor, promised, None, alone)
-    else:
-        found = await offline_rate(workload, promised, None, alone)
-    return found.value, sentence(name, found, promised, "simulated")
+        return await latency_budget(workload, predictor, promised, run, alone)
+    return await offline_rate(workload, promised, run, alone)
+
+
+def _latencies(blocks: Iterable[Block]) -> RunLatencies:
+    return RunLatencies.heard([answer for block in blocks for answer in block.answers])
 
 
 def predictor_of(model: LinearModel, seed: int) -> HyGenModel:

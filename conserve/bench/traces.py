@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,7 +169,10 @@ def find_trace(name: str) -> Path:
 def gamma(
     rate: float, cv: float, duration_s: float, input_tokens: int, output_tokens: int, seed: int
 ) -> Trace:
-    """Arrivals with Gamma distributed gaps: `cv` 1 is Poisson, more is burstier, 0 is a metronome."""
+    """Arrivals with Gamma distributed gaps: `cv` 1 is Poisson, more is burstier, 0 is a metronome.
+
+    They begin long before the first second, so that each has as many as the rate says.
+    """
     at_s = _gamma_times(rate, cv, duration_s, seed)
     name = f"gamma rate {rate:g} cv {cv:g} seed {seed}"
     return _uniform(name, duration_s, at_s, input_tokens, output_tokens)
@@ -196,17 +200,20 @@ def on_off(
 
 
 def _gamma_times(rate: float, cv: float, duration_s: float, seed: int) -> np.ndarray[Any, Any]:
-    """Arrival times before `duration_s`."""
+    """Arrival times before `duration_s` of a process that is in equilibrium at 0."""
     _require_positive(rate=rate, duration_s=duration_s)
     if not 0 <= cv <= MOST_CV:
         raise InputError(f"cv is {cv:g}; give 0 to {MOST_CV:g}, 1 for Poisson arrivals")
     rng = np.random.default_rng(seed)
-    at_s = np.zeros(1)
+    shape = 1 / cv**2 if cv > STEADY_CV else inf
+    # The gap around 0 is as likely as it is long, so of the shape above; 0 is anywhere in it.
+    around_s = rng.gamma(shape + 1, 1 / (rate * shape)) if shape < inf else 1 / rate
+    at_s = np.array([around_s * rng.random()])
     while at_s[-1] < duration_s:
         number = math.ceil(rate * duration_s) + 16
-        gaps_s = rng.gamma(1 / cv**2, cv**2 / rate, number) if cv > STEADY_CV else np.full(number, 1 / rate)
+        gaps_s = rng.gamma(shape, 1 / (rate * shape), number) if shape < inf else np.full(number, 1 / rate)
         at_s = np.concatenate([at_s, at_s[-1] + np.cumsum(gaps_s)])
-    return at_s[1:][at_s[1:] < duration_s]
+    return at_s[at_s < duration_s]
 
 
 def _uniform(

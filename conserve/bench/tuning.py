@@ -5,7 +5,7 @@ runs are simulated by default; `measured_run` is one on the engine, as in HyGen'
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -91,13 +91,27 @@ class TokenBudget:
         return f"{SARATHI_P}: {self.tokens} tokens an iteration, of {others} ({why}, simulated)"
 
 
-def token_budget(workload: TuningWorkload, promised: Sequence[Promise]) -> TokenBudget:
-    """Token budget with the most offline tokens that keeps the promises, else the one nearest to that."""
+def token_budget(
+    workload: TuningWorkload,
+    promised: Sequence[Promise],
+    *,
+    beside: Callable[[int], tuple[RunLatencies, float]] | None = None,
+    alone: RunLatencies | None = None,
+) -> TokenBudget:
+    """Token budget with the most offline tokens that keeps the promises, else the one nearest to that.
+
+    `beside` is a test run with a budget, which returns latencies beside rows and their tokens per second, and
+    `alone` has the latencies without rows: those of the forecast by default.
+    """
+
+    def forecast(tokens: int) -> tuple[RunLatencies, float]:
+        return workload.beside(Sharing(online_first=False, max_tokens=tokens))
+
     least, most = max(LEAST_TOKENS, workload.engine.max_requests), workload.engine.max_tokens
     tried = sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
-    alone, scores = workload.alone(), []
+    run, alone, scores = beside or forecast, alone or workload.alone(), []
     for tokens in tried:
-        found, rate = workload.beside(Sharing(online_first=False, max_tokens=tokens))
+        found, rate = run(tokens)
         over = excess(found, alone, promised)
         scores.append((over <= 1, rate if over <= 1 else -over, tokens))
     kept, _, tokens = max(scores)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -104,7 +104,7 @@ def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json:
     if words[1:]:
         raise SettingsError("a simulated engine has the flags of its profile; leave vLLM's flags out")
     machine = machine_of(settings, words[0] if words else None)
-    plan = plan_of(wanted, size, machine.name)
+    plan = replace(plan_of(wanted, size, machine.name), machine=machine.digest)
     return simulated(plan, machine, folder, processes=wanted.processes, as_json=as_json)
 
 

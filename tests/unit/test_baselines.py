@@ -30,7 +30,7 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tuning import TuningWorkload
 from conserve.engine.vllm.server.stock import environment
 from conserve.errors import EndpointUnusable, SettingsError
-from conserve.profiles.batch import Batch
+from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.worth import Worth
 from tests.benchmarks.simulation import DEMO, FASTER
@@ -320,6 +320,21 @@ def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: TuningWorkload) -
     assert tokens > 0
     assert excess(workload.beside(replace(sharing, budget_ms=float("inf")))[0], alone, promised) > 1
     assert "mean TBT +30%" in tuning.sentence("hygen", found, promised, "simulated")
+
+
+def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned() -> None:
+    """Computed whole it would keep promises in the forecast that the policy breaks."""
+    trace = Trace(name="one", duration_s=1.0, arrivals=(Arrival(0.0, 500, 2),))
+    budget_ms = MODEL.predict(Batch.of([Slice(100, 0)]))
+
+    def ttft_ms(budget_ms: float) -> float:
+        sharing = Sharing(online_first=True, max_tokens=512, budget_ms=budget_ms)
+        (request,) = co_play(trace, ENGINE, 1.0, sharing, ROWS, window=0).requests
+        return request.token_at_s[0] * 1e3
+
+    pieces_ms = sum(MODEL.predict(Batch.of([Slice(100, context)])) for context in range(0, 500, 100))
+    assert ttft_ms(budget_ms) == pytest.approx(pieces_ms, rel=0.05)
+    assert ttft_ms(MODEL.predict(Batch()) / 2) == pytest.approx(MODEL.predict(Batch.of([Slice(500, 0)])))
 
 
 def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:

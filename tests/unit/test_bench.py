@@ -118,6 +118,25 @@ def test_times_on_ticks_are_spread_until_the_next_tick(write_input: WriteInput) 
     assert traces.read(path, seed=1) == trace != traces.read(path, seed=2)
 
 
+@pytest.mark.parametrize("cv", [0, 0.5, 1, 2, 4])
+def test_short_blocks_have_as_many_arrivals_as_the_rate_says_at_any_of_their_times(cv: float) -> None:
+    """Blocks that began with an arrival would have twice as many at a CV of 4, and most of these at once."""
+    at_s = np.concatenate(
+        [[one.at_s for one in found] for seed in range(4000) if (found := drawn(0.5, cv, 10.0, seed))]
+    )
+    assert len(at_s) / 4000 == pytest.approx(5.0, rel=0.1)
+    assert sum(at_s < 1.0) / 4000 == pytest.approx(0.5, rel=0.25)
+    assert sum(at_s >= 9.0) / 4000 == pytest.approx(0.5, rel=0.25)
+
+
+def drawn(rate: float, cv: float, block_s: float, seed: int) -> Sequence[traces.Arrival]:
+    """Arrivals of a block, which may have none."""
+    try:
+        return traces.gamma(rate, cv, block_s, 10, 5, seed).arrivals
+    except InputError:
+        return ()
+
+
 def test_gamma_arrivals_have_the_rate_and_the_burstiness() -> None:
     for cv in (0.0, 1.0, 4.0):
         trace = traces.gamma(20, cv, 2000, 10, 5, seed=3)

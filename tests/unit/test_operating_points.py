@@ -26,6 +26,7 @@ from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, si
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
+from conserve.profiles.conserve import ConServeModel
 from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = BenchMachine.demo()
@@ -282,6 +283,27 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert (len(more.done), len(more.missing)) == (2, 4), "more cells are the same sweep"
     with pytest.raises(InputError, match=r"other seed, policies; name another folder with --output"):
         CellLedger.open(file, replace(PLAN, seed=4, policies=["conserve"]))
+    with pytest.raises(InputError, match=r"other machine;"):
+        CellLedger.open(file, replace(PLAN, machine="measured again"))
+
+
+def test_cells_that_were_counted_otherwise_are_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cells.jsonl"
+    CellLedger.open(file, PLAN)
+    monkeypatch.setattr(sweep, "FIGURES", sweep.FIGURES + 1)
+    with pytest.raises(InputError, match=r"other figures; name another folder"):
+        CellLedger.open(file, PLAN)
+
+
+def test_an_engine_that_is_profiled_again_is_another() -> None:
+    demo = BenchMachine.demo()
+    slower = replace(demo, model=ConServeModel.of(*(2 * n for n in range(1, 9))))
+    assert (
+        len({one.digest for one in (demo, slower, replace(demo, num_blocks=5), replace(demo, flags={}))}) == 4
+    )
+    assert demo.digest == BenchMachine.demo().digest
 
 
 def test_an_estimate_is_of_the_cells_so_far() -> None:
