@@ -20,8 +20,8 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.forecast import EngineModel
-from conserve.bench.measure import LatencyLimits
 from conserve.bench.traces import Arrival, Trace
 from conserve.profiles.batch import Batch, Slice
 

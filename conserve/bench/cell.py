@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
+from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, compare
 from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
 
@@ -73,7 +74,7 @@ def _twice(outcome: PolicyOutcome) -> float | None:
     """Share of offline tokens' worth of computing that was done twice: thrown away, or lost with evicted KV."""
     again = outcome.left.tokens_wasted + outcome.evicted.tokens_recomputed
     tokens = outcome.offline_tokens_per_s * outcome.duration_s
-    return again / tokens if tokens else None
+    return again / tokens if tokens and outcome.tells else None
 
 
 def _ratios(name: str, comparison: PolicyComparison) -> dict[str, Any]:
@@ -104,6 +105,9 @@ def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:
 
 
 def worst(measured: Mapping[str, Any], policy: str) -> float:
-    """Larger of the two P99s to online-only's; infinite where the policy answered no request."""
-    ttft = ratio(measured, policy, "ttft_p99")
-    return inf if ttft is None else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)
+    """Larger of the two P99s to online-only's; infinite where the policy failed a request or answered none.
+
+    The percentiles are of answers, and a request that failed would have had the longest latency.
+    """
+    ttft, failed = ratio(measured, policy, "ttft_p99"), measured["policies"].get(policy, {}).get("failed")
+    return inf if ttft is None or failed else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)

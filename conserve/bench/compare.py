@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from conserve.bench.answers import RequestEnd, tbts_ms, ttfts_ms
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Field, Turn
-from conserve.bench.load import LoadPlan, play_apart
-from conserve.bench.measure import Block, LatencyLimits, by_policy, online_only_p99s, percentiles
+from conserve.bench.load import LoadPlan, play, play_apart
+from conserve.bench.measure import Block, by_policy, online_only_p99s, percentiles
 from conserve.bench.names import OFF, alone_of
 from conserve.bench.traces import Trace
 
 STARTING_S = 2.0  # of the load generator's process, about
 LEAD_S = 0.5  # from when it is ready to the first moment of a block
 T = TypeVar("T")
+WARMED_BY, WARM_TOKENS = 3, 8  # requests, and tokens of an answer
+WARM_SEED = 1_000_003  # apart from those of all turns, so that no block's prompt is in the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class Design:
     rounds: int
     block_s: float
     settle_s: float = 3.0  # time under a policy before its block counts
+    warmed_by: int = WARMED_BY  # live requests that count for nothing, one after the other, in each turn
     slo: LatencyLimits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
     slo_ahead: bool = False  # these are of a pass of online-only before the rounds
@@ -91,6 +95,7 @@ async def one_turn(
 ) -> Block:
     """Play the arrivals once under a policy that promises this SLO, after a while without them."""
     turn = await field.turn(policy, slo)
+    await warmed(turn, trace, design.warmed_by)
     await asyncio.sleep(design.settle_s)
     block = await one_block(turn, trace, design, policy)
     await field.played(policy)
@@ -114,6 +119,21 @@ def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
     """SLO after conserve-2026, section 6.2: `scale` times the P99s of online-only so far."""
     p99s = online_only_p99s(by_policy(blocks))
     return LatencyLimits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
+
+
+async def warmed(turn: Turn, trace: Trace, requests: int) -> None:
+    """Send live requests as long as the first of the block's, whose answers count for nothing.
+
+    A server whose turn begins was stopped or has just started, and rows warm up some of them alone. Without these
+    the block's first request is its slowest, which of few requests is their P99, and so the SLO.
+    """
+    if not requests:
+        return
+    first = trace.arrivals[0]
+    short = first._replace(at_s=0.0, output_tokens=min(WARM_TOKENS, first.output_tokens))
+    one = replace(trace, duration_s=1.0, arrivals=(short,))
+    for number in range(requests):
+        await play(one, turn.target, seed=turn.seed + WARM_SEED * (number + 1))
 
 
 async def one_block(turn: Turn, trace: Trace, design: Design, policy: str) -> Block:

@@ -9,10 +9,10 @@ from typing import Any, Self
 import httpx
 
 from conserve.bench.answers import LoadAnswer
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Turn, readings
 from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
-from conserve.bench.measure import LatencyLimits
 from conserve.bench.names import HYGENS, OFF, regime_of, wanted
 from conserve.errors import EndpointUnusable
 from conserve.hosts import split_login

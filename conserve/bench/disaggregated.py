@@ -10,8 +10,9 @@ from heapq import merge
 from math import ceil, inf
 from operator import attrgetter
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.machine import BenchMachine
-from conserve.bench.measure import Block, LatencyLimits, outcome
+from conserve.bench.measure import Block, outcome
 from conserve.bench.traces import Trace
 from conserve.words import count
 

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from conserve.bench.answers import LoadAnswer
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.load import LoadTarget
-from conserve.bench.measure import LatencyLimits
 
 LOOK_S = 1.0  # time between two readings of the counters
 C = TypeVar("C")

@@ -7,7 +7,7 @@ such blocks would give. So this work is taken off the rows, and all policies hav
 
 from collections.abc import Iterable, Sequence
 
-from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.answers import LoadAnswer
 from conserve.bench.bound import added_ms, decodes_ms
 from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, by_policy
@@ -25,13 +25,13 @@ def left_by_policy(
 def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int = 0) -> float:
     """Time that live tokens which came after the end of their block's time add to iterations.
 
-    The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole.
+    The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole,
+    also that of a request that failed.
     """
     return sum(
         _left_ms(answer, block.duration_s, engine, shared_tokens)
         for block in blocks
         for answer in block.answers
-        if answer.status is RequestEnd.OK
     )
 
 
@@ -40,4 +40,4 @@ def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_token
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
     cached = min(shared_tokens, prompt - 1)
     prompt_ms = 0.0 if done else added_ms(engine, Slice(prompt - cached, cached))
-    return prompt_ms + decodes_ms(engine, prompt, answer.tokens, answer.tokens - max(1, done))
+    return prompt_ms + decodes_ms(engine, prompt, answer.tokens, max(0, answer.tokens - max(1, done)))

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
+from conserve.bench.attainment import Attainment, LatencyLimits, attainments
 from conserve.bench.harm import Harm, harm
 from conserve.bench.names import ALL, PRIORITY, SARATHI_P, alone_of, most_of
 from conserve.bench.restless import StepTimes, step_times
 
 ORDER = (*ALL, PRIORITY)
-SCALES = (1.0, 1.25, 1.5, 2.0)
 LATE_MS = 5.0  # a request sent later than this was held up by the generator
 
 
@@ -23,11 +23,12 @@ LATE_MS = 5.0  # a request sent later than this was held up by the generator
 class Block:
     """A stretch of time under one policy.
 
-    `started_s` is on the clock that the blocks share; `answers` and `offline_series`
-    (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
-    a time limit and `overruns` exceeded it; offline rows left `iterations_left` of them, with `tokens_redone`
-    tokens, and `tokens_wasted` tokens' worth of computing was thrown away. `live_tokens_recomputed` counts the
-    tokens of online requests in such iterations.
+    `started_s` is on the clock that the blocks share; `answers` and `offline_series` (seconds, offline tokens so
+    far) count from there. `iterations` were the engine's, of which `planned` had a time limit and `overruns`
+    exceeded it; offline rows left `iterations_left` of them, with `tokens_redone` tokens, and `tokens_wasted`
+    tokens' worth of computing was thrown away. `live_tokens_recomputed` counts the tokens of online requests in
+    such iterations. Counts are of all `engines`, `busy_s` is their mean. An engine that does not tell (`tells`) of
+    iterations and evictions, as stock vLLM, leaves these at nought.
     """
 
     policy: str
@@ -49,13 +50,13 @@ class Block:
     tokens_restored: int = 0  # from there
     tokens_recomputed: int = 0  # of evicted rows
     offline_series: tuple[tuple[float, int], ...] = ()
+    engines: int = 1
+    tells: bool = True
 
-
-class LatencyLimits(NamedTuple):
-    """Limits of TTFT and TBT, in ms: an SLO, or a reference."""
-
-    ttft_ms: float
-    tbt_ms: float
+    @property
+    def engine_s(self) -> float:
+        """Seconds of all engines together."""
+        return self.duration_s * self.engines
 
 
 class Percentiles(NamedTuple):
@@ -73,14 +74,6 @@ class Spread(NamedTuple):
     min: float
     median: float
     max: float
-
-
-class Attainment(NamedTuple):
-    """Shares of requests and of token gaps within their limits, and the smaller of the two."""
-
-    ttft: float | None
-    tbt: float | None
-    attainment: float | None
 
 
 class Lateness(NamedTuple):
@@ -136,7 +129,8 @@ class PolicyOutcome:
     """Figures of one policy over its pooled blocks; `spread` compares the blocks."""
 
     blocks: int
-    duration_s: float
+    duration_s: float  # of all engines together
+    tells: bool  # of iterations that rows left, and of evictions
     requests: int
     failed: int
     failures: Mapping[str, int]
@@ -240,10 +234,11 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
     """Figures of one policy's pooled blocks."""
     answers = [answer for block in blocks for answer in block.answers]
     failures = [answer.status.value for answer in answers if answer.status is not RequestEnd.OK]
-    duration_s = sum(block.duration_s for block in blocks)
+    duration_s = sum(block.engine_s for block in blocks)
     return PolicyOutcome(
         blocks=len(blocks),
         duration_s=duration_s,
+        tells=all(block.tells for block in blocks),
         requests=len(answers),
         failed=len(failures),
         failures={status: failures.count(status) for status in sorted(set(failures))},
@@ -256,7 +251,7 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         offline_decode_tokens_per_s=sum(block.offline_decodes for block in blocks) / duration_s,
         online_tokens_per_s=sum(map(tokens_within, blocks)) / duration_s,
         attainment=attainments(answers, reference),
-        engine_busy=sum(block.busy_s for block in blocks) / duration_s,
+        engine_busy=sum(block.busy_s for block in blocks) / sum(block.duration_s for block in blocks),
         overruns=overruns(blocks),
         left=left(blocks),
         evicted=evicted(blocks),
@@ -276,26 +271,6 @@ def percentiles(values_ms: Floats) -> Percentiles | None:
         return None
     p50, p90, p99, most = np.percentile(values_ms, [50, 90, 99, 100], method="inverted_cdf")
     return Percentiles(float(p50), float(p90), float(p99), float(most))
-
-
-def attainments(answers: Sequence[LoadAnswer], reference: LatencyLimits | None) -> dict[str, Attainment]:
-    """Attainment by scale; empty without a reference."""
-    return {str(scale): attainment(answers, reference, scale) for scale in SCALES} if reference else {}
-
-
-def attainment(answers: Sequence[LoadAnswer], reference: LatencyLimits, scale: float) -> Attainment:
-    """Shares within `scale` times the reference; a failed request misses once in each."""
-    failed = sum(answer.status is not RequestEnd.OK for answer in answers)
-    complete = [answer for answer in answers if answer.status is RequestEnd.OK]
-    ttft = _share_within(ttfts_ms(complete), scale * reference.ttft_ms, failed)
-    tbt = _share_within(tbts_ms(complete), scale * reference.tbt_ms, failed)
-    known = [share for share in (ttft, tbt) if share is not None]
-    return Attainment(ttft, tbt, min(known, default=None))
-
-
-def _share_within(values_ms: Floats, limit_ms: float, missed: int) -> float | None:
-    number = len(values_ms) + missed
-    return int(np.count_nonzero(values_ms <= limit_ms)) / number if number else None
 
 
 def lateness(answers: Sequence[LoadAnswer]) -> Lateness:
@@ -319,7 +294,7 @@ def left(blocks: Sequence[Block]) -> Left:
         iterations=sum(block.iterations_left for block in blocks),
         tokens_redone=sum(block.tokens_redone for block in blocks),
         tokens_wasted=wasted,
-        wasted_share=wasted / offline if offline > 0 else None,
+        wasted_share=wasted / offline if offline > 0 and all(block.tells for block in blocks) else None,
         live_tokens_recomputed=sum(block.live_tokens_recomputed for block in blocks),
     )
 
@@ -339,8 +314,8 @@ def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:
     return {
         "ttft_p99_ms": _spread([p.p99 for p in ttft if p]),
         "tbt_p99_ms": _spread([p.p99 for p in tbt if p]),
-        "offline_tokens_per_s": _spread([block.offline_tokens / block.duration_s for block in blocks]),
-        "offline_work_per_s": _spread([block.offline_work / block.duration_s for block in blocks]),
+        "offline_tokens_per_s": _spread([block.offline_tokens / block.engine_s for block in blocks]),
+        "offline_work_per_s": _spread([block.offline_work / block.engine_s for block in blocks]),
     }
 
 

@@ -6,10 +6,11 @@ from itertools import count, cycle
 from typing import Any, Protocol
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.deployment import SchedulerCounters
 from conserve.bench.disaggregated import BestSplit, EngineSplit, best_split, pooled
 from conserve.bench.machine import BenchMachine
-from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
 
@@ -154,8 +155,9 @@ class Simulator:
         return Block(
             policy=name,
             started_s=played.began_s,
-            duration_s=(played.ended_s - played.began_s) * engines,
+            duration_s=played.ended_s - played.began_s,
             answers=tuple(answers),
+            engines=engines,
             **last.since(first),
         )
 

@@ -83,10 +83,11 @@ class StockServer:
     ) -> dict[str, Any]:
         """Counts of a block, by the names of `Block`.
 
-        Live tokens are those that their clients had got. vLLM does not tell how long its iterations took: the
-        engine counts as busy while it has a request, which with offline rows is always.
+        Live tokens are those that their clients had got. vLLM does not tell how long its iterations took, nor what
+        evicted rows computed again: the engine counts as busy while it has a request, which with offline rows is
+        always. The first token of a row's answer counts as a decode step, and is none of the plug-in's.
         """
-        counts: dict[str, Any] = {"iterations": 0, "planned": 0, "overruns": 0}
+        counts: dict[str, Any] = {"iterations": 0, "planned": 0, "overruns": 0, "tells": False}
         if self._rows is None:
             busy_s = in_flight_s(answers, duration_s)
             return {**counts, "offline_tokens": 0, "busy_s": busy_s}

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -218,10 +219,10 @@ def _tuned(
         window=machine.window,
     )
     promised = [one._replace(tolerance=min(MOST, max(LEAST, cell.scale - 1))) for one in DEFAULT]
-    told, tokens, reference = [], None, _latencies(alone[:TUNED_ON])
+    told, tokens, first, reference = [], None, traces[:TUNED_ON], _latencies(alone[:TUNED_ON])
 
     def budgeted(most: int) -> tuple[RunLatencies, float]:
-        blocks = simulator.play(SARATHI_P, workload.traces, tokens=most)
+        blocks = simulator.play(SARATHI_P, first, tokens=most)
         rate = sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
         return _latencies(blocks), rate
 
@@ -232,7 +233,14 @@ def _tuned(
     for name in (HYGEN_STAR, HYGEN):
         if name in plan.policies:
             found = asyncio.run(
-                _hygen(name, workload, terms["predictor"], promised, simulator=simulator, alone=reference)
+                _hygen(
+                    name,
+                    workload,
+                    terms["predictor"],
+                    promised,
+                    partial(simulator.play, name, first),
+                    reference,
+                )
             )
             terms[name] = {TERMS[name]: found.value}
             told.append(sentence(name, found, promised, "simulated"))
@@ -244,13 +252,11 @@ async def _hygen(
     workload: TuningWorkload,
     predictor: LinearModel,
     promised: Sequence[Promise],
-    *,
-    simulator: Simulator,
+    play: Callable[..., list[Block]],
     alone: RunLatencies,
 ) -> Found:
     async def run(value: float) -> RunLatencies:
-        terms, promises = {TERMS[name]: value}, {"hygen": predictor.coefficients}
-        return _latencies(simulator.play(name, workload.traces, promises=promises, terms=terms))
+        return _latencies(play(promises={"hygen": predictor.coefficients}, terms={TERMS[name]: value}))
 
     if name == HYGEN:
         return await latency_budget(workload, predictor, promised, run, alone)

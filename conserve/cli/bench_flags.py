@@ -8,8 +8,8 @@ from conserve.cli.serve_flags import milliseconds
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
+    from conserve.bench.attainment import LatencyLimits
     from conserve.bench.compare import Design
-    from conserve.bench.measure import LatencyLimits
     from conserve.bench.presets import Preset
     from conserve.bench.profiler import Promise
 
@@ -43,7 +43,7 @@ def row_lengths(preset: "Preset", seed: int) -> list[tuple[int, int]]:
 
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
     """SLO of the flags, if they give one."""
-    from conserve.bench.measure import LatencyLimits
+    from conserve.bench.attainment import LatencyLimits
 
     if (ttft_slo is None) != (tbt_slo is None):
         raise SettingsError("give --ttft-slo and --tbt-slo together, or neither for online-only's P99s")

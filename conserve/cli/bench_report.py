@@ -13,8 +13,9 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError
 
 if TYPE_CHECKING:
+    from conserve.bench.attainment import LatencyLimits
     from conserve.bench.compare import Design
-    from conserve.bench.measure import Block, LatencyLimits, PolicyComparison
+    from conserve.bench.measure import Block, PolicyComparison
     from conserve.bench.playing import Measurement
     from conserve.bench.sizing import Sized
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.deployment import SchedulerCounters
-from conserve.bench.measure import LatencyLimits
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
 from conserve.bench.traces import Trace, find_trace, gamma, on_off, read

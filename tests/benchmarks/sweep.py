@@ -35,6 +35,7 @@ def main(words: Sequence[str]) -> int:
         rounds=given.rounds,
         block_s=None,
         simulated=True,
+        processes=None,
         preset="cpu",
         folder=given.output,
     )

@@ -8,8 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.attainment import LatencyLimits, attainment
 from conserve.bench.harm import change, clusters, percentile, resampled
-from conserve.bench.measure import LatencyLimits, attainment, percentiles
+from conserve.bench.measure import percentiles
 from conserve.bench.pages.svg import Scale, log_ticks, ticks
 from conserve.bench.traces import Arrival, Trace, gamma, on_off
 from tests.reach import reached

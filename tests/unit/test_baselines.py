@@ -77,6 +77,7 @@ def test_offline_tokens_are_the_servers_less_what_clients_got() -> None:
     assert found["offline_tokens"] == 3700 + 98
     assert found["offline_work"] == pytest.approx(3700 + 98 * (2.0 + 1.0))
     assert found["busy_s"] == 10.0
+    assert not found["tells"], "of iterations that rows left, and of what evicted ones lost"
     assert found["offline_series"] == ((5.0, 0), (10.0, 3798))
 
 

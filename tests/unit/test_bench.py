@@ -25,6 +25,7 @@ import pytest
 
 from conserve.bench import raw, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.attainment import LatencyLimits, attainment
 from conserve.bench.compare import Design, sentence
 from conserve.bench.deployment import Deployment, SchedulerCounters
 from conserve.bench.load import (
@@ -37,7 +38,7 @@ from conserve.bench.load import (
     prompt_ids,
     request_body,
 )
-from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
+from conserve.bench.measure import Block, compare, lateness
 from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.pages import report, svg

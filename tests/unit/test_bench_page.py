@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
 from conserve.bench.forecast import EngineModel
-from conserve.bench.measure import Block, LatencyLimits, compare
+from conserve.bench.measure import Block, compare
 from conserve.bench.pages import report, verdict
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import FULL

@@ -71,6 +71,10 @@ class World:
         self.came_s = asyncio.get_running_loop().time()
         os.kill(os.getpid(), self.number)
 
+    async def warm(self, *_: Any, **__: Any) -> list[LoadAnswer]:
+        """Live requests before a block."""
+        return []
+
     async def play(self, plan: LoadPlan, begin: Callable[[], float]) -> list[LoadAnswer]:
         """The load generator: three tokens for every request, or a block in which the signal comes."""
         self.playing += 1
@@ -165,6 +169,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
         monkeypatch.setattr("conserve.bench.servers.place.Service", SlowService)
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)
+        monkeypatch.setattr(compare, "play", world.warm)
         monkeypatch.setattr(asyncio, "run", world.run)
         return conserve(*WORDS, "-o", str(tmp_path / "out"), *more)
 

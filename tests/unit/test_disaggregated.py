@@ -8,9 +8,10 @@ import pytest
 
 from conserve.bench import sweep
 from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.disaggregated import EngineSplit, best_split, budgets, pooled
 from conserve.bench.machine import BenchMachine
-from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.measure import Block
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.cli.bench_names import which

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -282,7 +282,7 @@ class ReadyPlace:
 
 
 @pytest.fixture
-def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Seeds of the prompts that are played."""
     found: list[int] = []
 
@@ -293,12 +293,23 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert asked_at < begin() < asked_at + 1
         return []
 
+    async def warm(trace: Trace, target: LoadTarget, *, seed: int) -> list[LoadAnswer]:
+        """Live requests before a block: short answers to a prompt as long as the block's, of which none knows."""
+        (one,) = trace.arrivals
+        assert (one.at_s, one.output_tokens <= compare.WARM_TOKENS) == (0.0, True)
+        warmed.append(seed)
+        return []
+
     async def follow(*_: Any, **__: Any) -> None: ...
 
+    warmed: list[int] = []
+    monkeypatch.setattr(compare, "play", warm)
     monkeypatch.setattr(compare, "play_apart", play_apart)
     monkeypatch.setattr(Deployment, "follow", follow)
     monkeypatch.setattr(servers, "ServerPlace", ReadyPlace)
-    return found
+    yield found
+    assert len({*warmed}) == len(warmed)
+    assert not {*warmed} & {*found}
 
 
 PAIR = Design(policies=["conserve", "online-only/planned"], rounds=2, block_s=5.0)
@@ -361,6 +372,23 @@ def test_harvesters_of_a_comparison_write_into_their_own_folder(tmp_path: Path) 
     command = plan.harvester(plan.settings, "http://127.0.0.1:1", "--steady")
     assert command.log == tmp_path / "store" / "harvester.log"
     assert "--steady" in command.words
+
+
+def test_each_turn_begins_with_live_requests_that_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, seeds: list[int]
+) -> None:
+    sent: list[int] = []
+    warm = compare.play
+
+    async def counted(trace: Trace, target: LoadTarget, *, seed: int) -> list[LoadAnswer]:
+        sent.append(len(seeds))
+        return await warm(trace, target, seed=seed)
+
+    monkeypatch.setattr(compare, "play", counted)
+    server, target = CountlessServer(), LoadTarget(base_url="http://host", model="m")
+    field = OneServer(deployment=server, target=target, preemption="off")  # type: ignore[arg-type]
+    virtual_time.run(compared(field))
+    assert sent == [turn for turn in range(len(seeds)) for _ in range(compare.WARMED_BY)], "before its block"
 
 
 def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(seeds: list[int]) -> None:

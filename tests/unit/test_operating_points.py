@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from conserve.bench import points, sweep
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.bound import Mix, added_ms, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.forecast import play
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
-from conserve.bench.measure import LatencyLimits
 from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulated import Simulator
@@ -295,6 +295,13 @@ def test_cells_that_were_counted_otherwise_are_not_taken_up(
     monkeypatch.setattr(sweep, "FIGURES", sweep.FIGURES + 1)
     with pytest.raises(InputError, match=r"other figures; name another folder"):
         CellLedger.open(file, PLAN)
+
+
+def test_a_policy_that_failed_a_request_is_the_worst() -> None:
+    """The latencies that are compared are of answers: a request that timed out would make them shorter."""
+    good, bad = (told(cell, 1.0) for cell in PLAN.wanted()[:2])
+    bad["policies"] = {name: {**one, "failed": 1} for name, one in bad["policies"].items()}
+    assert sweep.ranked([good, bad]) == [bad, good]
 
 
 def test_an_engine_that_is_profiled_again_is_another() -> None:

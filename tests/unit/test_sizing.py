@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from conserve.bench import compare, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.arrivals import arrivals
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
 from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
-from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import CPU, FULL, Preset
@@ -377,7 +378,7 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
 
     async def go(judged: Any, policies: list[str]) -> None:
         blocks.clear()
-        plan = design(policies=policies, settle_s=0.0)
+        plan = design(policies=policies, settle_s=0.0, warmed_by=0)
         source = lambda number: Trace(name="t", duration_s=1.0, arrivals=())  # noqa: E731
         comparison = alternate(
             Following(),  # type: ignore[arg-type]
@@ -412,7 +413,14 @@ def test_an_slo_of_a_pass_before_the_rounds_stays_the_same_in_them(monkeypatch: 
         async def played(self, policy: str) -> None: ...
 
     async def go() -> Design:
-        plan = design(policies=[CONSERVE, ONLINE_ONLY], rounds=2, settle_s=0.0, slo_scale=1.5, slo_ahead=True)
+        plan = design(
+            policies=[CONSERVE, ONLINE_ONLY],
+            rounds=2,
+            warmed_by=0,
+            settle_s=0.0,
+            slo_scale=1.5,
+            slo_ahead=True,
+        )
         source = lambda number: Trace(name="t", duration_s=1.0, arrivals=())  # noqa: E731
         field: Any = Turning()
         promised = await compare.with_slo(field, source, plan, say=lambda line: None)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, ttfts_ms
-from conserve.bench.measure import ORDER, Block, LatencyLimits, by_policy
+from conserve.bench.attainment import LatencyLimits
+from conserve.bench.measure import ORDER, Block, by_policy
 from conserve.bench.pages import svg
 from conserve.bench.pages.svg import Scale
 

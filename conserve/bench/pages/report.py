@@ -4,17 +4,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from conserve.bench.harm import Change, Harm, Interval
-from conserve.bench.measure import (
-    LATE_MS,
-    ORDER,
-    SCALES,
-    Block,
-    LatencyLimits,
-    PolicyComparison,
-    PolicyOutcome,
-    RowRates,
-)
+from conserve.bench.attainment import SCALES, LatencyLimits
+from conserve.bench.harm import FEWEST_BLOCKS, Change, Harm, Interval
+from conserve.bench.measure import LATE_MS, ORDER, Block, PolicyComparison, PolicyOutcome, RowRates
 from conserve.bench.names import alone_of, most_of
 from conserve.bench.pages import verdict
 from conserve.bench.pages.figures import SPARE, colours, timeline
@@ -108,10 +100,10 @@ def table_rows(comparison: PolicyComparison) -> CellTable:
                 times(ratios.tbt_p99_to_online_only),
                 times(ratios.offline_tokens_to_non_preemptive),
                 times(rates.of_non_preemptive),
-                f"{outcome.left.iterations:,}",
+                _told(outcome.left.iterations, outcome),
                 _fine_share(outcome.left.wasted_share),
-                f"{outcome.evicted.tokens_restored:,}",
-                f"{outcome.evicted.tokens_recomputed:,}",
+                _told(outcome.evicted.tokens_restored, outcome),
+                _told(outcome.evicted.tokens_recomputed, outcome),
                 _fine_share(outcome.overruns.share),
             ]
         )
@@ -260,6 +252,11 @@ def _rate(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.3g}"
 
 
+def _told(count: int, outcome: PolicyOutcome) -> str:
+    """A count that not every engine tells."""
+    return f"{count:,}" if outcome.tells else NOTHING
+
+
 def _fine_share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2%}"
 
@@ -272,7 +269,11 @@ def _receipt(name: str, harm: Harm) -> str:
     ]
     if not changes:
         return f"{name}: nothing to compare, since no online request was answered."
-    how = f"95 % intervals from resampling {harm.resampled}"
+    # Blocks of a machine differ, which no interval within a few of them knows of.
+    within = (
+        "" if harm.resampled == "blocks" else f", so within these blocks; {FEWEST_BLOCKS} rounds tell more"
+    )
+    how = f"95 % intervals from resampling {harm.resampled}{within}"
     return f"With offline work under {name}, online {' and '.join(changes)} ({how})."
 
 

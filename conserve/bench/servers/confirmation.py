@@ -5,8 +5,9 @@ from itertools import cycle, islice
 from math import inf
 from pathlib import Path
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
-from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset

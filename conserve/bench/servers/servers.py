@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Self
 
+from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
 from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
-from conserve.bench.measure import LatencyLimits
 from conserve.bench.names import SARATHI_P, is_stock, regime_of, runs_offline
 from conserve.bench.playing import VOCABULARY, Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
