@@ -63,6 +63,70 @@ def make(tmp_path: Path, clock: Any) -> Make:
     return make
 
 
+def iterations_until_answered(engine: Any, live: Any, most: int = 300) -> int:
+    """Iterations until the request has its first token."""
+    for number in range(most):
+        if live.num_output_tokens:
+            return number
+        engine.step()
+    return most
+
+
+@pytest.mark.parametrize("slots", [{"max_num_seqs": 2}, {"max_num_seqs": 8, "max_num_active_seqs": 2}])
+def test_rows_leave_a_slot_for_a_live_request_whatever_bounds_them(make: Make, slots: dict[str, int]) -> None:
+    engine = make("conserve", slo={"harm": 0.1}, **slots)
+    for _ in range(3):
+        engine.add(64, 400, offline=True)
+    for _ in range(3):
+        engine.step()
+    assert iterations_until_answered(engine, engine.add(64, 4)) <= 2
+
+
+@pytest.mark.parametrize("policy", ["conserve", "online-only"])
+def test_a_live_request_that_vllm_turns_away_takes_the_memory_of_rows(make: Make, policy: str) -> None:
+    """vLLM keeps a watermark free beside rows, which the plan does not count on for so long a prompt."""
+    engine = make(
+        "conserve",
+        slo={"harm": 0.1, "live_prefixes": 0},
+        blocks=101,
+        watermark=0.11,
+        max_num_seqs=16,
+    )
+    for _ in range(5):
+        engine.add(48, 700, offline=True)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.conserve({"policy": policy})
+    assert iterations_until_answered(engine, engine.add(BLOCK * 90 - 1, 2)) < 10
+
+
+def test_a_live_prompt_gets_a_part_of_a_block_where_states_are_kept_at_its_end(make: Make) -> None:
+    """Its chunk is shorter than a block and the iteration longer: vLLM would give it nothing, again and again."""
+    engine = make("conserve", slo={"tbt_slo_ms": 150}, blocks=200, block_size=368, max_num_seqs=64,
+                  max_num_batched_tokens=2048)  # fmt: skip
+    engine.scheduler.need_mamba_block_aligned_split = True
+    engine.scheduler.mamba_partial_cache_hit = False
+    for _ in range(30):
+        engine.add(20, 600)
+    for _ in range(6):
+        engine.step()
+    assert iterations_until_answered(engine, engine.add(3000, 4)) < 40
+
+
+def test_a_pause_leaves_a_model_without_kv_to_vllm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make("conserve", slo={"harm": 0.1}, enable_prefix_caching=False)
+    engine.add(64, 4, offline=True)
+    engine.add(64, 4)
+    engine.step()
+    scheduler = engine.scheduler
+    scheduler._iterations.model = None  # an engine that embeds learns none
+    monkeypatch.setattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", ())
+    monkeypatch.setattr(scheduler._traffic.receipt, "pauses", lambda **_: True)
+    assert scheduler._plan() is None
+    scheduler.conserve({"policy": "online-only"})
+    assert scheduler._plan() is None
+
+
 class Recording:
     """A policy that remembers what it saw and said."""
 

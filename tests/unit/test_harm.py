@@ -189,3 +189,13 @@ class TestLargest:
         assert Conserve().plan(beside(slo, online=[*decodes(5), slow])).tokens["prompt"] == 100
         patient = Slo(ttft_ms=250, tbt_ms=40, largest_ttft_ms=2000)
         assert Conserve().plan(beside(patient, online=[*decodes(5), slow])).tokens["prompt"] == 25
+
+
+@pytest.mark.parametrize("classes", [False, True])
+def test_first_tokens_have_a_harm_where_the_tbt_alone_is_promised(*, classes: bool) -> None:
+    """A prompt and a step take 1,000 ms, and rows would fill their iteration up to the TBT."""
+    slo = Slo(tbt_ms=1200.0, only_ttft_harm=0.1)
+    bounds: dict[str, Any] = {"slo": Slo(), "slos": {"default": slo}} if classes else {"slo": slo}
+    prompt = Candidate("prompt", 989, 0)
+    assert offline_tokens(beside(online=[prompt, *decodes(1, "live")], **bounds)) == PATIENCE * 1000
+    assert offline_tokens(beside(online=decodes(1, "live"), **bounds)) == 1200 - 11

@@ -832,3 +832,24 @@ def test_a_class_that_was_served_less_leaves_running_prompts_their_kv_blocks() -
     }
     assert plan_of(**changes, free_blocks=2).tokens == {"agent": 32}
     assert [*plan_of(**changes, free_blocks=3).tokens] == ["chat", "agent"]
+
+
+def test_blocks_that_rows_leave_for_live_prefixes_are_room_for_arrivals_too() -> None:
+    """Each may be a half of the memory: the sum would leave rows nothing."""
+    room = {"free_blocks": 100, "kept_blocks": 50, "waiting_offline": [FRESH]}  # seven blocks
+    offline = decodes(3, "row")
+    assert "fresh" in plan_of(**room, reserved_blocks=50, offline=offline).tokens
+    assert "fresh" in plan_of(**room, reserved_blocks=90, offline=offline).tokens
+    assert "fresh" not in plan_of(**room, reserved_blocks=95, offline=offline).tokens
+    assert "fresh" not in plan_of(**{**room, "kept_blocks": 95}, reserved_blocks=50, offline=offline).tokens
+
+
+def test_rows_yield_to_a_live_request_that_waits_for_the_adapter_of_others() -> None:
+    """It waits until these are done, and rows would make their steps longer."""
+    running, waiting = decodes(2, "live"), Candidate("wants", 10, 0)
+    adapters = {"live0": 1, "live1": 1, "wants": 2}
+    beside = {"online": running, "waiting_offline": [FRESH], "adapters": adapters}
+    assert "fresh" in plan_of(**beside, most_adapters=1).tokens
+    assert "fresh" not in plan_of(**beside, waiting_online=[waiting], queued_online=1, most_adapters=1).tokens
+    both = plan_of(**beside, waiting_online=[waiting], queued_online=1, most_adapters=2)
+    assert {"fresh", "wants"} <= both.tokens.keys()

@@ -8,7 +8,7 @@ from math import inf
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
-from conserve.engine.policy.view import DEFAULT_CLASS, View, tightest
+from conserve.engine.policy.view import DEFAULT_CLASS, View, least, tightest
 from conserve.profiles.correction import planned_ms
 from conserve.profiles.model import LatencyModel
 
@@ -33,10 +33,11 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Smallest harm that bounds the gaps of requests in the batch; None without one."""
-    if not view.slos:
-        return view.slo.tbt_harm
-    return tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens).tbt_harm
+    """Smallest harm to gaps of requests in the batch, and to first tokens where it has a prompt; None without one."""
+    slo = view.slo
+    if view.slos:
+        slo = tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens)
+    return least(slo.tbt_harm, slo.ttft_harm) if composer.batch.prefills else slo.tbt_harm
 
 
 def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> float:

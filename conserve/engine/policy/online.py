@@ -38,12 +38,14 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
     typical_ms = view.typical_prompt_ms if view.prompt_tokens else inf
     first_tokens = 0  # of requests whose prompt ends in this iteration
     crowded_out: list[str] = []  # a waiting request that found no room
+    others_adapters = False  # a waiting request wants an adapter in the place of one that live requests use
     # KV blocks that running prompts lack: a waiting one of a class that was served less takes none of these.
     owed = sum(composer.blocks_for(one, one.tokens) for one in view.online if not one.decode)
     for request, waiting in prompts_in_turn(view, lambda: not crowded_out):
         slo = view.slo_of(request)
         if waiting and not composer.adapter_comes(request, victims):
-            continue  # live requests use as many adapters as there may be
+            others_adapters = True
+            continue
         if request.restorable:
             if composer.tokens_left < 1:
                 return OnlineShare(False, limit_ms, rows_left(view, composer))
@@ -74,7 +76,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
             patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
     if view.rows_leave:  # offline tokens delay a first token by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + patience_ms)
-    complete = not crowded_out and composer.free_blocks >= 0
+    complete = not (crowded_out or others_adapters) and composer.free_blocks >= 0
     return OnlineShare(complete, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer))
 
 

@@ -11,7 +11,8 @@ speculative tokens) is decided by vLLM.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -49,15 +50,49 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
     iteration.stalled = bool(plan.total and not plan.evicted) and not output.total_num_scheduled_tokens
+    iteration.turns_away = (
+        not plan.evicted
+        and takes_in(scheduler, schedule)
+        and any(
+            is_online(request) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            for request in admitted
+            if not request.mm_features or scheduler.is_encoder_decoder  # `in_the_way` sees to these
+        )
+    )
     return output
+
+
+def takes_in(scheduler: Any, schedule: Callable[[], SchedulerOutput]) -> bool:
+    """True if vLLM takes waiting requests in: it is not paused, and not told to hold prompts back."""
+    told = [*getattr(schedule, "args", ()), *getattr(schedule, "keywords", {}).values()]
+    paused = getattr(scheduler, "pause_state", None)
+    return (paused is None or paused.name == "UNPAUSED") and not any(told)
+
+
+def make_way(scheduler: Any) -> None:
+    """Evict the last row that runs, if vLLM had no room beside rows for a live request of the last plan."""
+    if scheduler.last_iteration.turns_away:
+        rows = [request.request_id for request in scheduler.running if not is_online(request)]
+        evict(scheduler, rows[-1:], time.monotonic())
 
 
 def online_alone(scheduler: Any, most_tokens: int) -> Plan:
     """Plan an iteration of online requests that vLLM composes as it likes."""
-    waiting = [request.request_id for request in scheduler.waiting.online]
+    waiting = [request.request_id for request in with_adapters(scheduler, scheduler.waiting.online)]
     running = [request.request_id for request in scheduler.running if is_online(request)]
     whole = Batch.of([Slice(most_tokens, 0)])
     return Plan(tokens=dict.fromkeys([*running, *waiting], most_tokens), batch=whole, admitted=waiting)
+
+
+def with_adapters(scheduler: Any, requests: Iterable[Request]) -> Iterator[Request]:
+    """Yield requests whose LoRA adapters fit beside those of all that run, rows that wait for their turn too."""
+    used = {one.lora_request.lora_int_id for one in scheduler.running if one.lora_request is not None}
+    for request in requests:
+        if scheduler.lora_config is None or request.lora_request is None:
+            yield request
+        elif len(used | {request.lora_request.lora_int_id}) <= scheduler.lora_config.max_loras:
+            used.add(request.lora_request.lora_int_id)
+            yield request
 
 
 def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
@@ -150,7 +185,14 @@ def caps(
 
     def aligned(request: Request, tokens: int, *args: Any, **kwargs: Any) -> int:
         tokens = capped(request, tokens)
-        return int(split(request, tokens, *args, **kwargs)) if tokens else 0
+        if not tokens:
+            return 0
+        # A chunk may end within a block only if a block is longer than this; the plan's total says nothing of that.
+        total, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
+        try:
+            return int(split(request, tokens, *args, **kwargs))
+        finally:
+            scheduler.max_num_scheduled_tokens = total
 
     def before_encoders(request: Request, computed: int, tokens: int, *args: Any, **kwargs: Any) -> Any:
         return encoders(request, computed, capped(request, tokens), *args, **kwargs)

@@ -13,6 +13,7 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.traffic import Pause
 from conserve.engine.runtime.way import Beyond
+from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
 # What a pause compares with is an engine without rows, and a pause for a promise keeps the others.
@@ -27,7 +28,7 @@ def planner_of(scheduler: Any) -> Policy:
     traffic, offline = scheduler._traffic, bool(scheduler._offline)
     keeps = scheduler._policy_name == CONSERVE
     pause = traffic.pauses(offline=offline, promises=keeps, now=time.monotonic())
-    if pause is None or not offline:
+    if pause is None or not offline or not keeps_kv(scheduler):
         return policy
     # Without rows the policy plans classes among themselves, and leaves the rest to vLLM.
     return AS_PROMISED if keeps and (pause is Pause.PROMISE or traffic.classified) else AS_VLLM

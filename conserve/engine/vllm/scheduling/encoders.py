@@ -99,6 +99,8 @@ def _wanted_online(scheduler: Any, context_of: Callable[[Request], int]) -> dict
     for request in chain(scheduler.running, scheduler.waiting.online):
         if not is_online(request) or not _has_prompt_left(request):
             continue
+        if not is_running(request) and scheduler._is_blocked_waiting_status(request.status):
+            continue  # it cannot start, whatever leaves
         inputs = _next_input(scheduler, request, request.num_computed_tokens)
         if inputs and not is_running(request):
             inputs = _next_input(scheduler, request, context_of(request))

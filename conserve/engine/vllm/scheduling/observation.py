@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse
+from math import inf
 from typing import Any
 
 from vllm.v1.request import Request
@@ -191,7 +192,7 @@ class Picture:
         moment = time.monotonic()
         expected = self._traffic.expected(now=moment)
         typical = self._traffic.typical_prompt(now=moment)
-        slots, free_blocks = scheduler.max_num_running_reqs, pool.get_num_free_blocks()
+        slots, free_blocks = slots_of(scheduler), pool.get_num_free_blocks()
         checkpoints = scheduler.checkpoints
         restores = checkpoints is not None and checkpoints.any_saved
         return {
@@ -294,6 +295,11 @@ class Picture:
         return bool(self._scheduler._is_blocked_waiting_status(request.status))
 
 
+def slots_of(scheduler: Any) -> int:
+    """Requests that vLLM runs at a time: a limit of its own may be below the size of a batch."""
+    return int(min(scheduler.max_num_running_reqs, getattr(scheduler, "max_num_active_reqs", inf)))
+
+
 def may_end(request: Request) -> bool:
     """True if the step under way may be the request's last one."""
     last = request.num_prompt_tokens + request.max_tokens
@@ -304,6 +310,11 @@ def surcharged(request: Request) -> bool:
     """True if the request wants logprobs of its prompt, which take time for each token beyond the model's."""
     params = request.sampling_params
     return params is not None and params.prompt_logprobs is not None
+
+
+def keeps_kv(scheduler: Any) -> bool:
+    """False for a model without KV, as one that embeds: there is nothing to plan by."""
+    return bool(scheduler.kv_cache_manager.coordinator.single_type_managers)
 
 
 def kv_groups_of(manager: Any, config: Any) -> tuple[KvGroup, ...]:

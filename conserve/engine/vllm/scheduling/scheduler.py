@@ -30,12 +30,12 @@ from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promi
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
-from conserve.engine.vllm.scheduling.application import apply, evict, online_alone, registered_late
+from conserve.engine.vllm.scheduling.application import apply, evict, make_way, online_alone, registered_late
 from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
-from conserve.engine.vllm.scheduling.observation import Picture, kv_groups_of, surcharged
+from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_groups_of, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
@@ -238,10 +238,11 @@ class CoServing:
         decides = policy.decides and (self._offline or alone)
         self._reserve(0)
         self._traffic.planned_quiet = False
-        if not decides or (model is None and not policy.holds_offline):
+        if not decides or (model is None and not policy.holds_offline) or not keeps_kv(self):
             return None
         if policy is not self._policy and len(self._offline) == len(self.requests):  # a pause of rows alone
             return NOTHING
+        make_way(self)
         if self._last.stalled and not self._last_was_a_turn:
             return online_alone(self, self._most_tokens) if policy.holds_offline else None
         model = (self._iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
@@ -257,7 +258,7 @@ class CoServing:
         self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
         if plan is not None:
             self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
-        self._reserve(view.reserved_blocks + view.kept_blocks)
+        self._reserve(max(view.reserved_blocks, view.kept_blocks))
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
