@@ -33,7 +33,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Smallest harm to gaps of requests in the batch, and to first tokens where it has a prompt; None without one."""
+    """Smallest harm to gaps of requests in the batch, and to first tokens beside a prompt; None without one."""
     slo = view.slo
     if view.slos:
         slo = tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens)
