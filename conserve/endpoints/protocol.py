@@ -157,11 +157,14 @@ def resumable(body: Mapping[str, Any]) -> bool:
 
     Only for parameters known to be safe. Log probabilities of saved tokens are gone. The state of a grammar or of a
     seeded generator cannot be rebuilt from tokens alone. Presence and frequency penalties count output tokens only,
-    and saved ones come back as prompt. Several choices have several token lists.
+    and saved ones come back as prompt. Several choices, as of several prompts, have several token lists.
     """
     if not RESUMABLE_PARAMETERS.issuperset(body):
         return False
-    if body.get("n") not in (None, 1) or body.get("logprobs") not in (None, False):
+    logprobs, prompt = body.get("logprobs"), body.get("prompt")  # 0 logprobs are those of the samples
+    if body.get("n") not in (None, 1) or not (logprobs is None or logprobs is False):
+        return False
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         return False
     greedy = body.get("temperature") == 0
     return body.get("seed") is None or greedy

@@ -25,6 +25,9 @@ from conserve.open_files import causes
 
 TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
+UNPAID, PROXY = 402, 407  # no row is answered until somebody has seen to it
+BUSY = (409, 423, 425, 429, 503)
+UNREACHED = (502, 504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
 MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
@@ -44,12 +47,15 @@ def error_of(
     """The error for a status, of a response or of an event within a stream."""
     message = f"HTTP {status}: {said}"
     lowered = said.lower()
-    if any(words in lowered for words in ENGINE_DEAD):
+    if status >= 500 and any(words in lowered for words in ENGINE_DEAD):
         return EngineDied(message)
-    if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
+    if status in BUSY:
         return EndpointBusy(message, retry_after_s=retry_after_s)
-    if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
+    if status in UNREACHED:
         return EndpointUnavailable(message)
+    if status in (UNPAID, PROXY):
+        what = "the proxy's password" if status == PROXY else "the account's credit"
+        return EndpointUnusable(f"{message}; check {what}", status=status)
     if status == httpx.codes.UNAUTHORIZED or (status == httpx.codes.FORBIDDEN and not answers):
         return EndpointUnusable(f"{message}; check CONSERVE_API_KEY", status=status)
     if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:

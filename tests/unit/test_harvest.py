@@ -28,6 +28,7 @@ from conserve.errors import (
     EndpointBusy,
     EndpointError,
     EndpointFault,
+    EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
     StoreError,
@@ -1247,6 +1248,40 @@ def test_a_suspect_runs_alone_from_begin_to_end(store: Store, queue_up: Callable
     endpoint = Dying(8)
     timed(store, endpoint)
     assert endpoint.loads == [1, 2, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("down_s", [0.0, 30.0, 120.0])
+def test_a_row_that_kills_its_server_fails_however_long_that_takes_to_come_back(
+    store: Store, queue_up: Callable[..., str], down_s: float
+) -> None:
+    """The suspects are refused meanwhile, and stay suspects: else all run beside it again, and it dies again."""
+
+    class Killed(FakeEndpoint):
+        deaths, back_at = 0, 0.0
+
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            loop = asyncio.get_running_loop()
+            if loop.time() < self.back_at:
+                raise EndpointUnavailable("connection refused")
+            deaths = self.deaths
+            if "kill" in str(call.body):
+                await asyncio.sleep(1.0)
+                self.deaths, self.back_at = self.deaths + 1, loop.time() + down_s
+            else:
+                await asyncio.sleep(3.0)
+            if self.deaths > deaths:
+                raise EngineDied("gone")
+            return await super().complete(call, on_tokens)
+
+    job_id = queue_up(*[f"row {n}" for n in range(20)], "kill", *[f"row {n}" for n in range(20, 39)])
+    endpoint = Killed(Script(capacity=16))
+
+    async def run() -> Tally:
+        return await harvester(store, endpoint).run(asyncio.Event())
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.failed) == (39, 1), job_id
+    assert endpoint.deaths <= 4
 
 
 @pytest.mark.parametrize(

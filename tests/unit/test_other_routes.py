@@ -156,6 +156,23 @@ def test_they_start_over_when_they_are_cut_short() -> None:
     assert not resumable(RESPOND.body)
 
 
+@pytest.mark.parametrize(
+    ("changed", "resumes"),
+    [
+        ({}, True),
+        ({"logprobs": False}, True),
+        ({"logprobs": None}, True),
+        ({"logprobs": 0}, False),  # those of the samples
+        ({"logprobs": 1}, False),
+        ({"prompt": [1, 2, 3]}, True),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [[1], [2]]}, False),
+    ],
+)
+def test_what_saved_tokens_do_not_tell_starts_over(changed: dict[str, Any], *, resumes: bool) -> None:
+    assert resumable({"prompt": "a", "max_tokens": 5, **changed}) == resumes
+
+
 def body_of_line(**values: Any) -> Any:
     """Body of the answer in a line of batch output, as a client decodes it."""
     line = openai_line(as_row(model="m", prompt_tokens=2, **values), "/v1/chat/completions")

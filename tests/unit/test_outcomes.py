@@ -304,6 +304,15 @@ def test_a_fault_of_an_attempt_that_got_on_does_not_count() -> None:
     assert refused.error_type == "too_long"
 
 
+def test_only_an_answer_clears_a_suspect() -> None:
+    """Else the row that kills a server would run beside others again, as soon as the server is back."""
+    for error in (EndpointBusy("x"), EndpointUnavailable("x"), EngineDied("x")):
+        for suspect in (True, False):
+            decision = decide(error, faults=0, max_attempts=2, alone=True, suspect=suspect)
+            assert decision.suspect == (suspect or isinstance(error, EngineDied))
+    assert not decide(EndpointFault("x"), faults=0, max_attempts=2, alone=True, suspect=True).suspect
+
+
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     for error in (EndpointBusy("x"), EndpointUnavailable("x")):
         decision = decide(error, faults=99, max_attempts=1, alone=True)

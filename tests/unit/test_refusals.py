@@ -2,6 +2,7 @@
 
 import json
 import ssl
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
 
@@ -9,12 +10,21 @@ import httpx
 import pytest
 
 from conserve.endpoints.exchange import WholeResponse
-from conserve.endpoints.refusals import error_in_stream, error_message, refusal, retry_after_s, untrusted
+from conserve.endpoints.refusals import (
+    error_in_stream,
+    error_message,
+    error_of,
+    refusal,
+    retry_after_s,
+    untrusted,
+)
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
     EndpointFault,
+    EndpointUnavailable,
     EndpointUnusable,
+    EngineDied,
     RequestRejected,
     one_line,
 )
@@ -83,6 +93,24 @@ def test_a_redirect_is_a_wrong_address_and_no_rows_fault(status: int, location: 
 )
 def test_only_a_status_of_the_fours_is_a_rejection(status: int, kind: type[EndpointError]) -> None:
     assert type(refused(status)) is kind
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind"),
+    [
+        ((402, 407), EndpointUnusable),
+        ((409, 423, 425, 429, 503), EndpointBusy),
+        ((502, 504, 521, 522, 523, 530), EndpointUnavailable),
+    ],
+)
+def test_what_no_row_can_help_fails_none(statuses: Sequence[int], kind: type[EndpointError]) -> None:
+    """An account without credit, a proxy before a server that starts: each row would fail within seconds."""
+    assert [type(refused(status)) for status in statuses] == [kind] * len(statuses)
+
+
+def test_a_rejection_that_repeats_a_rows_words_is_no_dead_engine() -> None:
+    assert type(error_of(400, "no such parameter: EngineDeadError")) is RequestRejected
+    assert type(error_of(500, "EngineDeadError")) is EngineDied
 
 
 @pytest.mark.parametrize(

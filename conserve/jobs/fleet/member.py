@@ -14,7 +14,9 @@ from conserve.jobs.fleet.pace import Pace
 from conserve.jobs.fleet.pieces import UnplacedRow
 from conserve.jobs.fleet.prefixes import CachedPrefixes
 
-START_S = 10.0  # for a server to say what it serves
+START_S = (
+    60.0  # for a server to say what it serves: under load each of its first answers may wait for seconds
+)
 LONGEST_WAIT_S = 5.0  # between two tries to reach a server
 MOST_DOUBLINGS = 10  # of half a second
 LONGEST_HOLD_S = 60.0  # in which a server that is busy or suspected gets no row
@@ -154,7 +156,8 @@ class Member:
         except (EndpointError, TimeoutError) as error:
             self.fail(error, now)
             return False
-        self.ready, self.error, self.seen_at, self.pace, self.misses = True, None, now, Pace(), 0
+        self.ready, self.error, self.pace, self.misses = True, None, Pace(), 0
+        self.seen_at = asyncio.get_running_loop().time()
         cache: KvCache | None = getattr(self.endpoint, "kv_cache", None)
         self.cached = CachedPrefixes(cache.num_blocks if cache else None)
         return True

@@ -137,7 +137,7 @@ class Flights:
             said = f"{type(error).__name__}: {error}"
             self._end(flight, failure(flight.work, EndpointFault.kind, said, now=self._clock()))
         else:
-            self._end(flight, RetryDecision())
+            self._end(flight, RetryDecision(suspect=flight.work.row.suspect))
             self._save_tokens(flight)
 
     async def _work(self, flight: Flight) -> None:
@@ -201,6 +201,7 @@ class Flights:
             gained=flight.gained,
             attempts=work.row.attempts,
             max_deaths=self._max_deaths,
+            suspect=work.row.suspect,
         )
         if decision.error_type is not None:
             self._end(flight, failure(work, decision.error_type, str(error), now=self._clock()))

@@ -37,24 +37,26 @@ def decide(
     attempts: int = 1,
     deaths: int = 0,
     max_deaths: int = SUSPECT_FAILURES,
+    suspect: bool = False,
 ) -> RetryDecision:
     """Judge an error by what it says about the row.
 
-    A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which
-    waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row; `faults` is their
-    number so far. A faulty answer that brought tokens for the next attempt to go on from (`gained`) does not count,
-    since the row gets done by pieces; each of its `attempts` is waited for longer than the one before. Rows in
-    flight when an engine died are suspects: each runs alone, and one that was alone when `max_deaths` engines died
-    fails; `deaths` is their number so far.
+    A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which waits as
+    long as it takes, as a `suspect` if it is one. A faulty answer counts, and `max_attempts` of them fail the row;
+    `faults` is their number so far. A faulty answer that brought tokens for the next attempt to go on from
+    (`gained`) does not count, since the row gets done by pieces; each of its `attempts` is waited for longer than
+    the one before. Rows in flight when an engine died are suspects: each runs alone, and one that was alone when
+    `max_deaths` engines died fails; `deaths` is their number so far.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
     if isinstance(error, EngineDied):
         return decide_suspect(error, deaths=deaths, alone=alone, max_deaths=max_deaths)
     if isinstance(error, EndpointBusy):
-        return RetryDecision(hold_s=min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S))
+        hold_s = min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
+        return RetryDecision(hold_s=hold_s, suspect=suspect)
     if isinstance(error, EndpointUnavailable):
-        return RetryDecision(hold_s=FIRST_BACKOFF_S)
+        return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     assert isinstance(error, RetryableError), error
     if gained:
         return RetryDecision(after_s=backoff_s(attempts - 1))

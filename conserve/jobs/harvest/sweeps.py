@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 from conserve.errors import StoreError
+from conserve.store.books import harvested, servers
 from conserve.store.database.store import Store
 from conserve.store.upkeep import sweep
 
@@ -33,6 +34,10 @@ class Sweeps:
 
     def _sweep(self) -> None:
         try:
-            sweep.sweep(self._store, now=self._clock())
+            now = self._clock()
+            sweep.sweep(self._store, now=now)
+            with self._store.write() as tx:
+                harvested.forget_old(tx, now=now)
+                servers.forget_old(tx, now=now)
         except StoreError as error:
             log.warning("the store is swept in an hour: %s", error)
