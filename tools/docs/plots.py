@@ -130,7 +130,7 @@ def swept(table: Table, first: str, second: str, columns: Sequence[int]) -> list
 
 def turned(found: list[Table]) -> list[Row]:
     """Ways of taking turns, with the figures of two kinds of arrivals."""
-    table = found[5]
+    table = found[6]
     return [
         Row(
             name,
@@ -271,10 +271,10 @@ PLOTS = {
     "broken.svg": Plot("broken.md", "Attempts to break it, by kind", attempts_axes, attempts),
     "sweep.svg": Plot(
         "simulation.md",
-        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 86 cells",
+        "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 24 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[8], "median of 86 cells", "worst of 86 cells", (3, 5, 9)),
-        {"a": "median of 86 cells", "b": "worst of 86 cells"},
+        lambda found: swept(found[9], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
+        {"a": "median of 24 cells", "b": "worst of 24 cells"},
         RATIOS,
     ),
     "sweep-grid.svg": Plot(
@@ -289,7 +289,7 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline tokens by policy, in the middle of 24 cells and in the worst one",
         fixed(*LATENCIES),
-        lambda found: swept(found[4], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
+        lambda found: swept(found[5], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
         {"a": "median of 24 cells", "b": "the worst cell"},
         RATIOS,
     ),
