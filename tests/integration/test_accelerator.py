@@ -30,4 +30,6 @@ def test_live_requests_do_not_see_the_hosts_work_where_iterations_are_scheduled_
     assert apart.quantiles()["P50 TBT"] > alone["P50 TBT"] + 0.9 * host_ms
     assert ahead.quantiles()["P50 TBT"] <= 1.02 * promise["tbt_slo_ms"]
     assert ahead.quantiles()["P99 TTFT"] <= 1.05 * promise["ttft_slo_ms"]
-    assert ahead.rows_per_s > 1.4 * apart.rows_per_s > 0
+    assert ahead.rows_per_s > max(0.0, 1.4 * apart.rows_per_s), (
+        "whose gaps are longer than promised without any"
+    )

@@ -154,7 +154,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "Scheduler.{schedule,add_request,update_from_output,has_requests,has_finished_requests,shutdown,"
         "_free_request,_preempt_request}": "overridden or called",
         "Scheduler.{running,waiting,requests,policy,scheduler_config,connector,block_size,current_step,kv_cache_manager,"
-        "max_num_scheduled_tokens,max_num_running_reqs,num_spec_tokens,num_prefill_lookahead}": "the state that a "
+        "max_num_scheduled_tokens,max_num_running_reqs,max_num_active_reqs,num_spec_tokens,num_prefill_lookahead,pause_state}": "the state that a "
         "view is made of",
         "Scheduler.lora_config": "how many adapters requests may have that run",
         "LoRAConfig.max_loras": "the same",
@@ -182,7 +182,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "VllmConfig.additional_config": "carries the profile to the engine core's process",
         "vllm.config.ParallelConfig.data_parallel_index": "the number in the name of a further engine's recorded views",
         "Request.{request_id,max_tokens,sampling_params,status}": "its name, its state, what it asks for",
-        "RequestStatus.{FINISHED_ABORTED,PREEMPTED,RUNNING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STREAMING_REQ,"
+        "RequestStatus.{FINISHED_ABORTED,PREEMPTED,RUNNING,WAITING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STREAMING_REQ,"
         "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}": "its states",
         "SamplingParams.extra_args": "what a row or a client sends along",
         "RequestQueue.{add_request,peek_request,pop_request,prepend_request,prepend_requests,"

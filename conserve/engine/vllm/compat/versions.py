@@ -97,6 +97,9 @@ DIFFERENCES = (
     VersionDifference(
         name="vllm.v1.core.encoder_cache_manager.EncoderCacheManager.num_embeds_by_hash", since=(0, 31)
     ),
+    # Before 0.32 neither is counted on: what it refuses for them is taken for a lack of room.
+    VersionDifference(name="vllm.v1.core.sched.scheduler.Scheduler.max_num_active_reqs", since=(0, 32)),
+    VersionDifference(name="vllm.v1.core.sched.scheduler.Scheduler.pause_state", since=(0, 32)),
     # Before 0.32 hits are not counted by their source.
     VersionDifference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
     VersionDifference(
