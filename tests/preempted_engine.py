@@ -27,6 +27,7 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.machine import compute_threads
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Stamp, outcome_of
+from conserve.engine.vllm.launching.number_format import computing_on
 from conserve.engine.vllm.preemption import cpu_pieces
 from conserve.engine.vllm.preemption.worker import Worker as OurWorker
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
@@ -559,12 +560,8 @@ def packed_for(threads: int, set_num_threads: Callable[[int], None]) -> Callable
     pack = _custom_ops.create_onednn_mm
 
     def packing(*args: Any) -> Any:
-        before = torch.get_num_threads()
-        set_num_threads(threads)
-        try:
+        with mock.patch.object(torch, "set_num_threads", set_num_threads), computing_on(threads):
             return pack(*args)
-        finally:
-            set_num_threads(before)
 
     return packing
 

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -20,10 +19,11 @@ from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
 from conserve.bench.points import Cell
-from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies
+from conserve.bench.profiler import DEFAULT, LEAST, MOST, RunLatencies, TestRun
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
-from conserve.bench.tuning import TERMS, TuningWorkload, latency_budget, offline_rate, sentence, token_budget
+from conserve.bench.tune import latencies
+from conserve.bench.tuning import TERMS, TuningWorkload, sentence, token_budget, tuned_term
 from conserve.errors import InputError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
@@ -210,61 +210,40 @@ def _tuned(
 
     Test runs are first blocks of the cell, simulated as those that are reported. `alone` are online-only's blocks.
     """
-    machine = simulator.machine
+    machine, first = simulator.machine, traces[:TUNED_ON]
+    predictor = predictor_of(machine.model, plan.seed)
     workload = TuningWorkload(
         engine=machine.engine,
-        traces=traces[:TUNED_ON],
+        traces=first,
         block_s=plan.block_s,
         lengths=machine.rows(512, seed=plan.seed),
         window=machine.window,
     )
     promised = [one._replace(tolerance=min(MOST, max(LEAST, cell.scale - 1))) for one in DEFAULT]
-    told, tokens, first, reference = [], None, traces[:TUNED_ON], _latencies(alone[:TUNED_ON])
+    told, tokens, reference = [], None, latencies(alone[:TUNED_ON])
 
     def budgeted(most: int) -> tuple[RunLatencies, float]:
         blocks = simulator.play(SARATHI_P, first, tokens=most)
         rate = sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
-        return _latencies(blocks), rate
+        return latencies(blocks), rate
+
+    def run_of(name: str) -> TestRun:
+        async def run(value: float) -> RunLatencies:
+            promises = {"hygen": predictor.coefficients}
+            return latencies(simulator.play(name, first, promises=promises, terms={TERMS[name]: value}))
+
+        return run
 
     if SARATHI_P in plan.policies:
         budget = token_budget(workload, promised, beside=budgeted, alone=reference)
         tokens, told = budget.tokens, [budget.sentence()]
-    terms: dict[str, Any] = {"predictor": predictor_of(machine.model, plan.seed)}
+    terms: dict[str, Any] = {"predictor": predictor}
     for name in (HYGEN_STAR, HYGEN):
         if name in plan.policies:
-            found = asyncio.run(
-                _hygen(
-                    name,
-                    workload,
-                    terms["predictor"],
-                    promised,
-                    partial(simulator.play, name, first),
-                    reference,
-                )
-            )
+            found = asyncio.run(tuned_term(name, workload, predictor, promised, run_of(name), reference))
             terms[name] = {TERMS[name]: found.value}
             told.append(sentence(name, found, promised, "simulated"))
     return tokens, terms, told
-
-
-async def _hygen(
-    name: str,
-    workload: TuningWorkload,
-    predictor: LinearModel,
-    promised: Sequence[Promise],
-    play: Callable[..., list[Block]],
-    alone: RunLatencies,
-) -> Found:
-    async def run(value: float) -> RunLatencies:
-        return _latencies(play(promises={"hygen": predictor.coefficients}, terms={TERMS[name]: value}))
-
-    if name == HYGEN:
-        return await latency_budget(workload, predictor, promised, run, alone)
-    return await offline_rate(workload, promised, run, alone)
-
-
-def _latencies(blocks: Iterable[Block]) -> RunLatencies:
-    return RunLatencies.heard([answer for block in blocks for answer in block.answers])
 
 
 def predictor_of(model: LinearModel, seed: int) -> HyGenModel:

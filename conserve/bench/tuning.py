@@ -148,6 +148,20 @@ async def offline_rate(
     return await search(LEAST_ROWS_PER_S, high, run or simulated, alone, promised)
 
 
+async def tuned_term(
+    policy: str,
+    workload: TuningWorkload,
+    predictor: LinearModel,
+    promised: Sequence[Promise],
+    run: TestRun | None,
+    alone: RunLatencies,
+) -> Found:
+    """The parameter in `TERMS` of a policy of HyGen's, searched with `run`, or with the forecast's test runs."""
+    if policy == HYGEN:
+        return await latency_budget(workload, predictor, promised, run, alone)
+    return await offline_rate(workload, promised, run, alone)
+
+
 def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -> str:
     """Line for the user on a tuned parameter of HyGen's."""
     value = f"{found.value:,.0f} ms an iteration" if policy == HYGEN else f"{found.value:.3g} rows/s"
@@ -175,11 +189,8 @@ async def tuned_hygen(
     how = "on the engine" if measures else "simulated"
     for policy in named:
         run = measured_run(playing, deployment, sized, policy) if measures else None
-        if policy == HYGEN:
-            predictor = await deployment.hygen_model() or workload.engine.model
-            found = await latency_budget(workload, predictor, promised, run, alone)
-        else:
-            found = await offline_rate(workload, promised, run, alone)
+        predictor = await deployment.hygen_model() or workload.engine.model
+        found = await tuned_term(policy, workload, predictor, promised, run, alone)
         deployment.terms[policy] = {TERMS[policy]: found.value}
         said.append(sentence(policy, found, promised, how))
     return said

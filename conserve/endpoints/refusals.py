@@ -25,7 +25,7 @@ from conserve.open_files import causes
 
 TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
-UNPAID, PROXY = 402, 407  # no row is answered until somebody has seen to it
+UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
 BUSY = (409, 423, 425, 429, 503)
 UNREACHED = (502, 504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
 MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for

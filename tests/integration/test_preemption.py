@@ -68,16 +68,6 @@ def assert_usable(engine: Any) -> None:
     engine.assert_nothing_is_left()
 
 
-def assert_answers(engine: Any, asked: Sequence[Any], orders: Any, wanted: Any) -> None:
-    """Assert that these orders change no answer; where they do, say what comes again."""
-    answers = engine.scripted(asked, orders)
-    if answers != wanted:
-        again, without = engine.scripted(asked, orders), engine.together(asked)
-        wrong, right, alone = again == answers, again == wanted, without == wanted
-        said = f"orders {orders}: wrong again {wrong}, right again {right}, right without {alone}"
-        assert answers == wanted, said
-
-
 def offline_rows(seed: int, count: int = 4) -> list[Any]:
     from tests.preempted_engine import Ask, greedy, prompt
 
@@ -155,7 +145,7 @@ class Rows:
         for layer in range(LAYERS):
             before = counts(engine)
             orders = {1: [(layer, rows)], 3: [(layer, rows)], 4: [(layer, 1)]}
-            assert_answers(engine, asked, orders, wanted)
+            assert engine.scripted(asked, orders) == wanted
             new = counts(engine) - before
             assert new["preemptions"] == 3
             assert not new["abandoned"]
@@ -176,7 +166,7 @@ class Rows:
                     4: [(first, 1), (second, ALL_ROWS)],
                     5: [(first, 1), (min(first + 1, second), 2), (second, 3)],
                 }
-                assert_answers(engine, asked, orders, wanted)
+                assert engine.scripted(asked, orders) == wanted
                 new = counts(engine) - before
                 assert new["preemptions"] == 4
                 assert new["abandoned"] == 1

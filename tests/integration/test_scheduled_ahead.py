@@ -383,7 +383,7 @@ class TestBesideOnlineRequests:
         assert engine.scheduler.has_requests()
 
     def test_in_a_pause_of_rows_the_next_one_overlaps_as_in_an_engine_without_them(self, engine: Any) -> None:
-        """What is compared with a pause would look better if its live requests waited for the host."""
+        """The receipt would understate the harm if live requests of a pause waited for the host."""
         engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
         pausing = engine.scheduler._traffic._default.accountant.ttft.pausing
         pausing._since = engine.clock.now

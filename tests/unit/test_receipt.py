@@ -53,6 +53,16 @@ def answer(of: Receipt, *, at: float, ttft_s: float, tbt_s: float) -> None:
     of.gap(1, last=at + ttft_s, at=at + ttft_s + tbt_s)
 
 
+def cut_short(*draws: float) -> Receipt:
+    """A receipt whose slot since 1.0 s ends with the rows' pause at 3.0 s; one of its two requests waits then."""
+    made = receipt(*draws)
+    made.pauses(offline=True, now=1.0)
+    answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
+    made.arrived(at=2.5)
+    made.skip(now=3.0)
+    return made
+
+
 def played(
     slots: int, *, slower: float, draws: tuple[float, ...] = (PAUSE, COMPARED), seed: int = 1
 ) -> Receipt:
@@ -113,11 +123,7 @@ class TestPauses:
 
     def test_a_comparison_counts_up_to_the_moment_at_which_rows_pause(self) -> None:
         """Rows do most harm in these moments: a receipt without them would flatter."""
-        made = receipt(COMPARED, PAUSE)
-        made.pauses(offline=True, now=1.0)
-        answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
-        made.arrived(at=2.5)
-        made.skip(now=3.0)
+        made = cut_short(COMPARED, PAUSE)
         answer(made, at=3.1, ttft_s=9.9, tbt_s=9.9)  # without rows
         assert made.report()["compared"] == 0, "one that came beside rows still waits"
         made.answered(arrived=2.5, at=3.3)
@@ -134,11 +140,7 @@ class TestPauses:
         assert said["without_ms"] == pytest.approx(100, rel=0.02)
 
     def test_a_comparison_waits_no_longer_where_rows_pause(self) -> None:
-        made = receipt(COMPARED, NEITHER)
-        made.pauses(offline=True, now=1.0)
-        answer(made, at=2.0, ttft_s=0.2, tbt_s=0.1)
-        made.arrived(at=2.5)
-        made.skip(now=3.0)
+        made = cut_short(COMPARED, NEITHER)
         made.skip(now=1.0 + LONGEST_S)
         assert made.report()["compared"] == 1
 

@@ -43,9 +43,7 @@ class Composer:
         self.tokens_left = view.max_tokens  # of vLLM's own token budget (max_num_batched_tokens)
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
-        self._reserved_blocks = max(
-            0, view.reserved_blocks - view.kept_blocks
-        )  # kept ones are room for arrivals
+        self._reserved_blocks = view.set_aside_blocks - view.kept_blocks
         self._view = view
         self._revoked_blocks = 0  # of those that could be evicted at no cost
         self.free_blocks = view.free_blocks

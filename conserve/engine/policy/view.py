@@ -249,6 +249,11 @@ class View:
                 object.__setattr__(self, name, MappingProxyType(found))
 
     @property
+    def set_aside_blocks(self) -> int:
+        """Free blocks that are not for rows now: those kept with KV are room for arrivals, too."""
+        return max(self.reserved_blocks, self.kept_blocks)
+
+    @property
     def quiet(self) -> bool:
         """True if no online request is in the engine, and none has arrived for a minute: batching mode."""
         if not self.batches:

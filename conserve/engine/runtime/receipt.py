@@ -80,12 +80,12 @@ class Receipt:
 
         A pause under way is dropped. A comparison ends with what it has: rows do most harm just before.
         """
+        if self._slot is not None and self._slot.pause:
+            self._slot = None
         if self._slot is not None:
             self._slot.ends = min(self._slot.ends, now)
-        if self._slot is None or self._slot.pause or not self._goes_on(now):
-            if self._slot is not None and not self._slot.pause:
-                self._close()
-            self._slot = None
+        if not self._goes_on(now):
+            self._close()
         self._slot_ends = now
 
     def arrived(self, *, at: float) -> None:
@@ -128,9 +128,10 @@ class Receipt:
         return slot is not None and slot.waiting > 0 and now < slot.start + LONGEST_S
 
     def _close(self) -> None:
-        if self._slot is not None and (self._slot.ttft or self._slot.tbt):
-            self._kept[self._slot.pause].append(self._slot)
-            self._counted[self._slot.pause] += 1
+        slot, self._slot = self._slot, None
+        if slot is not None and (slot.ttft or slot.tbt):
+            self._kept[slot.pause].append(slot)
+            self._counted[slot.pause] += 1
             self._report = None
 
     def _drawn(self, now: float) -> TimeSlot | None:

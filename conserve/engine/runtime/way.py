@@ -110,7 +110,7 @@ class Way:
 
 
 class WaysTold:
-    """What the API servers tell an engine. Times are monotonic seconds, given by the caller."""
+    """Keeps what the API servers tell an engine. Times are monotonic seconds, given by the caller."""
 
     def __init__(self) -> None:
         self._by_teller: dict[str, tuple[float, Mapping[str, Beyond]]] = {}

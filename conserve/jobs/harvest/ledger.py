@@ -20,7 +20,7 @@ from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
+from conserve.store.books import catalog, choice, leases, queue, servers, shards
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
@@ -91,8 +91,6 @@ class Ledger:
         with self._store.write() as tx:
             leases.abandon(tx, leases.dead_owners(tx), mine=self.owner)
             self._end_silent(tx)
-            harvested.forget_old(tx, now=now)
-            servers.forget_old(tx, now=now)
             catalog.unbind(tx)
             if not self._rebind:
                 self._elsewhere.look(tx, self.model, self._only)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 
 from conserve.errors import StoreError
-from conserve.store.books import harvested, servers
 from conserve.store.database.store import Store
 from conserve.store.upkeep import sweep
 
@@ -34,10 +33,6 @@ class Sweeps:
 
     def _sweep(self) -> None:
         try:
-            now = self._clock()
-            sweep.sweep(self._store, now=now)
-            with self._store.write() as tx:
-                harvested.forget_old(tx, now=now)
-                servers.forget_old(tx, now=now)
+            sweep.sweep(self._store, now=self._clock())
         except StoreError as error:
             log.warning("the store is swept in an hour: %s", error)

@@ -21,7 +21,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from conserve.errors import StoreUnreachable
-from conserve.store.books import catalog, uploads
+from conserve.store.books import catalog, harvested, servers, uploads
 from conserve.store.books.shards import KEEPS_S
 from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
@@ -42,8 +42,12 @@ PARTS = (home.RESULTS, DELIVERIES)  # of a job's folder, in which the database n
 def sweep(store: Store, *, now: float) -> int:
     """Move this store's orphans to the trash, which loses entries older than a week; returns the number moved.
 
-    What the disk refuses to move, or a bucket out of reach, waits alone for the next sweep.
+    Old notes on servers and on the harvest are dropped, too. What the disk refuses to move, or a bucket out of
+    reach, waits alone for the next sweep.
     """
+    with store.write() as tx:
+        harvested.forget_old(tx, now=now)
+        servers.forget_old(tx, now=now)
     swept = sweep_folders(store, now=now)
     if isinstance(store.data, Path):
         swept += sweep_shards(store, store.data, now=now)

@@ -52,12 +52,12 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     iteration.stalled = bool(plan.total and not plan.evicted) and not output.total_num_scheduled_tokens
     iteration.turns_away = (
         not plan.evicted
-        and takes_in(scheduler, schedule)
         and any(
             is_online(request) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             for request in admitted
             if not request.mm_features or scheduler.is_encoder_decoder  # `in_the_way` sees to these
         )
+        and takes_in(scheduler, schedule)
     )
     return output
 

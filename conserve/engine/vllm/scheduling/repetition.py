@@ -41,7 +41,7 @@ class Repetition:
         self._left, self._plan = MOST, plan
         self._requests = [self._scheduler.requests[name] for name in plan.tokens]
         self._planned = (self._scheduler._planner, view.slo)
-        self._quiet, self._reserved_blocks = view.quiet, max(view.reserved_blocks, view.kept_blocks)
+        self._quiet, self._reserved_blocks = view.quiet, view.set_aside_blocks
 
     def forget(self) -> None:
         """Repeat nothing until the next look, and hold no request: one has come or gone, or the regime changes."""

@@ -258,7 +258,7 @@ class CoServing:
         self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
         if plan is not None:
             self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
-        self._reserve(max(view.reserved_blocks, view.kept_blocks))
+        self._reserve(view.set_aside_blocks)
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
