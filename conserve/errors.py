@@ -264,10 +264,22 @@ class EndpointUnavailable(RetryableError):
     kind = "unavailable"
 
 
+class EndpointFailing(EndpointUnavailable):
+    """The endpoint was reached, and answers no other request either: its fault says nothing about the row."""
+
+
+class ServerLost(EndpointFailing):
+    """The server went down, or began to fail, while it had this request, perhaps because of it."""
+
+
 class EndpointFault(RetryableError):
     """The endpoint was reached and gave no usable answer: a 500, garbage, or nothing in time."""
 
     kind = "endpoint_fault"
+
+
+class AnswerTooLong(EndpointFault):
+    """The answer took longer, or had more bytes, than allowed, of a server that is up."""
 
 
 class EngineDied(RetryableError):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from conserve.config import Settings
-from conserve.errors import EndpointBusy, EndpointFault, SettingsError
+from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError
 from conserve.hosts import about_login, without_login
 
 MIB = 1 << 20
@@ -115,13 +115,13 @@ def open_client(
 async def chunks(
     answer: httpx.Response, num_bytes: int, memory: AnswerMemory | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; raises `EndpointFault` past this many bytes, `EndpointBusy` if the memory is full."""
+    """The body as it comes; raises `AnswerTooLong` past this many bytes, `EndpointBusy` if the memory is full."""
     held = 0
     try:
         async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
             async for chunk in found:
                 if held + len(chunk) > num_bytes:
-                    raise EndpointFault(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
+                    raise AnswerTooLong(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
                 if memory is not None:
                     memory.take(len(chunk))
                 held += len(chunk)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from conserve import open_files
 from conserve.endpoints.answers import UNREADABLE
+from conserve.endpoints.culprit import Culprit
 from conserve.endpoints.discovery import (
     LOOK_S,
     MOST_ROWS,
@@ -38,9 +39,11 @@ from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import refusal, untrusted
+from conserve.endpoints.requests import request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
 from conserve.endpoints.window import CongestionWindow, MetricsPressure, SlownessWindow
 from conserve.errors import (
+    AnswerTooLong,
     EndpointBusy,
     EndpointError,
     EndpointFault,
@@ -48,6 +51,7 @@ from conserve.errors import (
     EndpointUnusable,
     EngineDied,
     RequestRejected,
+    ServerLost,
     one_line,
 )
 from conserve.hosts import split_login
@@ -55,7 +59,6 @@ from conserve.hosts import split_login
 log = logging.getLogger(__name__)
 
 PIECE_TOKENS = 8  # of a row in one event: making one takes the server longer than the rest of a token does
-PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
 PROXY_S = 20.0  # longer than a proxy looks for a server; its timeouts of requests are longer
@@ -95,7 +98,6 @@ class HttpEndpoint:
         self._server: ServerFacts | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
-        self._answered: set[Url] = set()  # with this key, this model
         self._in_flight = 0
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
@@ -104,6 +106,7 @@ class HttpEndpoint:
         self._watch: asyncio.Task[None] | None = None
         self._client = open_client(self.base_url, api_key, transport, login=login)
         self._probes = Probes(self._client)
+        self._culprit = Culprit(self._probes, self.base_url)
 
     @property
     def server(self) -> ServerFacts:
@@ -150,7 +153,8 @@ class HttpEndpoint:
         await self._see_that_it_is_the_same(call)
         self._in_flight += 1
         try:
-            return await self._complete(call, on_tokens)
+            async with self._culprit.judging(self.server.model, call.url):
+                return await self._complete(call, on_tokens)
         except EndpointBusy:
             self._window.observe(pressed=True)
             raise
@@ -196,7 +200,7 @@ class HttpEndpoint:
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
         if self._server is None or server.identity != self._server.identity:
-            self._answered.clear()
+            self._culprit.forget()
         self._server, self._look_again = server, False
         self.notice = server.notice(self.base_url, steady=self._steady)
 
@@ -222,23 +226,10 @@ class HttpEndpoint:
                 self._streams = False  # a parser of the server's changes its answers, as it will all others
         return await self._in_one_piece(call)
 
-    def _body(self, call: Call) -> dict[str, Any]:
-        """The request body as it is sent."""
-        body = {**call.body, "model": self.server.model, "stream": False}
-        if call.url is Url.EMBEDDINGS:
-            del body["stream"]  # strict servers reject it on that route
-        if self.server.priority is not None:
-            body["priority"] = self.server.priority
-        if call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
-            put_push(
-                body, on=call.pushes and self.server.resumes
-            )  # it wants the harvester's key, as resuming does
-        return body
-
     async def _in_one_piece(self, call: Call) -> Completion:
         begun = False
         try:
-            async with self._exchange(call, self._body(call)) as answer:
+            async with self._exchange(call, request_body(call, self.server)) as answer:
                 begun = True
                 content = await whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
@@ -247,7 +238,7 @@ class HttpEndpoint:
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens are sent along, and come back as its beginning."""
-        body = self._body(call) | {
+        body = request_body(call, self.server) | {
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
@@ -293,7 +284,7 @@ class HttpEndpoint:
                 waited_s = asyncio.get_running_loop().time() - sent_at
                 said, url = await complaint(answer), answer.request.url
                 if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
-                    raise EndpointFault(
+                    raise AnswerTooLong(
                         f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
                         f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
                     )
@@ -301,7 +292,6 @@ class HttpEndpoint:
                     raise await self._doubtful(call, said, url)
                 raise refusal(said, url, call.url, now=time.time())
             yield answer
-        self._answered.add(call.url)
 
     async def _outlives_a_proxy(self, waited_s: float) -> bool:
         """True if the server is up, and a proxy gave up a row that did not wait for live requests."""
@@ -310,16 +300,22 @@ class HttpEndpoint:
 
     async def _doubtful(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
         """The error for a refusal, which is the row's only if the server answers another request right now."""
-        route = call.url if call.url in self._answered else min(self._answered, default=call.url)
-        status, known = await self._probes.status(self.server.model, route), bool(self._answered)
-        answers = status == httpx.codes.OK
+        answered = frozenset(self._culprit.answered)
+        route = call.url if call.url in answered else min(answered, default=call.url)
+        status = await self._probes.status(self.server.model, route)
+        unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
+        answers = status == httpx.codes.OK or (
+            not answered and not unclear and await self._probes.any_route(self.server.model, but=route)
+        )
         if not answers:
             self._look_again = True
             await self._see_that_it_is_the_same(call)
         error = refusal(said, url, call.url, now=time.time(), answers=answers)
-        unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-        if unclear or (not answers and known and isinstance(error, RequestRejected)):
+        if unclear or (not answers and answered and isinstance(error, RequestRejected)):
             return EndpointUnavailable(f"{self.base_url} answers no other request either: {error}")
+        if not answers and isinstance(error, RequestRejected):
+            where = f"{self.base_url} answers no request on any route: {str(error).rstrip('. ')}"
+            return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=said.status)
         return error
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
@@ -332,8 +328,10 @@ class HttpEndpoint:
         if (full := open_files.too_many(error)) is not None:
             return EndpointUnavailable(full)
         said = one_line(error) or type(error).__name__
-        if isinstance(error, BROKEN) and await self._probes.is_up(self.server):
-            return EndpointFault(f"the connection broke: {said}")
+        if isinstance(error, BROKEN):
+            if await self._probes.is_up(self.server):
+                return EndpointFault(f"the connection broke: {said}")
+            return ServerLost(f"{self.base_url} is gone: {said}")
         return EndpointUnavailable(f"cannot reach {self.base_url}: {said}")
 
     def _late(self, error: httpx.ReadTimeout | TimeoutError, *, begun: bool) -> EndpointError:
@@ -345,7 +343,7 @@ class HttpEndpoint:
             else f"no whole answer within {self._limits.seconds:,g} s (max_answer_s)"
         )
         waited = self.server.mode is Mode.COSERVING and (silent or not begun)
-        return EndpointUnavailable(said) if waited else EndpointFault(said)
+        return EndpointUnavailable(said) if waited else AnswerTooLong(said)
 
     # Rows in flight.
 
@@ -373,16 +371,3 @@ class HttpEndpoint:
             return None
         in_trouble = answer.status == httpx.codes.TOO_MANY_REQUESTS or answer.status >= 500
         return None if in_trouble else time.monotonic() - begun
-
-
-def put_push(body: dict[str, Any], *, on: bool) -> None:
-    """Say whether a row's job would miss its deadline; what a row says of itself does not count."""
-    said = body.get("vllm_xargs")
-    if on or (isinstance(said, dict) and PUSH in said):
-        others = {name: value for name, value in (said or {}).items() if name != PUSH}
-        body["vllm_xargs"] = {**others, PUSH: 1} if on else others
-
-
-def trace_headers(call: Call) -> dict[str, str]:
-    """Headers that join the server's spans to the row's trace; none without a trace."""
-    return {"traceparent": call.traceparent} if call.traceparent else {}

@@ -1,15 +1,26 @@
 """Small requests that tell whether a server answers: a look at its health, and completions of one token."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
+from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import Mode, ServerFacts, healthy, served_models
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import Url
-from conserve.errors import EndpointUnusable
+from conserve.endpoints.refusals import refusal
+from conserve.errors import (
+    EndpointError,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    RequestRejected,
+    one_line,
+)
 
 PROBE_S = 30.0  # for the answer to a completion of one token
 SMALLEST: dict[Url, dict[str, Any]] = {
@@ -51,6 +62,30 @@ class Probes:
                 return None
 
         return await self._shared(f"{route} {model}", status)
+
+    async def any_route(self, model: str, *, but: Url) -> bool:
+        """True if a small request is answered on another route than this."""
+        return any([await self.status(model, route) == httpx.codes.OK for route in SMALLEST if route != but])
+
+    async def trouble(self, model: str, route: Url) -> EndpointError | None:
+        """The error of a server that answers no small request on this route; None if it does, or is slow to."""
+        return await self._shared(f"trouble {route} {model}", lambda: self._trouble(model, route))
+
+    async def _trouble(self, model: str, route: Url) -> EndpointError | None:
+        try:
+            reply = await self.smallest(model, route)
+        except httpx.ReadTimeout:  # it may be busy with long rows
+            return None
+        except httpx.HTTPError as error:
+            return EndpointUnavailable(one_line(error) or type(error).__name__)
+        if reply.status != httpx.codes.OK:
+            refused = refusal(reply, httpx.URL(route), route, now=time.time(), answers=True)
+            return None if isinstance(refused, RequestRejected) else refused
+        try:
+            msgspec.json.decode(reply.content)
+        except UNREADABLE as error:
+            return EndpointFault(f"the answer is no JSON: {one_line(error)}")
+        return None
 
     async def smallest(self, model: str, route: Url) -> WholeResponse:
         """The response to a small request on this route; raises `httpx.HTTPError` without one."""

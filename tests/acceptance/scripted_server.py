@@ -18,7 +18,8 @@ class Script:
     """Behaviour of the server; a word in a request's text makes it misbehave, the first time if it `excuses`.
 
     BUSY: 429. FAULT: 500. GARBAGE: no JSON. BREAK: the connection ends half-way. ABORT: the answer is given
-    up. DIES: an event says that the engine is dead. DIED: as DIES, and /health says so too from then on.
+    up. DIES: an event says that the engine is dead. DIED: as DIES, and /health says so too from then on. FELLS: the
+    whole server goes down, every time.
 
     Answers stop after `pause_at` tokens, those in one piece before they begin, and go on once it is None or
     larger: a test waits for `paused` and knows how far every row is, however slow the machine.
@@ -177,6 +178,9 @@ class ScriptedServer:
         self.requests.append(Request(path, body, text, traceparent))
         if body.get("priority") and not self.script.priorities:
             return await reply(writer, 400, {"error": {"message": "priority scheduling is not enabled"}})
+        if "FELLS" in text:
+            falls = asyncio.get_running_loop().create_task(self._down())  # which ends this task
+            await asyncio.wait([falls])
         word = self._misbehaviour(text)
         if word in ("BUSY", "FAULT"):
             return await reply(writer, 429 if word == "BUSY" else 500, {"error": {"message": word}})

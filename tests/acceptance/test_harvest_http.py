@@ -245,6 +245,32 @@ def test_a_dead_engine_blames_no_row(store: Store, server: ScriptedServer, queue
     assert harvest.harvester.tally.failed == 0
 
 
+@pytest.mark.parametrize("coserves", [True, False])
+def test_a_row_that_takes_its_server_down_fails_alone(
+    store: Store, server: ScriptedServer, queue_up: QueueUp, coserves: bool
+) -> None:
+    server.script.coserves, server.script.token_s = coserves, 0.001
+    job_id = queue_up([*(f"row {n}" for n in range(12)), "FELLS", *(f"row {n}" for n in range(12, 24))])
+    falls = 0
+
+    async def run() -> Harvest:
+        nonlocal falls
+        harvest = Harvest(store, server, max_deaths=2)
+        while not harvest.task.done():
+            if not server.is_up and harvest.harvester.tally.waiting_for:
+                falls += 1
+                server.up()
+            await asyncio.sleep(0.01)
+        return harvest
+
+    tally = asyncio.run(run()).harvester.tally
+    assert (tally.succeeded, tally.failed) == (24, 1)
+    assert falls <= 6
+    with views(store, now=0.0, only=[job_id]) as opened:
+        failed = opened.duck.execute("select row_index, error_type from results where error_type is not null")
+        assert failed.fetchall() == [(12, "engine_died")]
+
+
 def test_an_engine_killed_again_and_again_blames_no_row(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from conserve.endpoints.exchange import AnswerLimits
 from conserve.endpoints.handing import TURN_S
-from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint, put_push
+from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
+from conserve.endpoints.requests import put_push
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -39,13 +40,22 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
-def ask(handler: Handler, call: Call = CHAT) -> Completion:
+def small(request: httpx.Request) -> httpx.Response | None:
+    """The answer to a small request that tells whether the server works; None for all others."""
+    if request.method == "GET" or json.loads(request.content).get("max_tokens") != 1:
+        return None
+    return httpx.Response(200, json={"choices": [{"message": {"content": "a"}, "text": "a"}]})
+
+
+def ask(handler: Handler, call: Call = CHAT, *, works: bool = True) -> Completion:
+    """Answer of a server that answers rows so; one that `works` answers small requests."""
+
     def serve(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "served"}]})
         if request.method == "GET":
             return httpx.Response(404)
-        return handler(request)
+        return (small(request) if works else None) or handler(request)
 
     async def go() -> Completion:
         endpoint = HttpEndpoint("http://server/v1", transport=httpx.MockTransport(serve), api_key="secret")
@@ -106,7 +116,7 @@ def test_a_password_in_the_address_is_sent_and_shown_nowhere() -> None:
         transport = httpx.MockTransport(serve)
         endpoint = HttpEndpoint("http://ann:p%40ss@server:8000/v1", transport=transport)
         await endpoint.start()
-        with pytest.raises(RequestRejected):
+        with pytest.raises(EndpointUnusable, match="HTTP 404"):
             await endpoint.complete(BARE)
         await endpoint.close()
         return endpoint
@@ -257,6 +267,8 @@ def streamed(
             return httpx.Response(200, json=COSERVING)
         if request.method == "GET":
             return httpx.Response(200)
+        if (answer := small(request)) is not None:
+            return answer
         sent.update(json.loads(request.content))
         return httpx.Response(200, stream=Bits(bodies.pop(0)))
 
@@ -378,7 +390,7 @@ def test_a_stream_that_is_cut_short_waits_only_if_it_got_further() -> None:
 
 def test_a_model_that_is_not_served_is_no_rows_fault() -> None:
     with pytest.raises(EndpointUnusable, match="--model"):
-        ask(answering(404, {"error": {"message": "The model `x` does not exist."}}))
+        ask(answering(404, {"error": {"message": "The model `x` does not exist."}}), works=False)
 
 
 CALLS = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
@@ -610,6 +622,8 @@ def bounded(
             return httpx.Response(200, json=COSERVING)
         if request.method == "GET":
             return httpx.Response(404)
+        if (answer := small(request)) is not None:
+            return answer
         await asyncio.sleep(begins_s)
         return httpx.Response(status, stream=body)
 
@@ -698,7 +712,7 @@ def test_a_row_that_outlives_a_proxys_timeout_is_to_blame(
         return found
 
     found = virtual_time.run(go())
-    assert type(found) is error
+    assert isinstance(found, error)
     said = "HTTP 504 after 60 s, and the server is up: this row takes longer than a proxy in front of http://server"
     assert str(found).startswith(said if error is EndpointFault else "HTTP 504: ")
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import Connection
 
-from conserve.store.books import leases
+from conserve.store.books import leases, queue
 from conserve.store.books.losses import CANDIDATE, FEW
+from conserve.store.books.queue import Returned
 from conserve.store.database.store import Store
 from tests.store_rows import add_job, claim, finish, job, leased, positions, put_back, select
 
@@ -136,3 +137,66 @@ def test_a_suspect_that_is_answered_is_done_like_any_row(store: Store) -> None:
     assert claim(store) is None
     finish(store, leased(store, suspect=True))
     assert (job(store).succeeded, job(store).failed) == (1, 0)
+
+
+def lose_with_a_server(store: Store, times: int = 1, *, limit: int = 1000) -> None:
+    """Lease rows, and put them back as a server that they were lost with leaves them."""
+    for _ in range(times):
+        lease = leased(store, limit=limit)
+        rows = [
+            Returned(epoch=lease.epoch, job_id=lease.job_id, position=row.position, lost=True)
+            for row in lease.rows
+        ]
+        with store.write() as tx:
+            queue.put_rows_back(tx, rows)
+            leases.end_if_empty(tx, {lease.epoch})
+
+
+def test_rows_that_are_lost_with_a_server_for_the_third_time_are_suspects(store: Store) -> None:
+    add_job(store, rows=1000)
+    lose_with_a_server(store, CANDIDATE - 1)
+    assert suspects(store) == []
+    lose_with_a_server(store)
+    assert suspects(store) == list(range(FEW))
+    lose_with_a_server(store)
+    assert suspects(store) == list(range(3 * FEW))
+    assert select(store, "select distinct losses, failures, deaths from request where not suspect") == [
+        (CANDIDATE + 1, 0, 0)
+    ]
+
+
+def test_losses_with_servers_and_with_harvesters_add_up(store: Store) -> None:
+    add_job(store, rows=1)
+    lose(store)
+    lose_with_a_server(store)
+    assert suspects(store) == []
+    lose(store)
+    assert suspects(store) == [0]
+
+
+def test_rows_that_are_lost_with_a_server_count_those_of_all_their_jobs(store: Store) -> None:
+    for job_id, rows in (("one", 2 * FEW), ("two", 2 * FEW)):
+        add_job(store, job_id, rows=rows)
+    for _ in range(CANDIDATE):
+        both = [leased(store, limit=2 * FEW, only=[job_id]) for job_id in ("one", "two")]
+        rows = [
+            Returned(epoch=lease.epoch, job_id=lease.job_id, position=row.position, lost=True)
+            for lease in both
+            for row in lease.rows
+        ]
+        with store.write() as tx:
+            queue.put_rows_back(tx, rows)
+    assert select(store, "select job_id, count(*) from request where suspect group by 1") == [("one", FEW)]
+
+
+def test_a_row_that_is_under_another_lease_by_now_is_not_lost(store: Store) -> None:
+    add_job(store, rows=1)
+    lose_with_a_server(store, CANDIDATE - 1)
+    before = leased(store)
+    with store.write() as tx:
+        gave_back(tx)
+    now = leased(store)
+    row = Returned(epoch=before.epoch, job_id=before.job_id, position=0, lost=True)
+    with store.write() as tx:
+        queue.put_rows_back(tx, [row])
+    assert select(store, "select losses, suspect, epoch from request") == [(CANDIDATE - 1, False, now.epoch)]

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -11,11 +12,13 @@ from msgspec import structs
 from conserve.endpoints.protocol import Choice, Completion, Url
 from conserve.errors import (
     EndpointBusy,
+    EndpointFailing,
     EndpointFault,
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
     RequestRejected,
+    ServerLost,
     StoreError,
 )
 from conserve.jobs.harvest.hold import Hold
@@ -275,6 +278,8 @@ def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() 
         (EndpointBusy("wait"), RetryDecision(hold_s=1.0)),
         (EndpointBusy("wait", retry_after_s=7.0), RetryDecision(hold_s=7.0)),
         (EndpointUnavailable("gone"), RetryDecision(hold_s=1.0)),
+        (EndpointFailing("500"), RetryDecision(hold_s=1.0)),
+        (ServerLost("gone"), RetryDecision(lost=True)),
         (EndpointFault("garbage"), RetryDecision(after_s=1.0, counts=True)),
     ],
 )
@@ -311,6 +316,15 @@ def test_only_an_answer_clears_a_suspect() -> None:
             decision = decide(error, faults=0, max_attempts=2, alone=True, suspect=suspect)
             assert decision.suspect == (suspect or isinstance(error, EngineDied))
     assert not decide(EndpointFault("x"), faults=0, max_attempts=2, alone=True, suspect=True).suspect
+
+
+def test_a_suspect_fails_for_the_servers_that_it_had_alone() -> None:
+    def judged(**named: Any) -> RetryDecision:
+        return decide(ServerLost("gone"), faults=0, max_attempts=1, alone=True, **named)
+
+    assert judged(deaths=9, suspect=False) == RetryDecision(lost=True)
+    assert judged(deaths=1, suspect=True, max_deaths=3) == RetryDecision(lost=True, suspect=True, counts=True)
+    assert judged(deaths=2, suspect=True, max_deaths=3) == RetryDecision(error_type="engine_died")
 
 
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:

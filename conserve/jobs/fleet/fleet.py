@@ -21,10 +21,12 @@ from conserve.endpoints.roster import Joined
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
+    EndpointFailing,
     EndpointFault,
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
+    ServerLost,
 )
 from conserve.jobs.fleet.care import CHECK_S, IDLE_S, Care
 from conserve.jobs.fleet.dispatch import Dispatch
@@ -227,6 +229,8 @@ class Fleet:
                 member.fail(error, now_s())
         if isinstance(error, EndpointUnavailable):
             await self._see_what_is_lost(errand, member, error, elsewhere=bool(others))
+        if isinstance(error, ServerLost):
+            raise error  # a loss that the store counts
         if others and isinstance(error, EndpointBusy | EndpointUnavailable | EndpointUnusable):
             errand.avoid = frozenset({member})
             return
@@ -243,9 +247,12 @@ class Fleet:
             ready = await self._reach(member, elsewhere=elsewhere)
         else:
             ready = await member.outcome()
-        if ready:
-            if elsewhere:
+        if ready and elsewhere:
+            if isinstance(error, EndpointFailing):
+                member.suspect(error, now_s())
+            else:
                 member.hold(None, now_s())
+        if ready:
             return
         errand.losses += 1
         if errand.losses >= MOST_LOSSES:

@@ -31,7 +31,7 @@ class Hold:
 
     def begin(self, error: EndpointError, wish_s: float) -> str | None:
         """Hold for `wish_s` or longer; returns the reason in words, None if no new hold begins."""
-        if isinstance(error, EndpointUnavailable) and not self._said:
+        if isinstance(error, EndpointUnavailable) and wish_s and not self._said:
             self._said = True
             self._warn(f"{error}; harvesting waits")
         if not wish_s or self.left_s > 0:

@@ -168,6 +168,7 @@ def returned(work: ReadyRow, decision: RetryDecision, now: float) -> Returned:
         available_at=now + decision.after_s if decision.after_s else 0.0,
         failed=decision.counts,
         suspect=decision.suspect,
+        lost=decision.lost,
     )
 
 

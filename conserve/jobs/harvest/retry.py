@@ -9,6 +9,7 @@ from conserve.errors import (
     EngineDied,
     RequestRejected,
     RetryableError,
+    ServerLost,
 )
 
 FIRST_BACKOFF_S = 1.0
@@ -24,6 +25,7 @@ class RetryDecision:
     after_s: float = 0.0
     counts: bool = False  # as a failure of the row
     suspect: bool = False  # the row runs alone next time
+    lost: bool = False  # a server went down with the row
     hold_s: float = 0.0  # time in which no row should be sent to the endpoint
 
 
@@ -46,7 +48,8 @@ def decide(
     `faults` is their number so far. A faulty answer that brought tokens for the next attempt to go on from
     (`gained`) does not count, since the row gets done by pieces; each of its `attempts` is waited for longer than
     the one before. Rows in flight when an engine died are suspects: each runs alone, and one that was alone when
-    `max_deaths` engines died fails; `deaths` is their number so far.
+    `max_deaths` engines died fails; `deaths` is their number so far. A server that goes down is a loss of each row
+    that it had, from which the store finds suspects; a suspect had it alone.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
@@ -55,6 +58,8 @@ def decide(
     if isinstance(error, EndpointBusy):
         hold_s = min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         return RetryDecision(hold_s=hold_s, suspect=suspect)
+    if isinstance(error, ServerLost):
+        return decide_lost(error, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     assert isinstance(error, RetryableError), error
@@ -70,6 +75,13 @@ def decide_suspect(error: EngineDied, *, deaths: int, alone: bool, max_deaths: i
     if alone and deaths + 1 >= max_deaths:
         return RetryDecision(error_type=error.kind)
     return RetryDecision(counts=alone, suspect=True)
+
+
+def decide_lost(error: ServerLost, *, deaths: int, suspect: bool, max_deaths: int) -> RetryDecision:
+    """Judge a row that a server had when it went down."""
+    if suspect and deaths + 1 >= max_deaths:
+        return RetryDecision(error_type=EngineDied.kind)
+    return RetryDecision(counts=suspect, suspect=suspect, lost=True)
 
 
 def backoff_s(failures: int) -> float:

@@ -1,16 +1,17 @@
-"""Losses: rows whose harvester died or fell silent, and which of them are suspects.
+"""Losses: rows whose harvester, or whose server, died with them, and which of them are suspects.
 
 A row may take the whole harvester down: the kernel may end a container for the memory that one row takes. No
 process is left then to say that an engine died with the row, so the store counts how often a row was lost with its
-owner.
+owner. A row may take a whole API server down too, and all that its harvester sees are broken connections: a loss of
+each row that the server had.
 
-Every row under a lease was in flight, so the store cannot tell which one did it. A row that was lost three times is
-a candidate. Few of an owner's candidates become suspects at first, and twice as many with each further loss. So an
-operator who kills a harvester three times has few rows run alone, and a row that kills is found among N after
-log2(N / 16) losses more.
+The store cannot tell which row did it. A row that was lost three times is a candidate. Few of the candidates that
+are lost together become suspects at first, and twice as many with each further loss. So an operator who kills a
+harvester or a server three times has few rows run alone, and a row that kills is found among N after log2(N / 16)
+losses more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -18,12 +19,15 @@ from sqlalchemy import Connection, case, func, select, update
 
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, matching
-from conserve.store.database.connection import by_bytes
 
 request = schema.request
 
 CANDIDATE = 3  # losses of a row that make it a candidate
 FEW = 16  # suspects at first
+
+CANDIDATES = select(request.c.losses, request.c.job_id, request.c.position).where(
+    request.c.losses >= CANDIDATE, request.c.suspect.is_(False)
+)
 
 
 def count(tx: Connection, epochs: Sequence[int]) -> None:
@@ -31,7 +35,6 @@ def count(tx: Connection, epochs: Sequence[int]) -> None:
 
     A suspect was alone, so that its loss is a death, as if only the engine had died.
     """
-    blamed = list(candidates(tx, epochs))
     alone = case((request.c.suspect, 1), else_=0)
     lost = {
         "losses": func.coalesce(request.c.losses, 0) + 1,
@@ -39,25 +42,31 @@ def count(tx: Connection, epochs: Sequence[int]) -> None:
         "deaths": func.coalesce(request.c.deaths, 0) + alone,
     }
     tx.execute(update(request).where(request.c.epoch.in_(epochs)).values(lost))
-    for job_id, rows in groupby(sorted(blamed), key=lambda row: row[0]):
-        for at in matching(tx, [request.c.position], [(position,) for _, position in rows]):
+    suspect(tx, tx.execute(CANDIDATES.where(request.c.epoch.in_(epochs))))
+
+
+def blame(tx: Connection, lost: Collection[tuple[str, int]]) -> None:
+    """Make suspects of some of the rows, by job id and position, whose loss with one server is counted already."""
+    found: list[Any] = []
+    for job_id, rows in by_job(lost):
+        for at in matching(tx, [request.c.position], [(position,) for position in rows]):
+            found += tx.execute(CANDIDATES.where(request.c.job_id == job_id, *at))
+    suspect(tx, found)
+
+
+def suspect(tx: Connection, candidates: Iterable[Any]) -> None:
+    """Make suspects of the candidates that were lost most often, of as many as `most` says."""
+    often = sorted(map(tuple, candidates), key=lambda row: (-row[0], *row[1:]))
+    blamed = often[: most(often[0][0])] if often else []
+    for job_id, rows in by_job([(job_id, position) for _, job_id, position in blamed]):
+        for at in matching(tx, [request.c.position], [(position,) for position in rows]):
             afresh(tx, update(request).where(request.c.job_id == job_id, *at).values(suspect=True))
 
 
-def candidates(tx: Connection, epochs: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield job id and position of the rows that this loss makes suspects, those lost most often first."""
-    often = request.c.losses + 1 >= CANDIDATE  # this loss included
-    found = select(request.c.job_id, request.c.position, request.c.losses).where(
-        request.c.epoch.in_(epochs), request.c.suspect.is_(False), often
-    )
-    order: tuple[Any, ...] = (
-        request.c.losses.desc(),
-        by_bytes(tx, request.c.job_id),
-        request.c.position,
-    )
-    rows = tx.execute(found.order_by(*order)).all()
-    if rows:
-        yield from ((row.job_id, row.position) for row in rows[: most(rows[0].losses + 1)])
+def by_job(rows: Collection[tuple[str, int]]) -> Iterable[tuple[str, list[int]]]:
+    """Positions of the rows of each job."""
+    for job_id, some in groupby(sorted(rows), key=lambda row: row[0]):
+        yield job_id, [position for _, position in some]
 
 
 def most(losses: int) -> int:

@@ -24,7 +24,7 @@ from sqlalchemy import (
     update,
 )
 
-from conserve.store.books import spans
+from conserve.store.books import losses, spans
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.looks import is_runnable, looks
 from conserve.store.books.saved_tokens import whole_tokens
@@ -76,6 +76,7 @@ class Returned:
     available_at: float = 0.0
     failed: bool = False  # the attempt counts against the row
     suspect: bool = False
+    lost: bool = False  # a server went down with it
 
 
 def claim(
@@ -307,12 +308,15 @@ def put_back(
 def put_rows_back(tx: Connection, rows: Sequence[Returned], *, owner: str | None = None) -> None:
     """Return rows to the queue, after errors that count against them (`failed`) or because a run stops.
 
-    An error that counts against a suspect is the death of an engine in which the row was alone. A row that is no
-    longer under its lease, of the `owner` if one is given, stays as it is.
+    An error that counts against a suspect is the death of an engine in which the row was alone. Rows that were
+    lost with a server may become suspects. A row that is no longer under its lease, of the `owner` if one is given,
+    stays as it is.
     """
     alive = spans.locked(tx, {row.epoch for row in rows}, owner)
     failed = spans.still_held(tx, alive, [row for row in rows if row.failed])
+    lost = spans.still_held(tx, alive, [row for row in rows if row.lost])
     spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, alive=alive, held=False)
+    losses.blame(tx, lost)
     count_retries(tx, [job_id for job_id, _ in failed])
 
 
@@ -324,6 +328,7 @@ def outcome(row: Returned) -> dict[str, Any]:
         "suspect": row.suspect,
         "failures": failures,
         "deaths": deaths,
+        "losses": int(row.lost),
     }
 
 
@@ -336,6 +341,7 @@ PUT_BACK = (
         suspect=bindparam("new_suspect"),
         failures=request.c.failures + bindparam("new_failures"),
         deaths=func.coalesce(request.c.deaths, 0) + bindparam("new_deaths"),
+        losses=func.coalesce(request.c.losses, 0) + bindparam("new_losses"),
     )
 )
 """Returns a row that has a record."""

@@ -117,7 +117,7 @@ request = Table(
     Column("tokens_by", Text),  # Endpoint.identity that generated them
     Column("checksum", BigInteger),  # CRC-32 of these two; null for what an earlier version saved
     Column("deaths", Integer),  # of an engine, or a whole harvester, in which the row was alone; null: none
-    Column("losses", Integer),  # owners that died or fell silent while they had the row; null: none
+    Column("losses", Integer),  # owners and servers that died while they had the row; null: none
     Index("request_by_epoch", "epoch", "job_id", "position"),  # a lease's rows; with null, the waiting ones
     sqlite_with_rowid=False,
 )

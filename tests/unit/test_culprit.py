@@ -1,0 +1,304 @@
+"""Whether a row or its server is at fault: no row fails for a server's faults, one that kills servers does."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from conserve.endpoints.http import HttpEndpoint
+from conserve.endpoints.protocol import Call, Completion, Endpoint, Url
+from conserve.endpoints.roster import rosters_of
+from conserve.errors import (
+    EndpointFailing,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+    RequestRejected,
+    ServerLost,
+)
+from conserve.jobs.fleet.fleet import Fleet
+from conserve.jobs.harvest.harvester import Harvester, Tally
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
+from tests import virtual_time
+from tests.conftest import WriteInput
+
+ROW_S = 3.0  # that a row takes
+KILLER_S = 1.0  # until a row that kills has done so
+DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+class Server:
+    """A server that rows may take down (`kill`) or make fail for a while (`poison`); some only `fault`."""
+
+    def __init__(self, *, back_after_s: float = 30.0) -> None:
+        self.back_after_s = back_after_s
+        self.back_at = 0.0  # it is down until then
+        self.well_at = 0.0  # it answers all with 500 until then
+        self.lives = 0  # ends of them
+        self.rows: list[str] = []  # that came while it was up
+        self.small: httpx.Response | Exception | None = None  # its answer to small requests, if another one
+        self.failure = httpx.Response(500, json={"error": {"message": "out of memory"}})
+        self.lacks: set[str] = set()  # routes
+        self.slots = 8
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self.back_at:
+            raise httpx.ConnectError("refused")
+        if request.method == "GET":
+            known = request.url.path in ("/v1/models", "/health")
+            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        if request.url.path in self.lacks:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        asked = json.loads(request.content)
+        is_small = asked.get("max_tokens") == 1 or "messages" not in asked
+        if is_small and self.small is not None:
+            await asyncio.sleep(0.1)
+            if isinstance(self.small, Exception):
+                raise self.small
+            return self.small
+        if loop.time() < self.well_at:
+            return self.failure
+        if is_small:
+            return answer("a")
+        return await self._row(asked["messages"][-1]["content"])
+
+    async def _row(self, text: str) -> httpx.Response:
+        loop, lives = asyncio.get_running_loop(), self.lives
+        self.rows.append(text)
+        if "kill" in text or "poison" in text:
+            await asyncio.sleep(KILLER_S)
+            until = loop.time() + self.back_after_s
+            self.lives += 1
+            self.back_at, self.well_at = (until, 0.0) if "kill" in text else (0.0, until)
+        else:
+            end = loop.time() + ROW_S
+            while loop.time() < end and self.lives == lives:
+                await asyncio.sleep(0.1)
+        if loop.time() < self.back_at:
+            raise httpx.ReadError("reset")
+        if loop.time() < self.well_at:
+            return self.failure
+        return httpx.Response(500, text="no") if "fault" in text else answer(text)
+
+    def endpoint(self, url: str = "http://server") -> HttpEndpoint:
+        return HttpEndpoint(url, transport=httpx.MockTransport(self.serve), most_rows=self.slots)
+
+
+def answer(text: str) -> httpx.Response:
+    message = {"message": {"content": f"re: {text}"}}
+    return httpx.Response(
+        200, json={"choices": [message], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+    )
+
+
+def asked(server: Server, *texts: str, before: Callable[[], None] = lambda: None) -> list[Any]:
+    """What comes of rows that are sent one after the other, each a minute after the last."""
+
+    async def go() -> list[Any]:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        before()
+        found: list[Any] = []
+        for text in texts:
+            found += await asyncio.gather(endpoint.complete(call(text)), return_exceptions=True)
+            await asyncio.sleep(60.0)
+        await endpoint.close()
+        return [one if isinstance(one, Completion) else type(one) for one in found]
+
+    return virtual_time.run(go())
+
+
+def call(text: str, route: Url = Url.CHAT) -> Call:
+    return Call(key=text, url=route, body={"messages": [{"role": "user", "content": text}]})
+
+
+# One row after the other.
+
+
+def test_a_row_that_a_well_server_gives_no_usable_answer_is_at_fault() -> None:
+    assert asked(Server(), "fault") == [EndpointFault]
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        httpx.Response(500),
+        httpx.Response(503),
+        httpx.Response(502),
+        httpx.Response(200, text="<html>log in</html>"),
+        httpx.ConnectError("refused"),
+    ],
+)
+def test_a_row_is_not_at_fault_where_no_other_request_is_answered(small: httpx.Response | Exception) -> None:
+    server = Server()
+    server.small = small
+    assert asked(server, "fault") == [EndpointFailing]
+
+
+@pytest.mark.parametrize("small", [httpx.Response(400), httpx.Response(404), httpx.ReadTimeout("busy")])
+def test_a_small_request_that_is_refused_or_late_says_nothing(small: httpx.Response | Exception) -> None:
+    server = Server()
+    server.small = small
+    assert asked(server, "fault") == [EndpointFault]
+
+
+def test_an_engine_that_turns_out_to_be_dead_is_said_to_be() -> None:
+    server = Server()
+    server.small = httpx.Response(500, json={"error": {"message": DEAD_ENGINE}})
+    assert asked(server, "fault") == [EngineDied]
+
+
+@pytest.mark.parametrize("row", ["kill", "poison"])
+def test_a_server_that_was_well_is_lost_with_the_row(row: str) -> None:
+    assert asked(Server(), "good", row)[1] is ServerLost
+
+
+@pytest.mark.parametrize(("row", "error"), [("kill", EndpointFailing), ("poison", EndpointFailing)])
+def test_a_server_that_answered_nothing_yet_was_not_well(row: str, error: type[Exception]) -> None:
+    assert asked(Server(), row) == [error]
+
+
+@pytest.mark.parametrize("row", ["kill", "poison"])
+def test_an_outage_is_one_loss_of_a_row_however_long_it_lasts(row: str) -> None:
+    found = asked(Server(back_after_s=200.0), "good", row, row, row, row, row)[1:]
+    assert found[0] is ServerLost
+    assert all(issubclass(one, EndpointUnavailable) and one is not ServerLost for one in found[1:4])
+    assert found[4] is ServerLost, "after it was well again"
+
+
+def test_rows_go_on_at_a_server_that_answers_them_and_no_small_request() -> None:
+    """As one of a model for sound alone: a fault is then its row's as soon as another row was answered."""
+    server = Server()
+    server.small = httpx.Response(500)
+    found = asked(server, "fault", "good", "fault", "good")
+    assert [type(one) if isinstance(one, Completion) else one for one in found] == [
+        EndpointFailing, Completion, EndpointFault, Completion
+    ]  # fmt: skip
+
+
+def test_one_row_at_a_time_is_sent_to_a_server_that_is_doubted() -> None:
+    server = Server()
+    server.small = httpx.Response(500)
+
+    async def go() -> list[Any]:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        await asyncio.gather(endpoint.complete(call("fault")), return_exceptions=True)
+        rows = [endpoint.complete(call(f"row {n}")) for n in range(4)]
+        found = await asyncio.gather(*rows, return_exceptions=True)
+        server.small = None
+        rows = [endpoint.complete(call(f"row {n}")) for n in range(4, 8)]
+        found += await asyncio.gather(*rows)
+        await endpoint.close()
+        return found
+
+    found = virtual_time.run(go())
+    assert [type(one) for one in found] == [Completion, *[EndpointFailing] * 3, *[Completion] * 4]
+    assert server.rows == ["fault", "row 0", "row 4", "row 5", "row 6", "row 7"]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "error"),
+    [
+        ({Url.CHAT}, RequestRejected),
+        ({Url.CHAT, Url.COMPLETIONS, Url.EMBEDDINGS}, RequestRejected),
+        (set(Url), EndpointUnusable),
+    ],
+)
+def test_a_first_row_fails_for_a_missing_route_only_where_another_is_answered(
+    lacks: set[str], error: type[Exception]
+) -> None:
+    server = Server()
+    server.lacks = lacks
+    assert asked(server, "good") == [error]
+
+
+# A queue.
+
+
+@pytest.fixture
+def queue_up(store: Store, write_input: WriteInput) -> Callable[..., str]:
+    """Submits prompts; returns the job's id."""
+
+    def queue_up(*prompts: str) -> str:
+        path = write_input("rows.parquet", q=list(prompts))
+        return submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
+
+    return queue_up
+
+
+def harvest(store: Store, endpoint: Endpoint, *, most_s: float = 4 * 3600.0, **named: Any) -> Tally:
+    """Work until the queue is empty, or for so many seconds."""
+
+    async def go() -> Tally:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        loop.call_later(most_s, stop.set)
+        return await Harvester(store, endpoint, clock=loop.time, **named).run(stop)
+
+    return virtual_time.run(go())
+
+
+def fleet(*servers: Server) -> Fleet:
+    by_url = {f"http://server-{n}": server for n, server in enumerate(servers)}
+    return Fleet(rosters_of(list(by_url), []), lambda url: by_url[url].endpoint(url))
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2, 3])
+@pytest.mark.parametrize("killer", ["kill", "poison"])
+@pytest.mark.parametrize("back_after_s", [5.0, 60.0])
+def test_a_row_that_takes_servers_down_fails_and_all_others_are_answered(
+    store: Store, queue_up: Callable[..., str], servers: int, killer: str, back_after_s: float
+) -> None:
+    """Of one server without a fleet, and of fleets."""
+    job_id = queue_up(*[f"row {n}" for n in range(30)], killer, *[f"row {n}" for n in range(30, 59)])
+    its = [Server(back_after_s=back_after_s) for _ in range(max(1, servers))]
+    tally = harvest(store, fleet(*its) if servers else its[0].endpoint(), max_deaths=3)
+    assert (tally.succeeded, tally.failed) == (59, 1)
+    with views(store, now=0.0, only=[job_id]) as opened:
+        errors = opened.duck.execute("select row_index, error_type from results where error_type is not null")
+        assert errors.fetchall() == [(30, "engine_died")]
+    assert sum(server.lives for server in its) <= 12
+
+
+@pytest.mark.parametrize("servers", [0, 1, 3])
+def test_a_server_that_answers_everything_with_500_fails_no_row(
+    store: Store, queue_up: Callable[..., str], servers: int
+) -> None:
+    queue_up(*[f"row {n}" for n in range(40)])
+    its = [Server() for _ in range(max(1, servers))]
+    its[0].well_at = virtual_time.BEGIN_S + 600.0
+    tally = harvest(store, fleet(*its) if servers else its[0].endpoint(), max_attempts=2)
+    assert (tally.succeeded, tally.failed) == (40, 0)
+
+
+def test_servers_that_are_restarted_again_and_again_fail_no_row(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    """Rows are lost with them, and are answered in the end, alone."""
+    queue_up(*[f"row {n}" for n in range(40)])
+    server = Server()
+
+    async def restart() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(12):
+            await asyncio.sleep(0.5 * ROW_S)
+            server.lives, server.back_at = server.lives + 1, loop.time() + 10.0
+            await asyncio.sleep(10.0)
+
+    async def go() -> Tally:
+        loop = asyncio.get_running_loop()
+        restarts = loop.create_task(restart())
+        tally = await Harvester(store, server.endpoint(), clock=loop.time, max_deaths=5).run(asyncio.Event())
+        await restarts
+        return tally
+
+    tally = virtual_time.run(go())
+    assert (tally.succeeded, tally.failed) == (40, 0)
