@@ -33,7 +33,7 @@ def test_tokens_follow_the_weights_within_the_rows_in_flight(
         for group, count in shares.allot(groups, IN_FLIGHT - len(flying)).items():
             claimed = [("job", number + one) for one in range(count)]
             number += count
-            shares.claimed(group, claimed)
+            shares.claimed(group, dict.fromkeys(claimed, 1))
             flying += [(group, row) for row in claimed]
         group, row = flying.pop(place % len(flying))
         shares.settled(row, 0 if goes_back else tokens)
@@ -52,7 +52,7 @@ def deal(shares: Shares, groups: Sequence[Group], rows: int) -> Counter[Group]:
     dealt: Counter[Group] = Counter()
     for number in range(rows):
         for group, count in shares.allot(groups, 1).items():
-            shares.claimed(group, [("dealt", number)])
+            shares.claimed(group, {("dealt", number): 1})
             dealt[group] += count
     return dealt
 
@@ -68,7 +68,7 @@ def test_short_rows_make_up_for_long_ones() -> None:
     """Tokens are shared, not rows: rows of a tenth of the length are ten times as many."""
     shares, long, short = Shares(Weights.of("10=1,0=1")), Group(10), Group(0)
     for group, tokens in ((long, 1000), (short, 100)):
-        shares.claimed(group, [("job", group.priority)])
+        shares.claimed(group, {("job", group.priority): 1})
         shares.settled(("job", group.priority), tokens)
     rows = deal(shares, [long, short], 110)
     assert rows[short] == pytest.approx(10 * rows[long], abs=12)
@@ -77,9 +77,9 @@ def test_short_rows_make_up_for_long_ones() -> None:
 def test_a_group_that_had_no_rows_saves_nothing_up() -> None:
     shares, busy, idle = Shares(Weights.of("10=1,0=1")), Group(10), Group(0)
     for row in range(100):
-        shares.claimed(busy, [("job", row)])
+        shares.claimed(busy, {("job", row): 1})
         shares.settled(("job", row), 1000)
-        shares.claimed(idle, [])
+        shares.claimed(idle, {})
     assert shares.allot([busy, idle], 10) == {busy: 5, idle: 5}
 
 
@@ -88,8 +88,8 @@ def test_a_group_whose_jobs_are_gone_holds_nothing_up() -> None:
     shares = Shares(Weights.of("jobs"))
     jobs = [SimpleNamespace(seq=seq, priority=0) for seq in range(3)]
     first, second, new = shares.groups(jobs)
-    shares.claimed(first, [("first", 0)])
-    shares.claimed(second, [("second", row) for row in range(100)])
+    shares.claimed(first, {("first", 0): 1})
+    shares.claimed(second, {("second", row): 1 for row in range(100)})
     assert shares.groups(jobs[1:]) == [second, new]
     assert shares.allot([second, new], 8) == {second: 4, new: 4}
 
@@ -103,16 +103,30 @@ def test_a_claim_is_of_few_groups_and_the_next_ones_are_of_the_others(jobs: int,
         assert sum(allotted.values()) == rows
         assert len(allotted) <= QUANTA + 1
         for group, count in allotted.items():
-            shares.claimed(group, [(f"{group.job}", 1000 * claim + row) for row in range(count)])
+            shares.claimed(group, {(f"{group.job}", 1000 * claim + row): 1 for row in range(count)})
         dealt += Counter(allotted)
     assert max(dealt.values()) - min(dealt[group] for group in groups) <= max(1, rows // QUANTA)
 
 
 def test_rows_that_are_claimed_again_are_charged_once() -> None:
     shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
-    shares.claimed(other, [("b", 0)])
+    shares.claimed(other, {("b", 0): 1})
     for _ in range(5):  # its leases were lost
-        shares.claimed(one, [("a", 0)])
+        shares.claimed(one, {("a", 0): 1})
+    assert shares.allot([one, other], 2) == {one: 1, other: 1}
+
+
+def test_rows_whose_leases_were_lost_are_charged_to_no_group() -> None:
+    """Another harvester computes them, and they may never come back."""
+    shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
+    shares.claimed(other, {("b", 0): 3})
+    shares.claimed(one, {("a", 0): 1, ("a", 1): 2, ("a", 2): 1})
+    shares.lost({1})
+    assert shares.allot([one, other], 2) == {one: 1, other: 1}
+    shares.settled(("a", 0), 1000)  # late, so that nothing was written
+    assert shares.allot([one, other], 2) == {one: 1, other: 1}
+    shares.claimed(one, {("a", row): 4 for row in range(100)})
+    shares.lost()
     assert shares.allot([one, other], 2) == {one: 1, other: 1}
 
 

@@ -833,6 +833,28 @@ def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteIn
     party.ledger.close()
 
 
+@pytest.mark.parametrize("end", ["renew", "recover"])
+def test_rows_that_others_took_over_are_charged_to_no_group(
+    store: Store, write_input: WriteInput, end: str
+) -> None:
+    given = Input(names=[str(write_input(q=[f"row {n}" for n in range(40)]))], keep=Keep.REFERENCE)
+    high, low = (submit(store, given, TASK, priority=priority).job_id for priority in (10, 0))
+    party = Party(store, share="10=1,0=1")
+    shares = party.ledger._shares
+    assert shares is not None
+    works = party.claim(8)
+    assert party.ledger.renew({work.epoch for work in works}) == {work.epoch for work in works}
+    assert set(shares._in_flight) == {work.key for work in works}
+    with store.write() as tx:
+        leases.abandon(tx, [party.ledger.owner])
+    if end == "renew":
+        assert party.ledger.renew({work.epoch for work in works}) == set()
+    else:
+        party.ledger.recover()
+    assert (shares._in_flight, {*shares._counts.values()}) == ({}, {0.0}), (high, low)
+    party.ledger.close()
+
+
 def test_what_a_group_has_not_is_dealt_to_the_others_within_the_limit(
     store: Store, write_input: WriteInput
 ) -> None:

@@ -88,6 +88,8 @@ class Ledger:
     def recover(self) -> None:
         """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
         now = self._clock()
+        if self._shares is not None:  # no row is in flight, and what has ended is written
+            self._shares.lost()
         with self._store.write() as tx:
             leases.abandon(tx, leases.dead_owners(tx), mine=self.owner)
             self._end_silent(tx)
@@ -337,6 +339,8 @@ class Ledger:
         with self._store.write() as tx:
             alive = leases.renew(tx, epochs, now=now, lease_s=self._lease_s, owner=self.owner)
             self._end_silent(tx)
+        if self._shares is not None:
+            self._shares.lost(epochs - alive)
         return alive
 
     def _end_silent(self, tx: Any) -> None:

@@ -16,7 +16,7 @@ def claim_by_shares(shares: Shares, groups: Sequence[Group], limit: int, claim_o
     while waiting and len(works) < limit:
         for group, rows in shares.allot(waiting, limit - len(works)).items():
             found = claim_of(group, rows)
-            shares.claimed(group, [work.key for work in found])
+            shares.claimed(group, {work.key: work.epoch for work in found})
             works += found
             if not found:
                 waiting.remove(group)

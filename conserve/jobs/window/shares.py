@@ -71,6 +71,7 @@ class Charge(NamedTuple):
 
     group: Group
     tokens: float
+    epoch: int  # of the row's lease
 
 
 class Shares:
@@ -106,16 +107,19 @@ class Shares:
             left -= dealt
         return allotted
 
-    def claimed(self, group: Group, rows: Collection[RowKey]) -> None:
-        """Charge a group for rows that were claimed; without any it has none for now, and saves nothing up."""
+    def claimed(self, group: Group, rows: Mapping[RowKey, int]) -> None:
+        """Charge a group for rows that were claimed, with the epochs of their leases.
+
+        A group without any has none for now, and saves nothing up.
+        """
         if not rows:
             self._busy.discard(group)
             return
         self._busy.add(group)
         tokens = self._usual(group)
-        for row in rows:
+        for row, epoch in rows.items():
             self.settled(row, 0)
-            self._in_flight[row] = Charge(group, tokens)
+            self._in_flight[row] = Charge(group, tokens, epoch)
             self._add(group, tokens)
 
     def settled(self, row: RowKey, tokens: int) -> None:
@@ -127,6 +131,12 @@ class Shares:
         if tokens:
             rows, sum_ = self._ended.get(charge.group, (0, 0.0))
             self._ended[charge.group] = rows + 1, sum_ + tokens
+
+    def lost(self, epochs: Collection[int] | None = None) -> None:
+        """Take back the charges of rows whose leases are gone, of all rows by default: others compute them."""
+        gone = [row for row, charge in self._in_flight.items() if epochs is None or charge.epoch in epochs]
+        for row in gone:
+            self.settled(row, 0)
 
     def _add(self, group: Group, tokens: float) -> None:
         self._counts[group] = self._counts.get(group, 0.0) + tokens / self.weights.of_group(group)
