@@ -38,6 +38,8 @@ from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
@@ -858,6 +860,23 @@ def test_one_process_at_a_time_compacts_a_job(store: Store, monkeypatch: pytest.
         with store.alone("compact job-2") as other:
             assert other
     assert shards.compact_full(store, "job-1", now=0.0) == 10
+
+
+def test_a_harvester_with_leases_waits_for_no_compaction_of_another_process(store: Store) -> None:
+    """Its thread renews leases too; what the other one leaves is moved later."""
+    add_job(store, rows=4)
+    lease = leased(store, limit=4)
+    recorder = Recorder(store)
+    with store.alone("compact job-1") as alone:
+        assert alone
+        recorder.write(Outbox(finished=[Finished(lease.epoch, "job-1", n, result(n)) for n in range(4)]))
+        assert not recorder.compact()
+        assert recorder.behind
+        assert select(store, "select count(*) from journal") == [(4,)]
+    assert recorder.compact()
+    assert select(store, "select count(*) from journal") == [(0,)]
+    assert not recorder.compact(wait=True)
+    assert not recorder.behind
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ class Harvester:
             self._outage.end()
             self.tally.waiting_for = None
             await self._until_drained(stop)
-            while not stop.is_set() and await self._in_store(self._ledger.recorder.compact):
+            while not stop.is_set() and await self._in_store(self._ledger.recorder.compact, True):
                 pass  # else the next run does it
         except BaseException as error:
             failed = error

@@ -106,29 +106,29 @@ class Recorder:
         """True if results may wait for a shard."""
         return bool(self._completed or self._gathered)
 
-    def compact(self) -> bool:
+    def compact(self, wait: bool = False) -> bool:
         """Write one shard of a completed job, or of a job that can fill one; False if none can be written now.
 
-        One at a time, since the store's thread renews leases too: after an outage many wait.
+        One at a time, since the store's thread renews leases too: after an outage many wait. So another process
+        that is compacting a job is waited for only where no lease is held (`wait`).
         """
         # While a bucket is out of reach the results stay in the journal, from which all commands read them too.
         if self._monotonic() < self._compact_at:
             return False
         try:
-            return any(
-                self._moved(job_id) for job_id in [*self._completed, *self._gathered - self._completed]
-            )
+            jobs = [*self._completed, *self._gathered - self._completed]
+            return any(self._moved(job_id, wait=wait) for job_id in jobs)
         except StoreUnreachable as error:
             self._compact_at = self._monotonic() + AGAIN_S
             log.warning("results stay in the database for now: %s", error)
             return False
 
-    def _moved(self, job_id: str) -> bool:
+    def _moved(self, job_id: str, *, wait: bool) -> bool:
         """Move results of a job to one shard; the job is left alone from then on if there are none to be moved."""
         if job_id in self._completed and self._goes_on(job_id):
             self._completed.remove(job_id)
             self._gathered.add(job_id)
-        moved = self._move(job_id, whole=job_id in self._completed)
+        moved = self._move(job_id, whole=job_id in self._completed, wait=wait)
         if moved == 0:  # None: another process is at it, and it is tried again
             self._completed.discard(job_id)
             self._gathered.discard(job_id)
@@ -140,12 +140,12 @@ class Recorder:
             state = catalog.states(tx, [job_id]).get(job_id)
         return state is not None and not state.final
 
-    def _move(self, job_id: str, *, whole: bool) -> int | None:
+    def _move(self, job_id: str, *, whole: bool, wait: bool) -> int | None:
         """Move a job's results to one shard, if they fill it or `whole`; None if another process is at it."""
         now, since = self._clock(), time.perf_counter()
         positions: list[int] = []
         moved = (
-            shards.compact(self._store, job_id, now=now, positions=positions, most=1)
+            shards.compact(self._store, job_id, now=now, positions=positions, most=1, wait=wait)
             if whole
             else shards.compact_full(self._store, job_id, now=now, positions=positions)
         )

@@ -73,11 +73,18 @@ def files(tx: Connection, job_ids: Collection[str] | None = None) -> list[ShardF
 
 
 def compact(
-    store: Store, job_id: str, *, now: float, positions: list[int] | None = None, most: int | None = None
-) -> int:
+    store: Store,
+    job_id: str,
+    *,
+    now: float,
+    positions: list[int] | None = None,
+    most: int | None = None,
+    wait: bool = True,
+) -> int | None:
     """Move all of the job's journalled results into shards; returns how many rows, and adds their `positions`.
 
-    With `most` it writes so many shards at most.
+    With `most` it writes so many shards at most. If another process is compacting the job, it is waited for, or
+    None is returned.
 
     The file is written under a temporary name, flushed and renamed, or uploaded. Then one transaction registers it
     and deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads;
@@ -86,7 +93,9 @@ def compact(
     for `conserve check`.
     """
     moved = 0
-    with store.alone(f"compact {job_id}", wait=True):
+    with store.alone(f"compact {job_id}", wait=wait) as alone:
+        if not alone:
+            return None
         for _ in count() if most is None else range(most):
             if not (more := compact_oldest(store, job_id, now=now, at_least=1, positions=positions)):
                 break
