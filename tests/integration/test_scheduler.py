@@ -475,15 +475,21 @@ def twins(make: Make, policy: str, seed: int, *, offline: bool, steps: int, **fl
 
 
 @pytest.mark.parametrize(
-    ("policy", "offline"),
-    [("priority", True), ("priority", False), ("conserve", False), ("online-only", False)],
+    ("policy", "offline", "seed"),
+    [
+        ("priority", True, 5),
+        ("priority", False, 5),
+        ("conserve", False, 5),
+        ("conserve", False, 11),  # a preempted request finds its own blocks again
+        ("online-only", False, 5),
+    ],
 )
 def test_the_schedule_is_vllms_own_where_there_is_nothing_to_decide(
-    make: Make, policy: str, offline: bool
+    make: Make, policy: str, offline: bool, seed: int
 ) -> None:
     flags = {"blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 256}
     for (ours, output), (stock, expected) in twins(
-        make, policy, 5, offline=offline, steps=examples(1600), **flags
+        make, policy, seed, offline=offline, steps=examples(1600), **flags
     ):
         assert list(output.num_scheduled_tokens.items()) == list(expected.num_scheduled_tokens.items())
         assert output.preempted_req_ids == expected.preempted_req_ids

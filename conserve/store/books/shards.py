@@ -83,14 +83,12 @@ def compact(
 ) -> int | None:
     """Move all of the job's journalled results into shards; returns how many rows, and adds their `positions`.
 
-    With `most` it writes so many shards at most. If another process is compacting the job, it is waited for, or
-    None is returned.
+    With `most` it writes so many shards at most. None if another process is at it, unless the caller is to `wait`.
 
     The file is written under a temporary name, flushed and renamed, or uploaded. Then one transaction registers it
     and deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads;
     a crash after it leaves nothing to do. So each result exists exactly once at every instant. Of two processes
-    that compact the same rows, the second finds them gone and deletes its file. Damaged rows stay in the journal,
-    for `conserve check`.
+    that compact the same rows, the second finds them gone and deletes its file. Damaged rows stay where they are.
     """
     moved = 0
     with store.alone(f"compact {job_id}", wait=wait) as alone:
@@ -109,11 +107,9 @@ def compact_full(store: Store, job_id: str, *, now: float, positions: list[int] 
     One shard a call, so that harvesters of one job share the work.
     """
     with store.alone(f"compact {job_id}") as alone:
-        return (
-            compact_oldest(store, job_id, now=now, at_least=SHARD_ROWS, positions=positions)
-            if alone
-            else None
-        )
+        if not alone:
+            return None
+        return compact_oldest(store, job_id, now=now, at_least=SHARD_ROWS, positions=positions)
 
 
 def compact_oldest(

@@ -160,7 +160,10 @@ class LivePrefixes:
             self._lost_tokens += max(0, self._reuse.found(names, now=now) * self._hashed - found)
 
     def end(self, request: Request, *, now: float) -> None:
-        """Keep the blocks of a live request that is about to free them."""
+        """Keep the blocks of a live request that is about to free them, at its end or since vLLM preempts it.
+
+        Else a preempted one would lose its own to the next arrival, and compute its tokens again.
+        """
         if not self._caches or not is_online(request):
             return
         held = [kind.req_to_blocks.get(request.request_id, ()) for kind in self._kinds]

@@ -135,8 +135,7 @@ class CoServing:
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
             own, live_class = ttft_promise(request) is not None, class_named(request)
-            prompt = request.num_prompt_tokens
-            self._traffic.arrived(name, prompt, at=at, live_class=live_class, own_ttft=own)
+            self._traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=live_class, own_ttft=own)
         else:
             self._offline.add(name)
             if pushes(request):
@@ -179,6 +178,7 @@ class CoServing:
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if request.request_id in self._offline:
             self._offline_tokens.loses(request)
+        self.prefixes.end(request, now=time.monotonic())
         self.arrival_monitor.lost_memory(request.request_id)
         if self.checkpoints is not None:
             self.checkpoints.evicting(request)
