@@ -40,7 +40,7 @@ class KeyRing:
         self._reads, self._clock = reads, clock
         self._read_at: float | None = None
         self._keys: Sequence[ApiKey] = ()
-        self._reading = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def for_caller(self, text: str) -> Sequence[ApiKey]:
         """The keys, read again for a caller whose key is not among them: it may have just been made."""
@@ -48,15 +48,25 @@ class KeyRing:
         return known if keys.of_text(known, text) is not None else await self.current(AGAIN_S)
 
     async def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
-        """The keys, also those that were revoked: a store that ever had a key asks for one."""
+        """The keys, also those that were revoked: a store that ever had a key asks for one.
+
+        Requests share the read that is under way, and its error: each would else wait for the database in turn. One
+        that had begun too early is followed by another.
+        """
         kept_s = KEPT_S if kept_s is None else kept_s
-        if self._is_older(kept_s):
-            async with self._reading:
-                if self._is_older(kept_s):  # no other request has read them meanwhile
-                    now = self._clock()
-                    self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
-                    self._read_at = now  # when the read began
+        for _ in range(2):
+            if not self._is_older(kept_s):
+                break
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read())
+                self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(self._reading)
         return self._keys
+
+    async def _read(self) -> None:
+        began = self._clock()
+        self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
+        self._read_at = began
 
     def _is_older(self, kept_s: float) -> bool:
         return self._read_at is None or self._clock() - self._read_at >= kept_s

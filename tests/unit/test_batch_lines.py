@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conserve.jobs.batches.lines import MOST_FAULTS, Limits, faults
+from conserve.jobs.batches.lines import MOST_FAULTS, MOST_NAMES, Limits, faults
 
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
@@ -109,6 +109,13 @@ def test_a_file_may_have_so_many_requests_and_no_more(tmp_path: Path) -> None:
     content = b"".join(line(custom_id=str(n)) for n in range(3))
     assert found(tmp_path, content, Limits(requests=3)) == []
     assert found(tmp_path, content, Limits(requests=2)) == [(None, "too_many_requests", None)]
+
+
+def test_lines_may_have_some_fields_more_and_not_one_each(tmp_path: Path) -> None:
+    """Each name is a column of the kept input, which takes memory for every line."""
+    content = b"".join(line(custom_id=str(n), **{f"more {n}": n, "alike": 1}) for n in range(1000))
+    assert found(tmp_path, b"".join(content.splitlines(keepends=True)[: MOST_NAMES - 1])) == []
+    assert found(tmp_path, content) == [(MOST_NAMES, "too_many_fields", None)]
 
 
 def test_of_many_faults_the_first_hundred_are_told(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Inputs and answers of batches: two processes at one store, and files that cannot be read at one moment."""
 
+import asyncio
 import errno
 import json
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.objects import batch_object
 from conserve.batch_api.workers import Deliveries, StepThread
 from conserve.config import load
+from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import InputError, StoreError
 from conserve.jobs.batches import admission, delivery
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
+from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import batches, catalog, shards, uploads
 from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
@@ -230,21 +233,28 @@ def files(store: Store) -> list[uploads.File]:
         return uploads.page(tx, "default", now=200.0, limit=9, purpose=delivery.PURPOSE)
 
 
-def test_an_input_of_which_no_line_can_be_answered_is_refused(store: Store) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [], "n": 0}}
+def test_lines_that_no_engine_takes_fail_alone_also_where_all_are_such(store: Store) -> None:
+    """One fault of the file would name the first line alone, and no custom_id."""
+    lines = [
+        {"custom_id": name, "method": "POST", "url": CHAT, "body": {"messages": [], "n": 0}} for name in "ab"
+    ]
     with live(store) as url:
         openai = client(url)
-        file = openai.files.create(file=("rows.jsonl", json.dumps(line).encode()), purpose="batch")
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = openai.files.create(file=("rows.jsonl", content), purpose="batch")
         with store.write() as tx:
-            new = NewBatch(file_id=file.id, endpoint=CHAT, completion_window="24h", window_s=1.0)
+            new = NewBatch(file_id=file.id, endpoint=CHAT, completion_window="24h", window_s=1e12)
             batch_id = batches.add(tx, "default", new, now=0.0)
         admit(store, batch_id, Limits(), now=0.0)
-    with store.read() as tx:
-        found = batches.anywhere(tx, batch_id)
-    assert found is not None
-    assert found.state is BatchState.FAILED
-    assert [fault.code for fault in found.errors] == ["invalid_input"]
-    assert "no row can be answered" in found.errors[0].message
+    tally = asyncio.run(Harvester(store, FakeEndpoint()).run(asyncio.Event()))
+    assert (tally.succeeded, tally.failed) == (0, 2)
+    deliver(store, batch_id, now=1.0)
+    found = batch(store, batch_id)
+    assert (found.state, found.output_file_id) == (BatchState.COMPLETED, None)
+    (errors,) = files(store)
+    said = [json.loads(line) for line in (store.home / errors.path).read_text().splitlines()]
+    assert [line["custom_id"] for line in said] == ["a", "b"]
+    assert all("n is " in line["error"]["message"] for line in said)
 
 
 def test_a_delivery_that_waited_for_another_writes_nothing(

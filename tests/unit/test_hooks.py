@@ -530,6 +530,30 @@ class TestDelivery:
             assert outbox.any_due(tx, now=1.0)
             assert outbox.turn(tx, now=1.0, limit=8) == [first]
 
+    def test_hooks_that_do_not_answer_come_after_one_that_does(self, store: Store) -> None:
+        """Their messages are older, and take all places but the one that is free next."""
+        slow = [hook(store, f"{EXAMPLE}/{n}") for n in range(AT_ONCE)]
+        for n in range(3):
+            submitted(store, f"job-{n}")
+        with store.write() as tx:
+            held = claimed(tx, owner="ann", now=0.0)
+        assert {one.hook_id for one in held} == {one.id for one in slow}
+        quick = hook(store)
+        submitted(store, "job-3")
+        with store.read() as tx:
+            (first,) = outbox.turn(tx, now=0.0, limit=1)
+            assert outbox.get(tx, first).hook_id == quick.id
+
+    def test_a_first_attempt_comes_before_another_one(self, store: Store) -> None:
+        slow, quick = hook(store, f"{EXAMPLE}/slow"), hook(store)
+        submitted(store)
+        with store.write() as tx:
+            tx.execute(update(schema.message).where(schema.message.c.hook_id == slow.id).values(attempts=1))
+            older, newer = sorted(outbox.turn(tx, now=0.0, limit=8), key=lambda one: outbox.get(tx, one).seq)
+            assert outbox.get(tx, older).hook_id == slow.id
+            assert outbox.turn(tx, now=0.0, limit=8) == [newer, older]
+            assert outbox.get(tx, newer).hook_id == quick.id
+
     @pytest.mark.parametrize(
         ("next_at", "held_until", "due"),
         [

@@ -11,13 +11,13 @@ import pytest
 from conserve.batch_api import access
 from conserve.batch_api.access import KeyRing
 from conserve.batch_api.reads import Reads
-from conserve.errors import UsageError
+from conserve.errors import StoreError, UsageError
 from conserve.hosts import free_port
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, keys
 from conserve.store.database.store import Store
-from tests import patient
+from tests import patient, virtual_time
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
 
@@ -157,6 +157,49 @@ def test_requests_at_once_read_the_keys_once() -> None:
             now_s += access.KEPT_S
 
     asyncio.run(walk())
+
+
+def test_requests_at_once_wait_for_a_lost_database_once() -> None:
+    class LostReads:
+        count = 0
+
+        async def rows(self, *asked: object) -> list[object]:
+            self.count += 1
+            await asyncio.sleep(10.0)
+            raise StoreError("the database cannot be reached")
+
+    async def walk() -> None:
+        loop, reads = asyncio.get_running_loop(), LostReads()
+        ring, began_s = KeyRing(reads, clock=loop.time), loop.time()  # type: ignore[arg-type]
+        first = asyncio.create_task(ring.for_caller("guess"))
+        await asyncio.sleep(1.0)
+        first.cancel()  # its client has left
+        found = await asyncio.gather(*(ring.for_caller(f"{n}") for n in range(20)), return_exceptions=True)
+        assert {type(one) for one in found} == {StoreError}
+        assert (reads.count, round(loop.time() - began_s)) == (1, 10)
+
+    virtual_time.run(walk())
+
+
+def test_a_request_waits_for_a_read_that_began_after_it_came() -> None:
+    class SlowReads:
+        count = 0
+
+        async def rows(self, *asked: object) -> list[object]:
+            self.count += 1
+            await asyncio.sleep(2.0)
+            return []
+
+    async def walk() -> None:
+        loop, reads = asyncio.get_running_loop(), SlowReads()
+        ring, began_s = KeyRing(reads, clock=loop.time), loop.time()  # type: ignore[arg-type]
+        first = asyncio.create_task(ring.current())
+        await asyncio.sleep(1.0)
+        await asyncio.gather(*(ring.current() for _ in range(20)))
+        assert (reads.count, round(loop.time() - began_s)) == (2, 4)
+        await first
+
+    virtual_time.run(walk())
 
 
 @pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])

@@ -15,6 +15,7 @@ from conserve.jobs.inputs.text_rows import id_of_line, row_with_halves
 from conserve.store.books.batches import InputFault
 
 MOST_FAULTS = 100
+MOST_NAMES = 100  # of further fields of the lines, each of which is a column of the kept input
 STRING = (str,)
 OBJECT = (dict, Unreadable)  # a body with half of a surrogate pair fails as a row of the job
 FIELDS: Mapping[str, tuple[type, ...]] = {
@@ -50,6 +51,7 @@ class Validation:
     def __init__(self, endpoint: str, limits: Limits) -> None:
         self._endpoint, self._limits = endpoint, limits
         self._ids: set[str] = set()
+        self._names: set[str] = set()  # of further fields
         self._decode = msgspec.json.Decoder().decode
 
     def faults(self, path: Path) -> Iterator[InputFault]:
@@ -67,6 +69,9 @@ class Validation:
                     return
                 if (fault := self._fault(line, number)) is not None:
                     yield fault
+                if len(self._names) > MOST_NAMES:
+                    yield too_many_names(number)
+                    return
         if not requests:
             yield InputFault(code="empty_file", message="The input file has no requests.")
 
@@ -84,6 +89,7 @@ class Validation:
 
     def _request_fault(self, row: dict[str, Any], number: int) -> InputFault | None:
         """Fault of a line that is an object; the ids of faultless lines are noted."""
+        self._names.update(row.keys() - FIELDS.keys())
         if "custom_id" in row:  # one with half of a surrogate pair fails as a row of the job
             row = {**row, "custom_id": id_of_line(row["custom_id"])}
         for name, kind in FIELDS.items():
@@ -104,6 +110,15 @@ class Validation:
             return InputFault(code="duplicate_custom_id", message=said, line=number, param="custom_id")
         self._ids.add(row["custom_id"])
         return None
+
+
+def too_many_names(number: int) -> InputFault:
+    """Fault of a file whose lines have too many different fields."""
+    said = (
+        f"The lines have more than {MOST_NAMES} different fields beside {', '.join(FIELDS)}; put what differs by "
+        "line into the custom_id or the body."
+    )
+    return InputFault(code="too_many_fields", message=said, line=number)
 
 
 def too_many(most: int) -> InputFault:

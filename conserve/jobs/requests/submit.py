@@ -90,6 +90,8 @@ def submit(
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         with home.explained(store.data):
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
+            if written.unrendered == written.rows and batch_id is None:  # a batch's file of errors names each
+                raise nothing_to_send(written, task)
             opened.copy_text(folder)
         check_ids(folder / home.REQUESTS, task)
         check_rows(written.rows)
@@ -119,8 +121,6 @@ def write_requests(
             writer.write(table)
     if writer.rows == 0:
         raise no_rows()
-    if writer.unrendered == writer.rows:
-        raise nothing_to_send(writer, task)
     return writer
 
 

@@ -332,7 +332,10 @@ def fence(tx: Connection, job_id: str) -> None:
 
 
 def unfinished_rows(tx: Connection, key_name: str) -> int:
-    """Rows without a result in the batches that a key made; of those being validated, lines of their files."""
+    """Rows without a result in the batches that a key made; of those being validated, lines of their files.
+
+    One statement sees both, since a batch may become a job between two.
+    """
     open_states = [JobState.QUEUED.value, JobState.PAUSED.value]
     left = (
         select(func.coalesce(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed), 0))
@@ -344,7 +347,7 @@ def unfinished_rows(tx: Connection, key_name: str) -> int:
         .join(batch, batch.c.file_id == schema.file.c.id)
         .where(batch.c.key_name == key_name, is_validating())
     )
-    return int(tx.scalar(left) or 0) + int(tx.scalar(lines) or 0)
+    return int(tx.scalar(select(left.scalar_subquery() + lines.scalar_subquery())) or 0)
 
 
 def tokens_since(tx: Connection, key_name: str, moment: float) -> int:

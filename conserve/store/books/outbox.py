@@ -101,7 +101,10 @@ def release(tx: Connection, dead: Collection[str]) -> None:
 
 
 def turn(tx: Connection, *, now: float, limit: int) -> list[str]:
-    """Ids of up to `limit` messages that are due, the oldest first, and few of each hook.
+    """Ids of up to `limit` messages that are due, few of each hook.
+
+    First come those of hooks of which none is being sent, then those that were never tried, then the oldest. So
+    hooks that do not answer leave a place to the others as soon as one is free.
 
     The query reads all that are due, so it belongs into a transaction that locks nothing out.
     """
@@ -115,7 +118,7 @@ def turn(tx: Connection, *, now: float, limit: int) -> list[str]:
         .subquery()
     )
     due = (
-        select(message.c.id, message.c.hook_id, message.c.seq, place.label("place"))
+        select(message.c.id, message.c.hook_id, message.c.seq, message.c.attempts, place.label("place"))
         .where(is_due(now))
         .subquery()
     )
@@ -124,7 +127,7 @@ def turn(tx: Connection, *, now: float, limit: int) -> list[str]:
         select(due.c.id)
         .outerjoin(busy, busy.c.hook_id == due.c.hook_id)
         .where(due.c.place + held <= MOST_OF_HOOK)
-        .order_by(due.c.seq)
+        .order_by(due.c.place + held, due.c.attempts > 0, due.c.seq)
         .limit(limit)
     )
     return [str(message_id) for message_id in tx.scalars(found)]
