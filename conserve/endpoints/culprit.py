@@ -4,17 +4,20 @@
         ^                                                                                                     │
         └──── doubted: one row at a time is sent until that or a small request is answered <──────────────────┘
 
-A server that was proven when a row was sent, and answers nothing after it, was lost with that row. So an outage
-counts one loss of a row, however long it lasts.
+Each route has a state of its own; a server that is gone is doubted on all. A server that was proven when a row was
+sent, and answers nothing after it, was lost with that row. So an outage counts one loss of a row, however long it
+lasts.
 """
 
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from conserve.endpoints.probes import Probes
+from conserve.endpoints.probes import Probes, SmallAnswer
 from conserve.endpoints.protocol import Url
 from conserve.errors import (
     AnswerTooLong,
+    EndpointBusy,
     EndpointError,
     EndpointFailing,
     EndpointFault,
@@ -22,23 +25,24 @@ from conserve.errors import (
     ServerLost,
 )
 
+MUTE_AFTER = 20  # rows that are answered while no small request is: of one bad replica in ten, some are
+
 
 class Culprit:
-    """What is known of one server's answers."""
+    """What is known of one server's answers, by route."""
 
     def __init__(self, probes: Probes, base_url: str) -> None:
         self._probes, self._base_url = probes, base_url
-        self.answered: set[Url] = set()  # routes on which rows were answered, with this key and this model
-        self._proven = False  # a request was answered since the last trouble
-        self._doubted = False  # none was, and there was trouble
-        self._on_trial = False  # a row is under way to a server that is doubted
-        self._mute: set[Url] = set()  # routes on which rows are answered, and small requests are not
+        self.answered: set[Url] = set()  # rows were answered there, with this key and this model
+        self._proven: set[Url] = set()  # a request was answered since the last trouble
+        self._doubted: set[Url] = set()  # none was, and there was trouble
+        self._trials: dict[Url, object] = {}  # rows under way where the server is doubted
+        self._mute: Counter[Url] = Counter()  # rows that were answered, and no small request before or after
 
     def forget(self) -> None:
         """Forget what is known: the server is another one."""
-        self._proven = self._doubted = False
-        self.answered.clear()
-        self._mute.clear()
+        for known in (self.answered, self._proven, self._doubted, self._trials, self._mute):
+            known.clear()
 
     @asynccontextmanager
     async def judging(self, model: str, route: Url) -> AsyncGenerator[None, None]:
@@ -46,47 +50,67 @@ class Culprit:
 
         Raises `EndpointFailing` if the server is doubted and another row is on trial.
         """
-        trial = await self._is_trial(model, route)
-        proven = self._proven
+        trial = await self._trial(model, route)
+        proven = route in self._proven
         try:
             yield
         except EndpointFault as error:
             raise await self._of_fault(error, model=model, route=route, proven=proven) from error
         except ServerLost as error:
+            self._doubt(*Url)
             raise self._of_loss(str(error), proven=proven) from error
         else:
             self.answered.add(route)
-            self._proven, self._doubted = True, False
-            if trial and await self._probes.trouble(model, route) is not None:
-                self._mute.add(route)
+            self._prove(route)
+            if trial is not None:
+                await self._ask(model, route)
         finally:
-            self._on_trial = self._on_trial and not trial
+            if trial is not None and self._trials.get(route) is trial:
+                del self._trials[route]
 
-    async def _is_trial(self, model: str, route: Url) -> bool:
-        """True if a row is to show whether a server is well that answers no small request."""
-        if not self._doubted or route in self._mute:
-            return False
-        trouble = await self._probes.trouble(model, route)
-        if trouble is None:
-            self._proven, self._doubted = True, False
-        elif self._on_trial:
-            raise EndpointFailing(f"{self._base_url} answers no request: {trouble}")
-        else:
-            self._on_trial = True
-        return trouble is not None
+    async def _trial(self, model: str, route: Url) -> object | None:
+        """Sign of a row that is to show whether a server is well which answers no small request; else None."""
+        if route not in self._doubted or self._mute[route] >= MUTE_AFTER:
+            return None
+        small = await self._ask(model, route)
+        if small.error is None:
+            self._prove(route)
+            return None
+        if route in self._trials:
+            raise EndpointFailing(f"{self._base_url} answers no request: {small.error}")
+        return self._trials.setdefault(route, object())
+
+    async def _ask(self, model: str, route: Url) -> SmallAnswer:
+        """Ask a small request, and note whether rows alone are answered on this route."""
+        small = await self._probes.small(model, route)
+        if small.answered:
+            self._mute[route] = -1  # never again
+        elif isinstance(small.error, EndpointFault) and route in self._proven and self._mute[route] >= 0:
+            self._mute[route] += 1
+        return small
 
     async def _of_fault(self, error: EndpointFault, *, model: str, route: Url, proven: bool) -> EndpointError:
         """The error for an answer of no use; `proven` is what the server was when the row was sent."""
-        if isinstance(error, AnswerTooLong) or route in self._mute:
+        if isinstance(error, AnswerTooLong):
             return error
-        trouble = await self._probes.trouble(model, route)
-        if trouble is None:
+        small = await self._ask(model, route)
+        if small.error is None or self._mute[route] >= MUTE_AFTER:
             return error
-        if isinstance(trouble, EngineDied):
+        if isinstance(small.error, EngineDied):
             return EngineDied(str(error))
+        if isinstance(small.error, EndpointBusy):  # it limits requests, and says nothing about the row
+            return small.error
+        self._doubt(route)
         return self._of_loss(f"{self._base_url} answers no other request either: {error}", proven=proven)
 
     def _of_loss(self, said: str, *, proven: bool) -> EndpointFailing:
         """The error for a row whose server answers nothing any more."""
-        self._proven, self._doubted = False, True
         return ServerLost(said) if proven else EndpointFailing(said)
+
+    def _prove(self, route: Url) -> None:
+        self._proven.add(route)
+        self._doubted.discard(route)
+
+    def _doubt(self, *routes: Url) -> None:
+        self._proven.difference_update(routes)
+        self._doubted.update(routes)

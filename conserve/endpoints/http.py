@@ -36,7 +36,7 @@ from conserve.endpoints.exchange import (
 )
 from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
-from conserve.endpoints.probes import Probes
+from conserve.endpoints.probes import Probes, has_route
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.requests import request_body, trace_headers
@@ -304,9 +304,9 @@ class HttpEndpoint:
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(self.server.model, route)
         unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-        answers = status == httpx.codes.OK or (
-            not answered and not unclear and await self._probes.any_route(self.server.model, but=route)
-        )
+        answers = status is not None and has_route(status)
+        if not answers and not answered and not unclear:
+            answers = await self._probes.any_route(self.server.model, but=route)
         if not answers:
             self._look_again = True
             await self._see_that_it_is_the_same(call)

@@ -3,17 +3,19 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from conserve.endpoints.answers import UNREADABLE
-from conserve.endpoints.discovery import Mode, ServerFacts, healthy, served_models
+from conserve.endpoints.discovery import LACKS_ROUTE, Mode, ServerFacts, healthy, served_models
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import Url
-from conserve.endpoints.refusals import refusal
+from conserve.endpoints.refusals import PROXY, UNPAID, refusal
 from conserve.errors import (
+    EndpointBusy,
     EndpointError,
     EndpointFault,
     EndpointUnavailable,
@@ -30,6 +32,20 @@ SMALLEST: dict[Url, dict[str, Any]] = {
     Url.RESPONSES: {"input": "a", "max_output_tokens": 16},  # OpenAI takes no fewer
 }
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallAnswer:
+    """What became of a small request: it was answered (or rejected for what it says), an error, or came late."""
+
+    answered: bool
+    error: EndpointError | None = None
+
+
+def has_route(status: int) -> bool:
+    """True if the response to a small request shows that the server has the route, and takes our key there."""
+    other = (httpx.codes.UNAUTHORIZED, UNPAID, httpx.codes.FORBIDDEN, PROXY, httpx.codes.TOO_MANY_REQUESTS)
+    return status == httpx.codes.OK or (400 <= status < 500 and status not in (*LACKS_ROUTE, *other))
 
 
 class Probes:
@@ -64,28 +80,36 @@ class Probes:
         return await self._shared(f"{route} {model}", status)
 
     async def any_route(self, model: str, *, but: Url) -> bool:
-        """True if a small request is answered on another route than this."""
-        return any([await self.status(model, route) == httpx.codes.OK for route in SMALLEST if route != but])
+        """True if the server has another route than this: it answers, or rejects, a small request there."""
+        found = [await self.status(model, route) for route in SMALLEST if route != but]
+        return any(status is not None and has_route(status) for status in found)
 
-    async def trouble(self, model: str, route: Url) -> EndpointError | None:
-        """The error of a server that answers no small request on this route; None if it does, or is slow to."""
-        return await self._shared(f"trouble {route} {model}", lambda: self._trouble(model, route))
+    async def small(self, model: str, route: Url) -> SmallAnswer:
+        """What becomes of a small request on this route."""
+        return await self._shared(f"small {route} {model}", lambda: self._small(model, route))
 
-    async def _trouble(self, model: str, route: Url) -> EndpointError | None:
+    async def _small(self, model: str, route: Url) -> SmallAnswer:
         try:
             reply = await self.smallest(model, route)
         except httpx.ReadTimeout:  # it may be busy with long rows
-            return None
+            return SmallAnswer(answered=False)
         except httpx.HTTPError as error:
-            return EndpointUnavailable(one_line(error) or type(error).__name__)
+            return SmallAnswer(
+                answered=False, error=EndpointUnavailable(one_line(error) or type(error).__name__)
+            )
         if reply.status != httpx.codes.OK:
             refused = refusal(reply, httpx.URL(route), route, now=time.time(), answers=True)
-            return None if isinstance(refused, RequestRejected) else refused
+            if isinstance(refused, RequestRejected):
+                return SmallAnswer(answered=True)
+            if isinstance(refused, EndpointBusy) and reply.status != httpx.codes.TOO_MANY_REQUESTS:
+                refused = EndpointUnavailable(str(refused))  # as of a server that starts again
+            return SmallAnswer(answered=False, error=refused)
         try:
             msgspec.json.decode(reply.content)
         except UNREADABLE as error:
-            return EndpointFault(f"the answer is no JSON: {one_line(error)}")
-        return None
+            said = f"the answer is no JSON: {one_line(error)}"
+            return SmallAnswer(answered=False, error=EndpointFault(said))
+        return SmallAnswer(answered=True)
 
     async def smallest(self, model: str, route: Url) -> WholeResponse:
         """The response to a small request on this route; raises `httpx.HTTPError` without one."""

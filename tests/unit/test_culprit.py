@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from conserve.endpoints.culprit import MUTE_AFTER
 from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, Endpoint, Url
 from conserve.endpoints.roster import rosters_of
 from conserve.errors import (
+    EndpointBusy,
     EndpointFailing,
     EndpointFault,
     EndpointUnavailable,
@@ -46,6 +48,7 @@ class Server:
         self.small: httpx.Response | Exception | None = None  # its answer to small requests, if another one
         self.failure = httpx.Response(500, json={"error": {"message": "out of memory"}})
         self.lacks: set[str] = set()  # routes
+        self.broken: set[str] = set()  # routes that answer 500
         self.slots = 8
 
     async def serve(self, request: httpx.Request) -> httpx.Response:
@@ -57,7 +60,11 @@ class Server:
             return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
         if request.url.path in self.lacks:
             return httpx.Response(404, json={"detail": "Not Found"})
+        if request.url.path in self.broken:
+            return self.failure
         asked = json.loads(request.content)
+        if request.url.path == Url.EMBEDDINGS:
+            return httpx.Response(200, json={"data": [{"embedding": [0.5]}]})
         is_small = asked.get("max_tokens") == 1 or "messages" not in asked
         if is_small and self.small is not None:
             await asyncio.sleep(0.1)
@@ -86,6 +93,8 @@ class Server:
             raise httpx.ReadError("reset")
         if loop.time() < self.well_at:
             return self.failure
+        if "absent" in text:
+            return httpx.Response(404, json={"error": {"message": "No such file: file-abc"}})
         return httpx.Response(500, text="no") if "fault" in text else answer(text)
 
     def endpoint(self, url: str = "http://server") -> HttpEndpoint:
@@ -117,7 +126,8 @@ def asked(server: Server, *texts: str, before: Callable[[], None] = lambda: None
 
 
 def call(text: str, route: Url = Url.CHAT) -> Call:
-    return Call(key=text, url=route, body={"messages": [{"role": "user", "content": text}]})
+    body = {"input": text} if route is Url.EMBEDDINGS else {"messages": [{"role": "user", "content": text}]}
+    return Call(key=text, url=route, body=body)
 
 
 # One row after the other.
@@ -175,13 +185,60 @@ def test_an_outage_is_one_loss_of_a_row_however_long_it_lasts(row: str) -> None:
 
 
 def test_rows_go_on_at_a_server_that_answers_them_and_no_small_request() -> None:
-    """As one of a model for sound alone: a fault is then its row's as soon as another row was answered."""
+    """As one of a model for sound alone: a fault is then its row's once enough other rows were answered."""
     server = Server()
     server.small = httpx.Response(500)
-    found = asked(server, "fault", "good", "fault", "good")
-    assert [type(one) if isinstance(one, Completion) else one for one in found] == [
-        EndpointFailing, Completion, EndpointFault, Completion
-    ]  # fmt: skip
+    found = asked(server, *["fault", "good"] * MUTE_AFTER)
+    assert found[0] is EndpointFailing
+    assert {type(one) for one in found[1::2]} == {Completion}
+    assert found[-2] is EndpointFault
+
+
+@pytest.mark.parametrize("small", [httpx.Response(500), httpx.Response(429), httpx.ConnectError("refused")])
+def test_a_small_request_that_was_answered_once_tells_for_ever(small: httpx.Response | Exception) -> None:
+    """However often small requests fail meanwhile, as behind a balancer with a bad replica."""
+    server = Server()
+
+    async def go() -> list[Any]:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        found = await asyncio.gather(endpoint.complete(call("fault")), return_exceptions=True)
+        server.small = small
+        for _ in range(2 * MUTE_AFTER):
+            for text in ("fault", "good"):
+                found += await asyncio.gather(endpoint.complete(call(text)), return_exceptions=True)
+        await endpoint.close()
+        return found
+
+    found = virtual_time.run(go())
+    assert type(found[0]) is EndpointFault
+    assert EndpointFault not in {type(one) for one in found[1:]}
+
+
+def test_a_limit_of_requests_says_nothing_about_the_row_or_the_server() -> None:
+    server = Server()
+    server.small = httpx.Response(429, headers={"retry-after": "7"})
+    assert asked(server, "good", "fault", "fault", "good")[1:3] == [EndpointBusy, EndpointBusy]
+
+
+def test_a_server_that_fails_on_one_route_is_lost_there_once() -> None:
+    """As a gateway of which one backend is down: answers on another route prove nothing about this one."""
+    server = Server()
+
+    async def go() -> list[Any]:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        await endpoint.complete(call("good", Url.EMBEDDINGS))
+        server.broken.add(Url.EMBEDDINGS)
+        found: list[Any] = []
+        for _ in range(3):
+            row = endpoint.complete(call("good", Url.EMBEDDINGS))
+            found += await asyncio.gather(row, return_exceptions=True)
+            await endpoint.complete(call("good"))
+        await endpoint.close()
+        return [type(one) for one in found]
+
+    assert virtual_time.run(go()) == [ServerLost, EndpointFailing, EndpointFailing]
 
 
 def test_one_row_at_a_time_is_sent_to_a_server_that_is_doubted() -> None:
@@ -213,12 +270,19 @@ def test_one_row_at_a_time_is_sent_to_a_server_that_is_doubted() -> None:
         (set(Url), EndpointUnusable),
     ],
 )
-def test_a_first_row_fails_for_a_missing_route_only_where_another_is_answered(
+def test_a_first_row_fails_for_a_missing_route_only_where_another_is_there(
     lacks: set[str], error: type[Exception]
 ) -> None:
     server = Server()
     server.lacks = lacks
     assert asked(server, "good") == [error]
+
+
+def test_a_first_row_fails_for_its_404_where_the_server_rejects_small_requests() -> None:
+    """As one that wants `max_completion_tokens`: it has the route."""
+    server = Server()
+    server.small = httpx.Response(400)
+    assert asked(server, "absent") == [RequestRejected]
 
 
 # A queue.

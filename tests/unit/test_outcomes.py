@@ -279,7 +279,7 @@ def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() 
         (EndpointBusy("wait", retry_after_s=7.0), RetryDecision(hold_s=7.0)),
         (EndpointUnavailable("gone"), RetryDecision(hold_s=1.0)),
         (EndpointFailing("500"), RetryDecision(hold_s=1.0)),
-        (ServerLost("gone"), RetryDecision(lost=True)),
+        (ServerLost("gone"), RetryDecision(after_s=1.0, lost=True)),
         (EndpointFault("garbage"), RetryDecision(after_s=1.0, counts=True)),
     ],
 )
@@ -320,11 +320,15 @@ def test_only_an_answer_clears_a_suspect() -> None:
 
 def test_a_suspect_fails_for_the_servers_that_it_had_alone() -> None:
     def judged(**named: Any) -> RetryDecision:
-        return decide(ServerLost("gone"), faults=0, max_attempts=1, alone=True, **named)
+        return decide(ServerLost("gone"), faults=0, max_attempts=1, alone=True, max_deaths=3, **named)
 
-    assert judged(deaths=9, suspect=False) == RetryDecision(lost=True)
-    assert judged(deaths=1, suspect=True, max_deaths=3) == RetryDecision(lost=True, suspect=True, counts=True)
-    assert judged(deaths=2, suspect=True, max_deaths=3) == RetryDecision(error_type="engine_died")
+    assert judged(deaths=9, suspect=False) == RetryDecision(after_s=1.0, lost=True)
+    again = judged(deaths=1, suspect=True, attempts=4)
+    assert again == RetryDecision(after_s=8.0, lost=True, suspect=True, counts=True)
+    assert judged(deaths=2, suspect=True) == RetryDecision(error_type="engine_died")
+    for suspect in (True, False):
+        further = judged(deaths=2, suspect=suspect, gained=True)
+        assert further == RetryDecision(after_s=1.0, suspect=suspect), "it gets done by pieces"
 
 
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:

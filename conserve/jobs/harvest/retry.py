@@ -49,7 +49,7 @@ def decide(
     (`gained`) does not count, since the row gets done by pieces; each of its `attempts` is waited for longer than
     the one before. Rows in flight when an engine died are suspects: each runs alone, and one that was alone when
     `max_deaths` engines died fails; `deaths` is their number so far. A server that goes down is a loss of each row
-    that it had, from which the store finds suspects; a suspect had it alone.
+    that it had and that got no further, from which the store finds suspects; a suspect had it alone.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
@@ -59,7 +59,10 @@ def decide(
         hold_s = min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         return RetryDecision(hold_s=hold_s, suspect=suspect)
     if isinstance(error, ServerLost):
-        return decide_lost(error, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
+        wait_s = backoff_s(attempts - 1)
+        if gained:
+            return RetryDecision(after_s=wait_s, suspect=suspect)
+        return decide_lost(after_s=wait_s, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     assert isinstance(error, RetryableError), error
@@ -77,11 +80,11 @@ def decide_suspect(error: EngineDied, *, deaths: int, alone: bool, max_deaths: i
     return RetryDecision(counts=alone, suspect=True)
 
 
-def decide_lost(error: ServerLost, *, deaths: int, suspect: bool, max_deaths: int) -> RetryDecision:
-    """Judge a row that a server had when it went down."""
+def decide_lost(*, after_s: float, deaths: int, suspect: bool, max_deaths: int) -> RetryDecision:
+    """Judge a row that a server had when it went down, and that brought no tokens from it."""
     if suspect and deaths + 1 >= max_deaths:
         return RetryDecision(error_type=EngineDied.kind)
-    return RetryDecision(counts=suspect, suspect=suspect, lost=True)
+    return RetryDecision(after_s=after_s, counts=suspect, suspect=suspect, lost=True)
 
 
 def backoff_s(failures: int) -> float:
