@@ -95,12 +95,12 @@ def unfinished(settings: Settings, only: Collection[str] | None) -> list[JobRead
     return [r for r in readings if r.state in states and (only is None or r.id in only)]
 
 
-def unfinished_rows(store: "Store", only: Collection[str] | None) -> int:
-    """Number of queued rows without a result."""
+def unfinished_rows(store: "Store", only: Collection[str] | None, model: str | None = None) -> int:
+    """Number of queued rows without a result; with a model, those that it may answer."""
     from conserve.store.books import queue
 
     with store.read() as tx:
-        return queue.rows_left(tx, only)
+        return queue.rows_left(tx, only, model)
 
 
 def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:

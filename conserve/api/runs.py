@@ -185,7 +185,7 @@ async def shown(
 ) -> Outcome:
     """Run a harvester beside its display; `jobs` are as they were before."""
     begun, job_ids = time.monotonic(), [job.id for job in jobs]
-    progress = Progress(harvester, lambda: unfinished_rows(harvester.store, job_ids))
+    progress = Progress(harvester, lambda: unfinished_rows(harvester.store, job_ids, harvester.model))
     showing = asyncio.create_task(show(display, progress))
     stop = asyncio.Event()
     working = asyncio.create_task(stoppable(harvester, stop))

@@ -268,7 +268,9 @@ async def show(harvester: "Harvester", settings: Settings, only: list[str] | Non
     """
     if not lines:
         await Announcer(harvester, settings).announce()
-    progress = RunProgress(harvester, lambda: unfinished_rows(harvester.store, only), sys.stderr)
+    progress = RunProgress(
+        harvester, lambda: unfinished_rows(harvester.store, only, harvester.model), sys.stderr
+    )
     await asyncio.gather(progress.show(), Announcer(harvester, settings, jobs=False).announce())
 
 

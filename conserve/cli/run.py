@@ -174,7 +174,9 @@ def drain(
         )
         watching.watch(harvester)
         begun = time.monotonic()
-        progress = RunProgress(harvester, lambda: unfinished_rows(store, only), sys.stderr, said=said)
+        progress = RunProgress(
+            harvester, lambda: unfinished_rows(store, only, harvester.model), sys.stderr, said=said
+        )
         with sending(store):
             interrupted = uvloop.run(supervise(harvester, progress.show))
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)

@@ -209,6 +209,7 @@ class Simulation:
             Demand(
                 seq=job.seq,
                 tokens_left=job.unanswered * (fmean(job.done) if job.done else usual),
+                rows_left=job.unanswered,
                 deadline=None if job.deadline_min is None else 60.0 * job.deadline_min,
             )
             for job in self._here.values()

@@ -83,6 +83,41 @@ def test_a_group_that_had_no_rows_saves_nothing_up() -> None:
     assert shares.allot([busy, idle], 10) == {busy: 5, idle: 5}
 
 
+def test_a_group_that_ran_alone_has_no_debt_once_others_come() -> None:
+    """Whatever it has computed since the start: nobody waited for it."""
+    shares, high, low = Shares(Weights.of("10=3,0=1")), Group(10), Group(0)
+    jobs = {group: SimpleNamespace(seq=group.priority, priority=group.priority) for group in (high, low)}
+    shares.groups([jobs[high]])
+    deal(shares, [high], 10_000)
+    shares.claimed(high, {})
+    shares.groups([jobs[low]])
+    deal(shares, [low], 100)
+    assert shares.groups(jobs.values()) == [high, low]
+    assert shares.allot([high, low], 8) == {high: 6, low: 2}
+
+
+@pytest.mark.parametrize("gone", ["no row is left", "its jobs are gone"])
+def test_groups_that_come_after_a_pause_begin_level(gone: str) -> None:
+    shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
+    first, second = (SimpleNamespace(seq=seq, priority=0) for seq in (1, 2))
+    deal(shares, [one], 1000)
+    if gone == "no row is left":
+        shares.claimed(one, {})
+    assert shares.groups([]) == []
+    assert shares.groups([first, second]) == [one, other]
+    assert shares.allot([one, other], 8) == {one: 4, other: 4}
+
+
+def test_the_charge_of_an_attempt_that_brought_nothing_stands() -> None:
+    shares, timed_out, answered = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
+    for row in range(10):
+        shares.claimed(timed_out, {("a", row): 1})
+        shares.stands(("a", row))
+        shares.claimed(answered, {("b", row): 1})
+        shares.settled(("b", row), round(USUAL_TOKENS))
+    assert shares.allot([timed_out, answered], 8) == {timed_out: 4, answered: 4}
+
+
 def test_a_group_whose_jobs_are_gone_holds_nothing_up() -> None:
     """A new job begins level with those that have rows, and not with the old count of one that has none."""
     shares = Shares(Weights.of("jobs"))

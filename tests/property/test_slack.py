@@ -15,6 +15,7 @@ from conserve.jobs.deadlines.slack import (
     SlackOrder,
     claim_order,
     is_others_turn,
+    share_of_tokens,
     slack_order,
 )
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
@@ -40,7 +41,7 @@ def feasible(dated: list[Dated], rate: float) -> list[Demand]:
     for seq, (rows, to_spare_s) in enumerate(dated, start=1):
         due += rows
         deadline = max(deadline, due / rate + len(dated) + to_spare_s)
-        demands.append(Demand(seq=seq, tokens_left=rows, deadline=deadline))
+        demands.append(Demand(seq=seq, tokens_left=rows, rows_left=rows, deadline=deadline))
     return demands
 
 
@@ -53,7 +54,7 @@ def test_what_earliest_deadline_first_keeps_is_kept_whoever_rides(
     dice, now, turn = random.Random(seed), 0.0, 0
     left = {demand.seq: demand for demand in feasible(dated, 1 - SHARE if undated else 1.0)}
     while left:
-        others = [Demand(seq=99, tokens_left=50.0, deadline=None)] if undated else []
+        others = [Demand(seq=99, tokens_left=50.0, rows_left=50, deadline=None)] if undated else []
         order = slack_order([*left.values(), *others], now=now, tokens_per_s=1.0)
         riders = [*sorted(order.riders), *([99] if undated and order.others_ride else [])]
         taken = 99 if undated and is_others_turn(turn, SHARE) else dice.choice(riders)
@@ -66,14 +67,14 @@ def test_what_earliest_deadline_first_keeps_is_kept_whoever_rides(
         assert now <= demand.deadline + 1.0, "a share comes in whole rows"
         if demand.tokens_left > 1:
             rest = demand.tokens_left - 1
-            left[taken] = Demand(seq=taken, tokens_left=rest, deadline=demand.deadline)
+            left[taken] = Demand(seq=taken, tokens_left=rest, rows_left=rest, deadline=demand.deadline)
 
 
 DEMANDS = st.lists(
     st.tuples(st.integers(1, 10_000), st.none() | st.integers(1, 100_000)), min_size=1, max_size=8
 ).map(
     lambda pairs: [
-        Demand(seq=seq, tokens_left=float(tokens), deadline=deadline)
+        Demand(seq=seq, tokens_left=float(tokens), rows_left=tokens, deadline=deadline)
         for seq, (tokens, deadline) in enumerate(pairs)
     ]
 )
@@ -99,13 +100,26 @@ def test_a_job_is_tight_below_four_times_its_work_and_a_minute(left_s: float, ri
     """A second job without a deadline takes a fifth of the rows: 8,000 tokens at 80 a second, 100 s."""
     now = 1_000_000.0
     demands = [
-        Demand(seq=1, tokens_left=8000.0, deadline=now + left_s), Demand(seq=2, tokens_left=1.0, deadline=None)
-    ]  # fmt: skip
+        Demand(seq=1, tokens_left=8000.0, rows_left=80, deadline=now + left_s),
+        Demand(seq=2, tokens_left=100.0, rows_left=1, deadline=None),
+    ]
+    assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
+
+
+@pytest.mark.parametrize(("left_s", "rides"), [(1499.9, False), (1500.1, True)])
+def test_long_rows_without_a_deadline_leave_less_to_the_others(left_s: float, rides: bool) -> None:
+    """A fifth of the rows is nine tenths of the tokens where rows are 36 times as long."""
+    now = 1_000_000.0
+    demands = [
+        Demand(seq=1, tokens_left=3600.0, rows_left=360, deadline=now + left_s),
+        Demand(seq=2, tokens_left=3600.0, rows_left=10, deadline=None),
+    ]
+    assert share_of_tokens(SHARE, due=10.0, kept=360.0) == pytest.approx(0.9)
     assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
 
 
 def test_without_a_known_rate_no_row_goes_ahead() -> None:
-    jobs = [Demand(seq=1, tokens_left=1.0, deadline=1e9), Demand(seq=2, tokens_left=1.0, deadline=2e9)]
+    jobs = [Demand(seq=n, tokens_left=1.0, rows_left=1, deadline=n * 1e9) for n in (1, 2)]
     order = slack_order(jobs, now=0.0, tokens_per_s=None)
     assert (order.urgent, order.riders, order.others_ride) == ((1, 2), {1}, False)
 

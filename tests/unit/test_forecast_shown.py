@@ -12,10 +12,13 @@ import pytest
 import conserve as package
 from conserve.batch_api.foresight import KEPT_S, Foresight
 from conserve.cli.forecast_report import queue_sentence, sentence, warning, when
+from conserve.config import load
 from conserve.errors import UsageError
 from conserve.jobs.deadlines.forecast import Forecast
+from conserve.jobs.deadlines.queue import queued
 from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.harvested import SLOT_S
+from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests.batch_rig import client, create, live, reaches
@@ -130,6 +133,16 @@ def test_a_job_of_best_effort_goes_on_after_its_deadline(store: Store) -> None:
         assert catalog.expire(tx, now=11.0) == []
     finish(store, leased(store, now=12.0))
     assert job(store).state is JobState.COMPLETED
+
+
+def test_a_job_past_its_deadline_delays_none(store: Store) -> None:
+    """It ends at the next look, whenever that is."""
+    for name, on_late in (("late", OnLate.EXPIRE), ("pushed", OnLate.PUSH), ("on", OnLate.BEST_EFFORT)):
+        add_job(store, name, rows=1000, deadline=10.0, on_late=on_late)
+    add_job(store, "next", rows=10)
+    listed = read_jobs(load({"home": store.home}, environ={}), now=9.0, kept=store)
+    assert [job.id for job in queued(listed, now=9.0)] == ["late", "pushed", "on", "next"]
+    assert [job.id for job in queued(listed, now=10.0)] == ["on", "next"]
 
 
 def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(seen: Store) -> None:

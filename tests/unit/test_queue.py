@@ -80,6 +80,8 @@ def test_rows_left_are_those_of_queued_jobs_without_a_result(store: Store) -> No
         catalog.move(tx, "paused", "pause", now=0.0)
         asked = (None, ["other", "paused"], ["paused"], [])
         assert [queue.rows_left(tx, only) for only in asked] == [6, 3, 0, 0]
+        catalog.rebind(tx, ["one"], "model-a")
+        assert [queue.rows_left(tx, None, model) for model in ("model-a", "model-b")] == [6, 3]
 
 
 def test_rows_are_claimed_of_the_jobs_at_hand_where_there_are_some(store: Store) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
+from conserve.jobs.deadlines.slack import claim_order
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.turns import LOOK_S, Turns, candidate
 from conserve.jobs.requests.submit import submit
@@ -265,14 +266,34 @@ def test_failed_rows_are_no_work_that_is_left() -> None:
 
 def test_rows_that_came_back_go_by_the_same_turns_as_others(store: Store) -> None:
     turns = Turns(store, lambda: 0.0)
-    given = [
-        [job.seq for job in turns.of_this_claim(turns.ordered(jobs, now=0.0))]
-        for jobs in [[runnable(1), runnable(2, deadline=9e9)]] * 10
-    ]
-    fifth = [[2], [2], [2], [1, 2], [2]]
-    assert given == fifth * 2
+    given = []
+    for _ in range(10):
+        ordered = turns.ordered([runnable(1), runnable(2, deadline=9e9)], now=0.0)
+        given.append([job.seq for job in turns.before(ordered, ordered[0])])
+    assert given == [[2], [2], [2], [1], [2]] * 2
     alone = turns.ordered([runnable(1)], now=0.0)
-    assert turns.of_this_claim(alone) == alone
+    assert turns.before(alone, alone[0]) == alone
+
+
+def test_rows_that_came_back_go_before_fresh_ones_of_no_earlier_job(store: Store) -> None:
+    """Neither of a higher priority nor of an earlier deadline; those without a deadline are alike."""
+    jobs = [
+        runnable(1, priority=9),  # of which no row is fresh, nor of the next two
+        runnable(2, deadline=1e9),
+        runnable(3, deadline=3e9),
+        runnable(4, deadline=2e9),
+        runnable(5),
+        runnable(6),
+    ]
+    turns = Turns(store, lambda: 0.0)
+
+    def before(first: int, turn: int) -> list[int]:
+        ordered = claim_order([candidate(job, 1.0, 0.0) for job in jobs], turn)
+        its = next(job for job in ordered if job.seq == first)
+        return [job.seq for job in turns.before(ordered, its)]
+
+    assert before(4, turn=0) == [1, 2, 4]
+    assert before(5, turn=4) == before(6, turn=4) == [1, 5, 6]
 
 
 def test_the_pushing_jobs_are_those_of_the_group_that_claims(store: Store) -> None:

@@ -31,7 +31,7 @@ class ListedJob(WorkCounters, Protocol):
 
 
 def queued(jobs: Sequence[ListedJob], *, now: float) -> list[QueuedJob]:
-    """Jobs with rows to run, oldest first as they are given."""
+    """Jobs with rows to run, oldest first as they are given; those past their deadline end at the next look."""
     usual = usual_row_tokens(jobs)
     return [
         QueuedJob(
@@ -43,8 +43,14 @@ def queued(jobs: Sequence[ListedJob], *, now: float) -> list[QueuedJob]:
             expires=job.on_late is not OnLate.BEST_EFFORT,
         )
         for seq, job in enumerate(jobs)
-        if job.state in GOING and job.unanswered
+        if job.state in GOING and job.unanswered and not is_over(job, now)
     ]
+
+
+def is_over(job: ListedJob, now: float) -> bool:
+    """True of a job whose deadline has passed, and with it its rows."""
+    passed = job.deadline is not None and job.deadline <= now
+    return passed and job.on_late is not OnLate.BEST_EFFORT
 
 
 def forecast_queue(

@@ -20,6 +20,7 @@ class Demand:
 
     seq: int  # in order of submission
     tokens_left: float  # predicted
+    rows_left: float
     deadline: float | None  # s since 1970
 
 
@@ -44,13 +45,28 @@ def slack_order(
     urgent = tuple(seq for _, seq, _ in dated)
     if not dated or not tokens_per_s:
         return SlackOrder(urgent=urgent, riders=frozenset(urgent[:1]), share=share)
-    usable = tokens_per_s * (1 - share if len(dated) < len(demands) else 1)
+    kept = share_of_tokens(share, due=row_tokens(demands, due=True), kept=row_tokens(demands, due=False))
+    usable = tokens_per_s * (1 - kept)
     due = 0.0
     for place, (deadline, _, tokens_left) in enumerate(dated):
         due += tokens_left
         if deadline - now < CAUTION * due / usable + MARGIN_S:
             return SlackOrder(urgent=urgent, riders=frozenset(urgent[: place + 1]), share=share)
     return SlackOrder(urgent=urgent, riders=frozenset(urgent), others_ride=True, share=share)
+
+
+def row_tokens(demands: Iterable[Demand], *, due: bool) -> float:
+    """Mean tokens of a row of the jobs with a deadline (`due`), or of those without; 0 if there is none."""
+    found = [demand for demand in demands if (demand.deadline is not None) == due]
+    return sum(demand.tokens_left for demand in found) / max(1.0, sum(demand.rows_left for demand in found))
+
+
+def share_of_tokens(share: float, *, due: float, kept: float) -> float:
+    """Share of the tokens that a `share` of the rows takes, where rows have so many tokens each.
+
+    Long rows without a deadline take far more than their share of the rows.
+    """
+    return share * kept / max(share * kept + (1 - share) * due, 1e-9)
 
 
 def is_others_turn(turn: int, share: float) -> bool:

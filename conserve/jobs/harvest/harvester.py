@@ -148,6 +148,11 @@ class Harvester:
         return self._ledger.owner
 
     @property
+    def model(self) -> str | None:
+        """Name of the model whose jobs it runs; None before the endpoint has started."""
+        return self._ledger.model
+
+    @property
     def doing(self) -> str | None:
         """Step of the endpoint's start; None once it is ready, or if it does not say."""
         return getattr(self.endpoint, "doing", None)

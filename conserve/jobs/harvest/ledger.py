@@ -140,7 +140,9 @@ class Ledger:
     def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[ReadyRow]:
         """Lease rows of several groups by their weights."""
         with self._store.read() as tx:
-            groups = shares.groups(self._runnable(tx))
+            runnable = self._runnable(tx)
+            back = queue.having(tx, runnable, queue.returned(), self._clock())
+            groups = shares.groups(job for job in runnable if queue.has_fresh(job) or job.seq in back)
         for gone in self._windows.keys() - set(groups):
             self._close_window(gone)
         works = claim_by_shares(
@@ -209,7 +211,7 @@ class Ledger:
         runnable = self._turns.ordered(self._of_group(waiting, group), now=now, group=group)
         jobs = [] if suspect else choice.contenders(tx, runnable)
         if windowed := self._is_to_choose(tx, jobs):
-            back = self._turns.of_this_claim(runnable)
+            back = self._turns.before(runnable, jobs[0])
             return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
         lease = queue.claim(
             tx,
@@ -282,7 +284,7 @@ class Ledger:
         """True if a claim may find rows; it only reads, so that an idle harvester holds up no writer."""
         with self._store.read() as tx:
             runnable = self._runnable(tx)
-            if any(job.next_position < job.num_rows for job in runnable):
+            if any(map(queue.has_fresh, runnable)):
                 return True
             left = self._backlog(tx)
         return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
@@ -296,7 +298,7 @@ class Ledger:
         now = self._clock()
         with self._store.read() as tx:
             left, holders = self._backlog(tx), leases.owners(tx)
-            unleased = any(job.next_position < job.num_rows for job in self._runnable(tx))
+            unleased = any(map(queue.has_fresh, self._runnable(tx)))
             self._elsewhere.look(tx, self.model, self._only)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S

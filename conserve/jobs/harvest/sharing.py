@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from conserve.errors import EndpointFault, EngineDied
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.window.shares import Group, Shares
 
+FAILED_ATTEMPTS = (EndpointFault.kind, EngineDied.kind)
 ClaimOf = Callable[[Group, int], list[ReadyRow]]
 
 
@@ -24,9 +26,18 @@ def claim_by_shares(shares: Shares, groups: Sequence[Group], limit: int, claim_o
 
 
 def settle(shares: Shares, outbox: Outbox) -> None:
-    """Count the tokens of rows that have ended, and of no row that goes back."""
+    """Count the tokens of rows that have ended, the charge of attempts that failed, and nothing of other rows.
+
+    A row that times out holds a place of the endpoint for as long as many others.
+    """
     for finished in outbox.finished:
-        tokens = finished.result.prompt_tokens + finished.result.completion_tokens
-        shares.settled((finished.job_id, finished.position), tokens)
-    for work, _ in outbox.returned:
-        shares.settled(work.key, 0)
+        row, result = (finished.job_id, finished.position), finished.result
+        if result.error_type in FAILED_ATTEMPTS:
+            shares.stands(row)
+        else:
+            shares.settled(row, result.prompt_tokens + result.completion_tokens)
+    for work, decision in outbox.returned:
+        if decision.counts:
+            shares.stands(work.key)
+        else:
+            shares.settled(work.key, 0)

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import (
-    SHARE,
     Demand,
     SlackOrder,
     claim_order,
-    is_others_turn,
     slack_order,
 )
 from conserve.jobs.deadlines.work import RemainingWork, usual_row_tokens, work_of
@@ -103,17 +101,31 @@ class Turns:
         )
         self._foreseen_at = self._clock()  # the forecast took its time
 
-    def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
-        """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
-        dated = [job for job in ordered if job.deadline is not None]
-        return dated if dated and not is_others_turn(self._turn, SHARE) else list(ordered)
+    def before(self, ordered: Sequence[RunnableJob], first: RunnableJob) -> list[RunnableJob]:
+        """Jobs whose rows that came back go before fresh rows, of which those of `first` go now.
+
+        Rows of jobs without a deadline share prefixes, so that none of these jobs is before another.
+        """
+        ahead = list(ordered[: ordered.index(first) + 1])
+        if first.deadline is not None:
+            return ahead
+        alike = [job for job in ordered if job.deadline is None and job.priority == first.priority]
+        return list(dict.fromkeys([*ahead, *alike]))
 
     def order(self, jobs: Sequence[RunnableJob]) -> SlackOrder:
         """Slack order among jobs of one priority."""
         if all(job.deadline is None for job in jobs):
             return SlackOrder()
         now = self._clock()
-        demands = [Demand(seq=job.seq, tokens_left=job.work.tokens, deadline=job.deadline) for job in jobs]
+        demands = [
+            Demand(
+                seq=job.seq,
+                tokens_left=job.work.tokens,
+                rows_left=job.work.rows_left,
+                deadline=job.deadline,
+            )
+            for job in jobs
+        ]
         return slack_order(demands, now=now, tokens_per_s=self._rate(now))
 
     def _rate(self, now: float) -> float | None:

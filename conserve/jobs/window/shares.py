@@ -80,6 +80,7 @@ class Shares:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self._counts: dict[Group, float] = {}
+        self._level = 0.0  # the smallest count of busy groups, as long as there were any
         self._busy: set[Group] = set()  # groups that had a row at their last claim, or wait for one
         self._in_flight: dict[RowKey, Charge] = {}
         self._ended: dict[Group, tuple[int, float]] = {}  # rows and their tokens
@@ -87,6 +88,7 @@ class Shares:
     def groups(self, runnable: Iterable[Any]) -> list[Group]:
         """Groups of these jobs, in their order; the others have no rows from now on."""
         found = dict.fromkeys(map(self.weights.group_of, runnable))
+        self._level = self._lowest()
         self._busy &= found.keys()
         return list(found)
 
@@ -113,6 +115,7 @@ class Shares:
         A group without any has none for now, and saves nothing up.
         """
         if not rows:
+            self._level = self._lowest()
             self._busy.discard(group)
             return
         self._busy.add(group)
@@ -132,6 +135,10 @@ class Shares:
             rows, sum_ = self._ended.get(charge.group, (0, 0.0))
             self._ended[charge.group] = rows + 1, sum_ + tokens
 
+    def stands(self, row: RowKey) -> None:
+        """Let the charge of a row stand: its attempt took time, and brought no answer whose tokens would count."""
+        self._in_flight.pop(row, None)
+
     def lost(self, epochs: Collection[int] | None = None) -> None:
         """Take back the charges of rows whose leases are gone, of all rows by default: others compute them."""
         gone = [row for row, charge in self._in_flight.items() if epochs is None or charge.epoch in epochs]
@@ -146,7 +153,11 @@ class Shares:
         count = self._counts.get(group, 0.0)
         if group in self._busy:
             return count
-        return max(count, min((self._counts[one] for one in self._busy), default=0.0))
+        return max(count, self._lowest())
+
+    def _lowest(self) -> float:
+        """Smallest count of the busy groups; without any as it was last, so that none comes back in debt."""
+        return min((self._counts[one] for one in self._busy), default=self._level)
 
     def _usual(self, group: Group) -> float:
         """Mean tokens of the group's rows; of all rows, or `USUAL_TOKENS`, until one has ended."""

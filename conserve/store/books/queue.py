@@ -170,12 +170,17 @@ def lock_runnable(tx: Connection, job_id: str, model: str | None) -> bool:
     return tx.scalar(found) is not None
 
 
-def rows_left(tx: Connection, only: Collection[str] | None) -> int:
-    """Number of rows without a result in queued jobs, of these or of all."""
-    left = select(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed)).where(is_runnable(None))
+def rows_left(tx: Connection, only: Collection[str] | None, model: str | None = None) -> int:
+    """Number of rows without a result in queued jobs, of these or of all; with a model, those it may answer."""
+    left = select(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed)).where(is_runnable(model))
     if only is not None:
         left = left.where(job.c.id.in_(only))
     return int(tx.scalar(left) or 0)
+
+
+def has_fresh(candidate: Any) -> bool:
+    """True of a runnable job with rows that were never leased."""
+    return bool(candidate.next_position < candidate.num_rows)
 
 
 def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any], now: float) -> set[int]:
