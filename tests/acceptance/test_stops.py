@@ -91,3 +91,28 @@ def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path, forks: 
         assert "Traceback" not in done.stderr
     assert harness.finish() == 0
     harness.check()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_store_that_may_not_be_entered_is_one_sentence(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", ["q"], forks=forks)
+    harness.submit()
+    for path in (tmp_path, *tmp_path.parents):
+        path.chmod(path.stat().st_mode | 0o055)
+    harness.home.chmod(0o700)
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"q": 1}\n')
+    other = {"tests.acceptance.privations:become_user": "65534"}
+    for words in (
+        *(["status"], ["status", "--json"], ["jobs"], ["results", "last"], ["check"], ["show", "last", "0"]),
+        *(["forecast"], ["store", "size"], ["fleet"], ["keys", "list"], ["hooks", "list"], ["pause", "last"]),
+        *(["sql", "select 1"], ["top", "--once"], ["run", "--endpoint", "fake:"]),
+        ["submit", "-", "--prompt", "{{ q }}"],
+    ):
+        done = ended(harness.fork(words=words, also=other, source=source))
+        if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
+            pytest.skip("the other user cannot read the interpreter")
+        assert (done.returncode, done.stdout) == (1, ""), words
+        said = [line for line in done.stderr.splitlines() if line.startswith("conserve:")]
+        assert len(said) == 1 and "Traceback" not in done.stderr, done.stderr
+        assert "Permission denied" in said[0] and "CONSERVE_HOME" in said[0]

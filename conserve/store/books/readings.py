@@ -271,7 +271,12 @@ def untaken(settings: Settings, job_id: str) -> list[int]:
 def opened(settings: Settings) -> Iterator[Query | None]:
     """Yield a function that queries the store within one read transaction; None where there is no store yet."""
     if (path := settings.sqlite_file) is not None:
-        if not path.exists():
+        try:
+            there = path.exists()
+        except PermissionError as error:
+            said = f"{error.filename} cannot be used: {error.strerror}; change its permissions"
+            raise StoreError(f"{said}, or name another store by CONSERVE_HOME") from error
+        if not there:
             from conserve.store.files.home import refuse_no_folder
 
             refuse_no_folder(settings.home)
