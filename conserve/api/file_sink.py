@@ -28,6 +28,8 @@ def file_sink(path: Path) -> Iterator[BinaryIO]:
         raise UsageError(f"there is no folder {folder} to write {path.name} to; make it first")
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file in it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"no file can be made in {folder}: permission denied; name a file in another folder")
     with explained(path):
         if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
             with path.open("wb") as stream:

@@ -251,10 +251,12 @@ def say_how_they_stand(readings: list[JobReading]) -> None:
         failed = f", {reading.failed:,} failed" if reading.failed else ""
         said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
         output.say(said, job=reading.id)
-    failed = " ".join(f"--job {reading.id}" for reading in readings if reading.failed)
-    if failed:
-        query = "select error_type, error from results where error is not null"
-        output.say(f'why rows failed: conserve sql {failed} "{query}"')
+    with_failed = [reading.id for reading in readings if reading.failed]
+    if with_failed:
+        jobs = " ".join(f"--job {job_id}" for job_id in with_failed)
+        query = "select error, count(*) as rows, min(row_index) as first from results where error is not null"
+        output.say(f'why rows failed: conserve sql {jobs} "{query} group by all"')
+        output.say(f"then try them again with: conserve retry {' '.join(with_failed)}")
     expired = " ".join(reading.id for reading in readings if reading.state == JobState.EXPIRED)
     if expired:
         output.say(f"put the rows that are left back with: conserve retry {expired}")

@@ -114,5 +114,7 @@ def test_a_store_that_may_not_be_entered_is_one_sentence(tmp_path: Path, forks: 
             pytest.skip("the other user cannot read the interpreter")
         assert (done.returncode, done.stdout) == (1, ""), words
         said = [line for line in done.stderr.splitlines() if line.startswith("conserve:")]
-        assert len(said) == 1 and "Traceback" not in done.stderr, done.stderr
-        assert "Permission denied" in said[0] and "CONSERVE_HOME" in said[0]
+        assert len(said) == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Permission denied" in said[0]
+        assert "CONSERVE_HOME" in said[0]

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what goes where, exit codes, help."""
 
 import json
+import re
 import signal
 import sys
 import time
@@ -91,6 +92,10 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
     ran = conserve("run", "--endpoint", "fake:")
     assert ran.returncode == 5
     assert f'why rows failed: conserve sql --job {job_id} "select' in ran.stderr
+    assert f"then try them again with: conserve retry {job_id}\n" in ran.stderr
+    (query,) = re.findall(r'conserve sql --job \S+ "(select .*)"', ran.stderr)
+    why = conserve("sql", "--job", job_id, "--json", query)
+    assert json.loads(why.stdout) == {"error": "scripted rejection", "rows": 1, "first": 1}
     back = conserve("retry", job_id)
     assert back.stdout == f"{job_id}: 1 failed row back in the queue\n"
     assert "run them with: conserve run" in back.stderr

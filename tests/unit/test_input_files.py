@@ -1,8 +1,10 @@
 """Inputs people have: CSV, packed lines, patterns, folders with partitions, and whatever DuckDB scans."""
 
+import errno
 import gzip
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from conserve.errors import InputError, UsageError
 from conserve.jobs.inputs import text_rows
-from conserve.jobs.inputs.files import FileFormat, partitions, spelled_out
+from conserve.jobs.inputs.files import FileFormat, files_of, partitions, spelled_out
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile
@@ -166,6 +168,23 @@ def test_rows_are_read_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # Several files.
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any depth: its files would be missing from the job."""
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    (tmp_path / "data" / "rows.jsonl").write_text('{"q": 1}\n')
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:
+        if Path(path).name == "inner":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for name in (tmp_path / "data", tmp_path / "d*"):
+        with pytest.raises(InputError, match=r"cannot read .*/data/inner: Permission denied; check the path"):
+            files_of(str(name))
 
 
 def test_a_pattern_is_one_input_in_the_order_of_names(store: Store, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def files_of(name: str) -> list[Path]:
     except UnicodeEncodeError as error:
         raise InputError(f"the name of the file {name:.200} is not UTF-8; rename it") from error
     except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise InputError(f"cannot read {name:.200}: {error.strerror}; check the path") from error
+        where = str(error.filename or name)
+        raise InputError(f"cannot read {where:.200}: {error.strerror}; check the path") from error
     if not path.is_file():
         raise InputError(f"{name} is neither a file nor a folder; submit files of rows")
     return [path]
@@ -111,10 +112,18 @@ def row_files(folder: Path) -> Iterator[Path]:
 
 
 def not_hidden(folder: Path) -> Iterator[Path]:
-    """Walk through a folder, past what is hidden in it, as `.git` and `.venv` are; yields what is no folder."""
-    for place, folders, names in os.walk(folder):
+    """Walk through a folder, past what is hidden in it, as `.git` and `.venv` are; yields what is no folder.
+
+    Raises `OSError` for a folder that cannot be read, whose files would be missing unnoticed.
+    """
+    for place, folders, names in os.walk(folder, onerror=not_read):
         folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
         yield from (Path(place, name) for name in names if not name.startswith(HIDDEN))
+
+
+def not_read(error: OSError) -> None:
+    """Raise the error of a folder that is no further read."""
+    raise error
 
 
 def files_like(pattern: str) -> list[Path]:
