@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from conserve.api.portal import portal
 from conserve.api.runs import RunArguments, drained_together
 from conserve.api.store import Store
 from conserve.config import UNSET, Settings
-from conserve.errors import JobRefused
+from conserve.errors import EndpointUnusable, JobNotFound, JobRefused
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.bound import STEP
@@ -118,6 +119,9 @@ class Answering:
         arguments = RunArguments(engine=self._ready(target), progress=self._progress)
         try:
             done = portal.submit(drained_together(self._settings, job_ids, arguments)).result()
+        except EndpointUnusable:
+            self._withdraw(job_ids)
+            raise
         except JobRefused as error:
             said, step, _ = str(error).partition(STEP)
             if not step:
@@ -125,6 +129,17 @@ class Answering:
             anew = "begin another night, which asks all questions of this model, with: conserve eval run FILE --new"
             raise JobRefused(f"{said}; {anew}") from error
         self.work_s += done.work_s
+
+    def _withdraw(self, job_ids: Sequence[str]) -> None:
+        """Cancel the jobs without an answer of a model that cannot be reached; the next try queues them anew.
+
+        Another `conserve run` over the store would answer their rows, by whatever model it has.
+        """
+        for job_id in job_ids:
+            job = Job(self._settings, job_id)
+            with suppress(JobRefused, JobNotFound):  # it has ended, or was removed
+                if not job.progress().done:
+                    job.cancel()
 
     def _ready(self, target: ModelTarget) -> Engine:
         """Engine of a target; the one of another target is closed first."""

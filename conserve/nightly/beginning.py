@@ -19,6 +19,9 @@ from conserve.nightly.running import Asking, Say, overridden
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
+OLD = "it began longer ago than `resume` allows"
+CHANGED = "the file or the flags have changed and none of its rows was answered"
+
 
 def begun(
     settings: Settings, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say
@@ -40,7 +43,8 @@ def begun(
                     "the file or the flags have changed since; that run keeps its own; begin another with: --new"
                 )
             return left
-        give_up(settings, left, now=now, say=say)
+        why = "a new one is asked for" if asking.anew else OLD if not young else CHANGED
+        give_up(settings, left, why, now=now, say=say)
     elif (failed := failed_last(settings, plan)) is not None:
         if not asking.anew and can_go_on(settings, asking, plan, text, failed, now=now):
             say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
@@ -129,11 +133,11 @@ def has_answers(settings: Settings, run: RunRecord, *, now: float) -> bool:
     return scored or any(job.succeeded for job in jobs_of(settings, run, now=now))
 
 
-def give_up(settings: Settings, run: RunRecord, *, now: float, say: Say) -> None:
+def give_up(settings: Settings, run: RunRecord, why: str, *, now: float, say: Say) -> None:
     """End a run in whose place another begins, and cancel its jobs that have rows without a result."""
     cancelled = cancel_open(settings, run, now=now)
     keeping.write(settings.home, replace(run, state=RunState.GIVEN_UP, ended_at=now))
-    say(f"{run.id} is given up" + ("; its open jobs are cancelled" if cancelled else ""))
+    say(f"{run.id} is given up, since {why}" + ("; its open jobs are cancelled" if cancelled else ""))
 
 
 def cancel_open(settings: Settings, run: RunRecord, *, now: float) -> int:

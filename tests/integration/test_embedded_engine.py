@@ -411,6 +411,10 @@ def refused(*flags: str, model: str = "/nowhere/model") -> Callable[[Path], None
 def test_a_missing_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(EndpointUnusable, match="there is no model folder /nowhere/model"):
         refused()(tmp_path)
+    rows = tmp_path / "rows.csv"
+    rows.write_text("q\n1\n")
+    with pytest.raises(EndpointUnusable, match=r"rows.csv is a file, and no model; name a model's folder"):
+        refused(model=str(rows))(tmp_path)
 
 
 @pytest.mark.parametrize(

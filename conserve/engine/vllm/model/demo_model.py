@@ -102,6 +102,10 @@ def resolve_model(model: str, cache_dir: Path) -> str:
     path = Path(model).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EndpointUnusable(f"{path} is no model folder, there is no config.json in it; name one that has")
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise EndpointUnusable(
+            f"{path} is a file, and no model; name a model's folder, a hub id or {DEMO_MODEL}"
+        )
     if path.exists():
         return str(path)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
