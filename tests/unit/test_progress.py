@@ -278,6 +278,19 @@ def test_rows_alone_forecast_where_no_tokens_are_seen(done: int, flying: int, wa
     assert tokens_left(seen) == pytest.approx((flying + waiting) * LENGTH)
 
 
+def test_rows_that_go_on_and_on_are_expected_to_go_on() -> None:
+    """Two of 35 rows have no limit; what the others took says nothing about them."""
+    seen = QueueProgress(
+        rows_done=33,
+        rows_in_flight=2,
+        rows_waiting=0,
+        tokens_done=33 * 20,
+        tokens_in_flight=2600,
+        most_in_flight=2 * 8192,
+    )
+    assert tokens_left(seen) == 2600
+
+
 def test_the_first_answers_do_not_pass_for_the_mean() -> None:
     """One short answer of 100 rows in flight: the others are not expected to end at its length."""
     seen = QueueProgress(

@@ -40,8 +40,9 @@ def tokens_left(progress: QueueProgress) -> float | None:
     """Forecast the tokens still to compute; None while that is unknown.
 
     Short answers end first, so the mean over the answered rows is too small while others are in flight. All tokens
-    divided by the number of answered rows allow for that, as if answers ended at a constant rate. No row is
-    expected to exceed its limit.
+    divided by the number of answered rows allow for that, as if answers ended at a constant rate. Rows in flight
+    that are longer by now are of another kind: they are expected to become as long again. No row is expected to
+    exceed its limit.
     """
     rest = None if progress.most_in_flight is None else progress.most_in_flight - progress.tokens_in_flight
     limit = (
@@ -52,7 +53,7 @@ def tokens_left(progress: QueueProgress) -> float | None:
     if not progress.rows_done:
         return None if rest is None or limit is None else rest + progress.rows_waiting * limit
     mean = progress.tokens / progress.rows_done
-    in_flight = progress.rows_in_flight * mean
+    in_flight = max(progress.rows_in_flight * mean, progress.tokens_in_flight)
     return (in_flight if rest is None else min(in_flight, rest)) + progress.rows_waiting * (
         mean if limit is None else min(mean, limit)
     )
