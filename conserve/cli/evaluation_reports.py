@@ -99,8 +99,13 @@ def gate(
 
     if fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on takes {' or '.join(FAIL_ON)}, not {fail_on!r}")
-    found = document_of(ctx, run, against)
-    if run == "last" and (since := begun_since(ctx, found)) is not None:
+    try:
+        found = document_of(ctx, run, against)
+    except UsageError:
+        if run != "last" or (first := first_unended(ctx)) is None:
+            raise
+        found = {"run": {"id": first.id}, "headline": UNENDED, "comparison": None}
+    if run == "last" and found["headline"] != UNENDED and (since := begun_since(ctx, found)) is not None:
         found |= {"run": {"id": since.id}, "headline": UNENDED, "comparison": None}
     if as_json:
         output.data_json({name: found[name] for name in ("headline", "comparison")})
@@ -118,6 +123,15 @@ def begun_since(ctx: typer.Context, found: dict[str, Any]) -> "RunRecord | None"
     context: Context = ctx.obj
     home = context.settings().home
     return keeping.begun_since(home, keeping.read(home, found["run"]["id"]))
+
+
+def first_unended(ctx: typer.Context) -> "RunRecord | None":
+    """The first night of all, if it has not ended."""
+    from conserve.nightly import keeping
+
+    context: Context = ctx.obj
+    known = keeping.runs(context.settings().home)
+    return known[-1] if known and known[-1].ended_at is None else None
 
 
 def gate_code(verdict: "Verdict") -> int:

@@ -146,6 +146,15 @@ def test_a_night_that_has_not_ended_is_not_judged_by_the_one_before(file: Path) 
     assert "has not ended" not in gate().stdout
 
 
+def test_a_first_night_that_has_not_ended_cannot_be_told(file: Path) -> None:
+    assert gate().returncode == 2, "no night was begun"
+    assert night(file, endpoint="http://127.0.0.1:9").returncode == 1
+    done = gate()
+    assert done.returncode == 7, done.stderr
+    assert "it has not ended; go on with it" in done.stdout
+    assert json.loads(gate("--json").stdout)["comparison"] is None
+
+
 def test_too_few_items_cannot_tell() -> None:
     nightly_files.kept(home(), [1.0] * 4, began_at=1e9)
     first = gate()
