@@ -32,7 +32,7 @@ test: setup  ## Run the tests, the real engine included (about ten minutes on tw
 	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
-	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800
+	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800 --timeout-method thread
 
 test-loaded: setup  ## Run the tests 20 times with two busy loops beside them, to find what depends on time (RUNS=5 for fewer)
 	@bash tools/loaded.sh $(RUNS) $(BIN)/pytest -n $(WORKERS) -m "not soak and not full"

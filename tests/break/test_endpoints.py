@@ -89,7 +89,9 @@ def test_a_row_whose_answers_do_not_end_fails_by_time(
 ) -> None:
     with OddServer(always=ENDLESS) as server:
         server.script.coserves = coserves
-        job_id = submit(write_input, "row {}")
+        # A row that is streamed and brings no new token has waited for live requests, and waits on.
+        prompt, flags = ("{} as JSON", ["--schema", SCHEMA]) if coserves else ("row {}", [])
+        job_id = submit(write_input, prompt, *flags)
         done = quiet(*command, "--endpoint", server.url, "--max-attempts", "2", CONSERVE_MAX_ANSWER_S="0.5")
         assert done.returncode == 5, done.stderr
         rows = results(job_id)
@@ -98,7 +100,7 @@ def test_a_row_whose_answers_do_not_end_fails_by_time(
         server.always, server.good = None, True
         quiet("retry", job_id)
         assert quiet("run", "--endpoint", server.url).returncode == 0
-        check(server, "row {}", results(job_id))
+        check(server, prompt, results(job_id))
         distinct = len({row["row_index"] for row in rows})
         report(
             "answers without an end",
