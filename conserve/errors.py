@@ -269,7 +269,14 @@ class EndpointFailing(EndpointUnavailable):
 
 
 class ServerLost(EndpointFailing):
-    """The server went down, or began to fail, while it had this request, perhaps because of it."""
+    """The server went down, or began to fail, while it had this request, perhaps because of it.
+
+    `kind` is that of a row which turns out to be the reason.
+    """
+
+    def __init__(self, message: str, *, kind: str = "engine_died") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class EndpointFault(RetryableError):

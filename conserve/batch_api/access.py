@@ -53,13 +53,12 @@ class KeyRing:
         Requests share the read that is under way, and its error: each would else wait for the database in turn. One
         that had begun too early is followed by another.
         """
-        kept_s = KEPT_S if kept_s is None else kept_s
-        for _ in range(2):
-            if not self._is_older(kept_s):
-                break
-            if self._reading is None or self._reading.done():
+        oldest, began = self._clock() - (KEPT_S if kept_s is None else kept_s), False
+        while not began and (self._read_at is None or self._read_at <= oldest):
+            if began := self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read())
                 self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            assert self._reading is not None
             await asyncio.shield(self._reading)
         return self._keys
 
@@ -67,9 +66,6 @@ class KeyRing:
         began = self._clock()
         self._keys = keys.of_rows(await self._reads.rows(keys.EVERYTHING, {}))
         self._read_at = began
-
-    def _is_older(self, kept_s: float) -> bool:
-        return self._read_at is None or self._clock() - self._read_at >= kept_s
 
 
 class Access:

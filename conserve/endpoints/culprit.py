@@ -25,7 +25,9 @@ from conserve.errors import (
     ServerLost,
 )
 
-MUTE_AFTER = 20  # rows that are answered while no small request is: of one bad replica in ten, some are
+MUTE_AFTER = (
+    10  # rows that are answered, and small requests that are not: of one bad replica in two, some are
+)
 
 
 class Culprit:
@@ -37,12 +39,18 @@ class Culprit:
         self._proven: set[Url] = set()  # a request was answered since the last trouble
         self._doubted: set[Url] = set()  # none was, and there was trouble
         self._trials: dict[Url, object] = {}  # rows under way where the server is doubted
-        self._mute: Counter[Url] = Counter()  # rows that were answered, and no small request before or after
+        self._refused: Counter[Url] = (
+            Counter()
+        )  # small requests that brought a fault, each after an answered row
+        self._since: set[Url] = set()  # a row was answered since the last of these
+        self._speaks: set[Url] = set()  # a small request was answered
 
     def forget(self) -> None:
         """Forget what is known: the server is another one."""
-        for known in (self.answered, self._proven, self._doubted, self._trials, self._mute):
+        for known in (self.answered, self._proven, self._doubted, self._trials):
             known.clear()
+        for more in (self._refused, self._since, self._speaks):
+            more.clear()
 
     @asynccontextmanager
     async def judging(self, model: str, route: Url) -> AsyncGenerator[None, None]:
@@ -58,10 +66,11 @@ class Culprit:
             raise await self._of_fault(error, model=model, route=route, proven=proven) from error
         except ServerLost as error:
             self._doubt(*Url)
-            raise self._of_loss(str(error), proven=proven) from error
+            raise self._of_loss(str(error), EngineDied.kind, proven=proven) from error
         else:
             self.answered.add(route)
             self._prove(route)
+            self._since.add(route)
             if trial is not None:
                 await self._ask(model, route)
         finally:
@@ -70,7 +79,7 @@ class Culprit:
 
     async def _trial(self, model: str, route: Url) -> object | None:
         """Sign of a row that is to show whether a server is well which answers no small request; else None."""
-        if route not in self._doubted or self._mute[route] >= MUTE_AFTER:
+        if route not in self._doubted or self._is_mute(route):
             return None
         small = await self._ask(model, route)
         if small.error is None:
@@ -81,31 +90,37 @@ class Culprit:
         return self._trials.setdefault(route, object())
 
     async def _ask(self, model: str, route: Url) -> SmallAnswer:
-        """Ask a small request, and note whether rows alone are answered on this route."""
+        """Ask a small request, and note what becomes of it."""
         small = await self._probes.small(model, route)
         if small.answered:
-            self._mute[route] = -1  # never again
-        elif isinstance(small.error, EndpointFault) and route in self._proven and self._mute[route] >= 0:
-            self._mute[route] += 1
+            self._speaks.add(route)
+        if isinstance(small.error, EndpointFault) and route in self._since:
+            self._refused[route] += 1
+            self._since.discard(route)
         return small
+
+    def _is_mute(self, route: Url) -> bool:
+        """True if rows are answered on a route, and small requests never are, as of a model for sound alone."""
+        return self._refused[route] >= MUTE_AFTER and route not in self._speaks
 
     async def _of_fault(self, error: EndpointFault, *, model: str, route: Url, proven: bool) -> EndpointError:
         """The error for an answer of no use; `proven` is what the server was when the row was sent."""
         if isinstance(error, AnswerTooLong):
             return error
         small = await self._ask(model, route)
-        if small.error is None or self._mute[route] >= MUTE_AFTER:
+        if small.error is None or self._is_mute(route):
             return error
         if isinstance(small.error, EngineDied):
             return EngineDied(str(error))
         if isinstance(small.error, EndpointBusy):  # it limits requests, and says nothing about the row
             return small.error
         self._doubt(route)
-        return self._of_loss(f"{self._base_url} answers no other request either: {error}", proven=proven)
+        said = f"{self._base_url} answers no other request either: {error}"
+        return self._of_loss(said, error.kind, proven=proven)
 
-    def _of_loss(self, said: str, *, proven: bool) -> EndpointFailing:
-        """The error for a row whose server answers nothing any more."""
-        return ServerLost(said) if proven else EndpointFailing(said)
+    def _of_loss(self, said: str, kind: str, *, proven: bool) -> EndpointFailing:
+        """The error for a row whose server answers nothing any more; its `kind` if the row is the reason."""
+        return ServerLost(said, kind=kind) if proven else EndpointFailing(said)
 
     def _prove(self, route: Url) -> None:
         self._proven.add(route)

@@ -304,8 +304,9 @@ class HttpEndpoint:
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(self.server.model, route)
         unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-        answers = status is not None and has_route(status)
-        if not answers and not answered and not unclear:
+        missing = isinstance(refusal(said, url, call.url, now=time.time()), RequestRejected)  # nothing else
+        answers = status == httpx.codes.OK or (missing and status is not None and has_route(status))
+        if missing and not answers and not answered and not unclear:
             answers = await self._probes.any_route(self.server.model, but=route)
         if not answers:
             self._look_again = True

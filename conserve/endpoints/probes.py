@@ -13,7 +13,7 @@ from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import LACKS_ROUTE, Mode, ServerFacts, healthy, served_models
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import Url
-from conserve.endpoints.refusals import PROXY, UNPAID, refusal
+from conserve.endpoints.refusals import BUSY, PROXY, UNPAID, refusal
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -44,8 +44,8 @@ class SmallAnswer:
 
 def has_route(status: int) -> bool:
     """True if the response to a small request shows that the server has the route, and takes our key there."""
-    other = (httpx.codes.UNAUTHORIZED, UNPAID, httpx.codes.FORBIDDEN, PROXY, httpx.codes.TOO_MANY_REQUESTS)
-    return status == httpx.codes.OK or (400 <= status < 500 and status not in (*LACKS_ROUTE, *other))
+    other = (httpx.codes.UNAUTHORIZED, UNPAID, httpx.codes.FORBIDDEN, PROXY, httpx.codes.REQUEST_TIMEOUT)
+    return status == httpx.codes.OK or (400 <= status < 500 and status not in (*LACKS_ROUTE, *BUSY, *other))
 
 
 class Probes:
@@ -81,8 +81,11 @@ class Probes:
 
     async def any_route(self, model: str, *, but: Url) -> bool:
         """True if the server has another route than this: it answers, or rejects, a small request there."""
-        found = [await self.status(model, route) for route in SMALLEST if route != but]
-        return any(status is not None and has_route(status) for status in found)
+        for route in SMALLEST:
+            status = None if route == but else await self.status(model, route)
+            if status is not None and has_route(status):
+                return True
+        return False
 
     async def small(self, model: str, route: Url) -> SmallAnswer:
         """What becomes of a small request on this route."""

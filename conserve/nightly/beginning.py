@@ -101,7 +101,8 @@ def can_go_on(
         return False
     of_suite = {suite.name: 0 for suite in run.suites if suite.error is not None}
     for job in jobs_of(settings, run, now=now):
-        if (suite := job.tags.get(SUITE, "")) in of_suite:
+        withdrawn = job.state is JobState.CANCELLED and not job.done  # its model could not be reached then
+        if not withdrawn and (suite := job.tags.get(SUITE, "")) in of_suite:
             of_suite[suite] += answers_of(job)
     return all(answers > 0 for answers in of_suite.values())
 

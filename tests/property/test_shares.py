@@ -96,6 +96,19 @@ def test_a_group_that_ran_alone_has_no_debt_once_others_come() -> None:
     assert shares.allot([high, low], 8) == {high: 6, low: 2}
 
 
+def test_a_group_whose_last_rows_are_longer_than_usual_has_no_debt() -> None:
+    """They end after its last claim, and others come meanwhile."""
+    shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
+    jobs = [SimpleNamespace(seq=seq, priority=0) for seq in (1, 2)]
+    shares.groups(jobs[:1])
+    shares.claimed(one, {("a", row): 1 for row in range(64)})
+    shares.claimed(one, {})
+    for row in range(64):
+        shares.settled(("a", row), 5000)
+    assert shares.groups(jobs) == [one, other]
+    assert shares.allot([one, other], 8) == {one: 4, other: 4}
+
+
 @pytest.mark.parametrize("gone", ["no row is left", "its jobs are gone"])
 def test_groups_that_come_after_a_pause_begin_level(gone: str) -> None:
     shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)

@@ -49,6 +49,7 @@ class Server:
         self.failure = httpx.Response(500, json={"error": {"message": "out of memory"}})
         self.lacks: set[str] = set()  # routes
         self.broken: set[str] = set()  # routes that answer 500
+        self.unknown = False  # the model
         self.slots = 8
 
     async def serve(self, request: httpx.Request) -> httpx.Response:
@@ -58,6 +59,9 @@ class Server:
         if request.method == "GET":
             known = request.url.path in ("/v1/models", "/health")
             return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        if self.unknown:
+            said = {"error": {"message": "The model `served` does not exist."}}
+            return httpx.Response(404 if request.url.path == Url.CHAT else 400, json=said)
         if request.url.path in self.lacks:
             return httpx.Response(404, json={"detail": "Not Found"})
         if request.url.path in self.broken:
@@ -188,10 +192,17 @@ def test_rows_go_on_at_a_server_that_answers_them_and_no_small_request() -> None
     """As one of a model for sound alone: a fault is then its row's once enough other rows were answered."""
     server = Server()
     server.small = httpx.Response(500)
-    found = asked(server, *["fault", "good"] * MUTE_AFTER)
+    found = asked(server, *["fault", "good"] * (MUTE_AFTER + 1), "good")
     assert found[0] is EndpointFailing
     assert {type(one) for one in found[1::2]} == {Completion}
-    assert found[-2] is EndpointFault
+    assert found[-3] is EndpointFault
+
+
+def test_the_name_of_a_model_is_wrong_whatever_other_routes_say_of_it() -> None:
+    """Some servers reject it with 400 on one route, and with 404 on another."""
+    server = Server()
+    server.unknown = True
+    assert asked(server, "good") == [EndpointUnusable]
 
 
 @pytest.mark.parametrize("small", [httpx.Response(500), httpx.Response(429), httpx.ConnectError("refused")])
@@ -213,6 +224,29 @@ def test_a_small_request_that_was_answered_once_tells_for_ever(small: httpx.Resp
     found = virtual_time.run(go())
     assert type(found[0]) is EndpointFault
     assert EndpointFault not in {type(one) for one in found[1:]}
+
+
+def test_an_outage_says_nothing_about_small_requests_however_many_rows_meet_it() -> None:
+    """None is answered before it, as where requests are limited, nor in it; the next outage is told as one."""
+    server = Server()
+
+    async def go() -> list[Any]:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        found: list[Any] = []
+        for _ in range(3):
+            await endpoint.complete(call("good"))
+            server.well_at = asyncio.get_running_loop().time() + 60.0
+            rows = [endpoint.complete(call("good")) for _ in range(4 * MUTE_AFTER)]
+            found += await asyncio.gather(*rows, return_exceptions=True)
+            server.small = httpx.Response(429)
+            await asyncio.sleep(60.0)
+            await endpoint.complete(call("good"))
+            server.small = None
+        await endpoint.close()
+        return found
+
+    assert EndpointFault not in {type(one) for one in virtual_time.run(go())}
 
 
 def test_a_limit_of_requests_says_nothing_about_the_row_or_the_server() -> None:
@@ -328,7 +362,8 @@ def test_a_row_that_takes_servers_down_fails_and_all_others_are_answered(
     assert (tally.succeeded, tally.failed) == (59, 1)
     with views(store, now=0.0, only=[job_id]) as opened:
         errors = opened.duck.execute("select row_index, error_type from results where error_type is not null")
-        assert errors.fetchall() == [(30, "engine_died")]
+        kind = "engine_died" if killer == "kill" else "endpoint_fault"
+        assert errors.fetchall() == [(30, kind)]
     assert sum(server.lives for server in its) <= 12
 
 

@@ -99,6 +99,22 @@ def test_the_same_night_at_an_address_that_answers_again_goes_on(
     assert states() == ["finished"]
 
 
+def test_a_night_whose_scoring_fails_goes_on_though_its_first_try_reached_no_model(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSERVE_ENDPOINT", NOWHERE)
+    assert night(file).returncode == 1
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    assert night(file).returncode == 0
+    (run,) = keeping.runs(home())
+    unscored = tuple(replace(suite, error="scoring failed", scores=()) for suite in run.suites)
+    keeping.write(home(), replace(run, state=RunState.FAILED, suites=unscored))
+    again = night(file)
+    assert "its answers are kept and scored anew" in again.stderr
+    assert [job.status for job in conserve.open().jobs()] == ["cancelled", "completed"]
+    assert states() == ["finished"]
+
+
 def test_a_night_with_answers_keeps_its_file_and_flags(file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={"endpoint": GOOD})
     plan, text = plan_of_file(file)

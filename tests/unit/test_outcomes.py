@@ -324,8 +324,11 @@ def test_a_suspect_fails_for_the_servers_that_it_had_alone() -> None:
 
     assert judged(deaths=9, suspect=False) == RetryDecision(after_s=1.0, lost=True)
     again = judged(deaths=1, suspect=True, attempts=4)
-    assert again == RetryDecision(after_s=8.0, lost=True, suspect=True, counts=True)
+    assert again == RetryDecision(after_s=1.0, lost=True, suspect=True, counts=True)
     assert judged(deaths=2, suspect=True) == RetryDecision(error_type="engine_died")
+    faulty = ServerLost("500", kind="endpoint_fault")
+    found = decide(faulty, faults=0, max_attempts=9, alone=True, deaths=2, suspect=True, max_deaths=3)
+    assert found == RetryDecision(error_type="endpoint_fault")
     for suspect in (True, False):
         further = judged(deaths=2, suspect=suspect, gained=True)
         assert further == RetryDecision(after_s=1.0, suspect=suspect), "it gets done by pieces"

@@ -2,10 +2,11 @@
 
     complete ──> dispatch: pieces, placed ──> a queue a server ──> running, as many as the server has places
        ^                                          │ a server with nothing to run takes the last piece of the slowest
-       └── asked elsewhere: the server went down, fell silent, was drained or left the list
+       └── asked elsewhere: the server cannot be reached, fell silent, was drained or left the list
 
 A row that goes elsewhere keeps its lease, and its tokens where both servers have one identity. The harvester sees
-only errors that say something about the row, or that no other server is there to mend.
+only errors that say something about the row, as that a server was lost with it, or that no other server is there to
+mend.
 """
 
 import asyncio

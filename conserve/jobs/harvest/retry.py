@@ -59,10 +59,9 @@ def decide(
         hold_s = min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         return RetryDecision(hold_s=hold_s, suspect=suspect)
     if isinstance(error, ServerLost):
-        wait_s = backoff_s(attempts - 1)
         if gained:
-            return RetryDecision(after_s=wait_s, suspect=suspect)
-        return decide_lost(after_s=wait_s, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
+            return RetryDecision(after_s=FIRST_BACKOFF_S, suspect=suspect)
+        return decide_lost(error, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     assert isinstance(error, RetryableError), error
@@ -80,11 +79,11 @@ def decide_suspect(error: EngineDied, *, deaths: int, alone: bool, max_deaths: i
     return RetryDecision(counts=alone, suspect=True)
 
 
-def decide_lost(*, after_s: float, deaths: int, suspect: bool, max_deaths: int) -> RetryDecision:
+def decide_lost(error: ServerLost, *, deaths: int, suspect: bool, max_deaths: int) -> RetryDecision:
     """Judge a row that a server had when it went down, and that brought no tokens from it."""
     if suspect and deaths + 1 >= max_deaths:
-        return RetryDecision(error_type=EngineDied.kind)
-    return RetryDecision(after_s=after_s, counts=suspect, suspect=suspect, lost=True)
+        return RetryDecision(error_type=error.kind)
+    return RetryDecision(after_s=FIRST_BACKOFF_S, counts=suspect, suspect=suspect, lost=True)
 
 
 def backoff_s(failures: int) -> float:

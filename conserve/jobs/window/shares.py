@@ -80,7 +80,7 @@ class Shares:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self._counts: dict[Group, float] = {}
-        self._level = 0.0  # the smallest count of busy groups, as long as there were any
+        self._last: set[Group] = set()  # the busy groups, as long as there were any
         self._busy: set[Group] = set()  # groups that had a row at their last claim, or wait for one
         self._in_flight: dict[RowKey, Charge] = {}
         self._ended: dict[Group, tuple[int, float]] = {}  # rows and their tokens
@@ -88,7 +88,7 @@ class Shares:
     def groups(self, runnable: Iterable[Any]) -> list[Group]:
         """Groups of these jobs, in their order; the others have no rows from now on."""
         found = dict.fromkeys(map(self.weights.group_of, runnable))
-        self._level = self._lowest()
+        self._last = set(self._busy) or self._last
         self._busy &= found.keys()
         return list(found)
 
@@ -115,7 +115,7 @@ class Shares:
         A group without any has none for now, and saves nothing up.
         """
         if not rows:
-            self._level = self._lowest()
+            self._last = set(self._busy) or self._last
             self._busy.discard(group)
             return
         self._busy.add(group)
@@ -156,8 +156,8 @@ class Shares:
         return max(count, self._lowest())
 
     def _lowest(self) -> float:
-        """Smallest count of the busy groups; without any as it was last, so that none comes back in debt."""
-        return min((self._counts[one] for one in self._busy), default=self._level)
+        """Smallest count of the busy groups, or of those that were it last, so that none comes back in debt."""
+        return min((self._counts[one] for one in self._busy or self._last), default=0.0)
 
     def _usual(self, group: Group) -> float:
         """Mean tokens of the group's rows; of all rows, or `USUAL_TOKENS`, until one has ended."""
