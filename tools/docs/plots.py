@@ -130,7 +130,7 @@ def swept(table: Table, first: str, second: str, columns: Sequence[int]) -> list
 
 def turned(found: list[Table]) -> list[Row]:
     """Ways of taking turns, with the figures of two kinds of arrivals."""
-    table = found[6]
+    table = found[8]
     return [
         Row(
             name,
@@ -273,7 +273,7 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 24 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[9], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
+        lambda found: swept(found[11], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
         {"a": "median of 24 cells", "b": "worst of 24 cells"},
         RATIOS,
     ),
@@ -289,7 +289,7 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline tokens by policy, in the middle of 24 cells and in the worst one",
         fixed(*LATENCIES),
-        lambda found: swept(found[5], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
+        lambda found: swept(found[7], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
         {"a": "median of 24 cells", "b": "the worst cell"},
         RATIOS,
     ),
