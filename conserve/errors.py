@@ -180,11 +180,17 @@ class StoreReadOnly(StoreError):
 
 
 class StoreForbidden(StoreError):
-    """This process may not read a file of the job `job_id`, which others on the store perhaps may."""
+    """This process may not read a file of the job `job_id`, or of all, which others on the store perhaps may."""
 
     def __init__(self, message: str, *, job_id: str | None = None) -> None:
         super().__init__(message)
         self.job_id = job_id
+
+    @classmethod
+    def of(cls, error: PermissionError) -> Self:
+        """The error of a file that this user may not use."""
+        said = f"{error.filename} cannot be used: {error.strerror}; change its permissions"
+        return cls(f"{said}, or name another store by CONSERVE_HOME")
 
 
 class StoreFull(StoreError):

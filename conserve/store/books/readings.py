@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.config import Settings
-from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
+from conserve.errors import JobNotFound, StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
 from conserve.store.books.states import JobState, OnLate, is_slot
 from conserve.store.database import moves
 from conserve.store.database.reader import reader
@@ -274,8 +274,7 @@ def opened(settings: Settings) -> Iterator[Query | None]:
         try:
             there = path.exists()
         except PermissionError as error:
-            said = f"{error.filename} cannot be used: {error.strerror}; change its permissions"
-            raise StoreError(f"{said}, or name another store by CONSERVE_HOME") from error
+            raise StoreForbidden.of(error) from error
         if not there:
             from conserve.store.files.home import refuse_no_folder
 
