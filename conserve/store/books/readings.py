@@ -270,20 +270,19 @@ def untaken(settings: Settings, job_id: str) -> list[int]:
 @contextmanager
 def opened(settings: Settings) -> Iterator[Query | None]:
     """Yield a function that queries the store within one read transaction; None where there is no store yet."""
-    if (path := settings.sqlite_file) is not None:
-        try:
-            there = path.exists()
-        except PermissionError as error:
-            raise StoreForbidden.of(error) from error
-        if not there:
+    if (path := settings.sqlite_file) is None:
+        with opened_elsewhere(settings) as query:
+            yield query
+        return
+    try:
+        if not path.exists():
             from conserve.store.files.home import refuse_no_folder
 
             refuse_no_folder(settings.home)
-        with opened_sqlite(path) as query:
-            yield query
-    else:
-        with opened_elsewhere(settings) as query:
-            yield query
+    except PermissionError as error:
+        raise StoreForbidden.of(error) from error
+    with opened_sqlite(path) as query:
+        yield query
 
 
 def wait_for_tables(connection: sqlite3.Connection) -> None:
