@@ -254,7 +254,7 @@ def test_lines_that_no_engine_takes_fail_alone_also_where_all_are_such(store: St
     (errors,) = files(store)
     said = [json.loads(line) for line in (store.home / errors.path).read_text().splitlines()]
     assert [line["custom_id"] for line in said] == ["a", "b"]
-    assert all("n is " in line["error"]["message"] for line in said)
+    assert all("it has no messages" in line["error"]["message"] for line in said)
 
 
 def test_a_delivery_that_waited_for_another_writes_nothing(
