@@ -23,21 +23,13 @@ def answer() -> int:
 
             code = run()
     except PermissionError as error:  # of a folder that this user may not enter: any look into it may meet it
-        return forbidden(error)
+        if error.filename is None:
+            raise
+        from conserve.cli import output
+        from conserve.errors import StoreForbidden
+
+        return output.failed(StoreForbidden.of(error))
     return code
-
-
-def forbidden(error: PermissionError) -> int:
-    """Say which file this user may not use; returns the exit code. Raises the error again if it names none."""
-    from conserve.cli import output
-    from conserve.errors import StoreError
-
-    if error.filename is None:
-        raise error
-    said = f"{error.filename} cannot be used: {error.strerror}"
-    return output.failed(
-        StoreError(f"{said}; change its permissions, or name another store by CONSERVE_HOME")
-    )
 
 
 if __name__ == "__main__":

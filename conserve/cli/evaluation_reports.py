@@ -102,10 +102,12 @@ def gate(
     try:
         found = document_of(ctx, run, against)
     except UsageError:
-        if run != "last" or (first := first_unended(ctx)) is None:
+        if run != "last" or (since := first_unended(ctx)) is None:
             raise
-        found = {"run": {"id": first.id}, "headline": UNENDED, "comparison": None}
-    if run == "last" and found["headline"] != UNENDED and (since := begun_since(ctx, found)) is not None:
+        found = {}
+    else:
+        since = begun_since(ctx, found) if run == "last" else None
+    if since is not None:
         found |= {"run": {"id": since.id}, "headline": UNENDED, "comparison": None}
     if as_json:
         output.data_json({name: found[name] for name in ("headline", "comparison")})

@@ -25,13 +25,11 @@ from conserve.errors import (
     ServerLost,
 )
 
-MUTE_AFTER = (
-    10  # rows that are answered, and small requests that are not: of one bad replica in two, some are
-)
+MUTE_AFTER = 10  # small requests that bring a fault, each after an answered row: an outage is one of them
 
 
 class Culprit:
-    """What is known of one server's answers, by route."""
+    """Record of one server's answers, by route."""
 
     def __init__(self, probes: Probes, base_url: str) -> None:
         self._probes, self._base_url = probes, base_url
@@ -39,18 +37,16 @@ class Culprit:
         self._proven: set[Url] = set()  # a request was answered since the last trouble
         self._doubted: set[Url] = set()  # none was, and there was trouble
         self._trials: dict[Url, object] = {}  # rows under way where the server is doubted
-        self._refused: Counter[Url] = (
-            Counter()
-        )  # small requests that brought a fault, each after an answered row
+        self._refused: Counter[Url] = Counter()  # small requests as `MUTE_AFTER` counts them
         self._since: set[Url] = set()  # a row was answered since the last of these
         self._speaks: set[Url] = set()  # a small request was answered
 
     def forget(self) -> None:
         """Forget what is known: the server is another one."""
-        for known in (self.answered, self._proven, self._doubted, self._trials):
+        for known in (self.answered, self._proven, self._doubted, self._since, self._speaks):
             known.clear()
-        for more in (self._refused, self._since, self._speaks):
-            more.clear()
+        self._trials.clear()
+        self._refused.clear()
 
     @asynccontextmanager
     async def judging(self, model: str, route: Url) -> AsyncGenerator[None, None]:

@@ -304,17 +304,18 @@ class HttpEndpoint:
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(self.server.model, route)
         unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-        missing = isinstance(refusal(said, url, call.url, now=time.time()), RequestRejected)  # nothing else
+        error = refusal(said, url, call.url, now=time.time())
+        missing = isinstance(error, RequestRejected)  # a thing, and neither the key nor the model
         answers = status == httpx.codes.OK or (missing and status is not None and has_route(status))
         if missing and not answers and not answered and not unclear:
             answers = await self._probes.any_route(self.server.model, but=route)
-        if not answers:
-            self._look_again = True
-            await self._see_that_it_is_the_same(call)
-        error = refusal(said, url, call.url, now=time.time(), answers=answers)
-        if unclear or (not answers and answered and isinstance(error, RequestRejected)):
+        if answers:
+            return refusal(said, url, call.url, now=time.time(), answers=True)
+        self._look_again = True
+        await self._see_that_it_is_the_same(call)
+        if unclear or (missing and answered):
             return EndpointUnavailable(f"{self.base_url} answers no other request either: {error}")
-        if not answers and isinstance(error, RequestRejected):
+        if missing:
             where = f"{self.base_url} answers no request on any route: {str(error).rstrip('. ')}"
             return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=said.status)
         return error

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallAnswer:
-    """What became of a small request: it was answered (or rejected for what it says), an error, or came late."""
+    """Outcome of a small request: answered (or rejected for its contents), an error, or late."""
 
     answered: bool
     error: EndpointError | None = None
@@ -70,14 +70,8 @@ class Probes:
 
     async def status(self, model: str, route: Url) -> int | None:
         """Status of the response to a small request on this route; None without a response."""
-
-        async def status() -> int | None:
-            try:
-                return (await self.smallest(model, route)).status
-            except httpx.HTTPError:
-                return None
-
-        return await self._shared(f"{route} {model}", status)
+        reply = await self._reply(model, route)
+        return None if isinstance(reply, httpx.HTTPError) else reply.status
 
     async def any_route(self, model: str, *, but: Url) -> bool:
         """True if the server has another route than this: it answers, or rejects, a small request there."""
@@ -88,18 +82,13 @@ class Probes:
         return False
 
     async def small(self, model: str, route: Url) -> SmallAnswer:
-        """What becomes of a small request on this route."""
-        return await self._shared(f"small {route} {model}", lambda: self._small(model, route))
-
-    async def _small(self, model: str, route: Url) -> SmallAnswer:
-        try:
-            reply = await self.smallest(model, route)
-        except httpx.ReadTimeout:  # it may be busy with long rows
+        """Ask a small request on this route; says whether its outcome tells of trouble."""
+        reply = await self._reply(model, route)
+        if isinstance(reply, httpx.ReadTimeout):  # the server may be busy with long rows
             return SmallAnswer(answered=False)
-        except httpx.HTTPError as error:
-            return SmallAnswer(
-                answered=False, error=EndpointUnavailable(one_line(error) or type(error).__name__)
-            )
+        if isinstance(reply, httpx.HTTPError):
+            said = one_line(reply) or type(reply).__name__
+            return SmallAnswer(answered=False, error=EndpointUnavailable(said))
         if reply.status != httpx.codes.OK:
             refused = refusal(reply, httpx.URL(route), route, now=time.time(), answers=True)
             if isinstance(refused, RequestRejected):
@@ -113,6 +102,17 @@ class Probes:
             said = f"the answer is no JSON: {one_line(error)}"
             return SmallAnswer(answered=False, error=EndpointFault(said))
         return SmallAnswer(answered=True)
+
+    async def _reply(self, model: str, route: Url) -> WholeResponse | httpx.HTTPError:
+        """The response to a small request, or why there is none."""
+
+        async def reply() -> WholeResponse | httpx.HTTPError:
+            try:
+                return await self.smallest(model, route)
+            except httpx.HTTPError as error:
+                return error
+
+        return await self._shared(f"{route} {model}", reply)
 
     async def smallest(self, model: str, route: Url) -> WholeResponse:
         """The response to a small request on this route; raises `httpx.HTTPError` without one."""

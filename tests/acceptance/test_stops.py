@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
 from tests.acceptance.kill_harness import Harness
-from tests.commands import ended
+from tests.commands import Done, ended
 from tests.tiers import in_full
 
 LONG = "token_ms=1&tokens=150&capacity=16"
@@ -73,19 +74,31 @@ def test_submit_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, forks: Fork
     assert [path.name for path in (harness.home / "jobs").iterdir()] == [harness.job_id]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path, forks: Forks) -> None:
+def open_to_others(tmp_path: Path, forks: Forks) -> Harness:
+    """A store with a job, in a folder that every user reaches."""
     harness = Harness(tmp_path / "home", ["q"], forks=forks)
     harness.submit()
     for path in (tmp_path, *tmp_path.parents):
         path.chmod(path.stat().st_mode | 0o055)
+    return harness
+
+
+def as_another_user(harness: Harness, words: Sequence[str], source: Path) -> Done:
+    """Run a command without the rights of root; skips the test where that user cannot run Python."""
+    other = {"tests.acceptance.privations:become_user": "65534"}
+    done = ended(harness.fork(words=words, also=other, source=source))
+    if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
+        pytest.skip("the other user cannot read the interpreter")
+    return done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path, forks: Forks) -> None:
+    harness = open_to_others(tmp_path, forks)
     source = tmp_path / "rows.jsonl"
     source.write_text('{"q": 1}\n')
-    other = {"tests.acceptance.privations:become_user": "65534"}
     for arguments in (["run", "--endpoint", "fake:"], ["submit", "-", "--prompt", "x"]):
-        done = ended(harness.fork(words=arguments, also=other, source=source))
-        if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
-            pytest.skip("the other user cannot read the interpreter")
+        done = as_another_user(harness, arguments, source)
         assert done.returncode == 1
         assert "CONSERVE_HOME" in done.stderr
         assert "Traceback" not in done.stderr
@@ -95,23 +108,17 @@ def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path, forks: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_store_that_may_not_be_entered_is_one_sentence(tmp_path: Path, forks: Forks) -> None:
-    harness = Harness(tmp_path / "home", ["q"], forks=forks)
-    harness.submit()
-    for path in (tmp_path, *tmp_path.parents):
-        path.chmod(path.stat().st_mode | 0o055)
+    harness = open_to_others(tmp_path, forks)
     harness.home.chmod(0o700)
     source = tmp_path / "rows.jsonl"
     source.write_text('{"q": 1}\n')
-    other = {"tests.acceptance.privations:become_user": "65534"}
     for words in (
         *(["status"], ["status", "--json"], ["jobs"], ["results", "last"], ["check"], ["show", "last", "0"]),
         *(["forecast"], ["store", "size"], ["fleet"], ["keys", "list"], ["hooks", "list"], ["pause", "last"]),
         *(["sql", "select 1"], ["top", "--once"], ["run", "--endpoint", "fake:"]),
         ["submit", "-", "--prompt", "{{ q }}"],
     ):
-        done = ended(harness.fork(words=words, also=other, source=source))
-        if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
-            pytest.skip("the other user cannot read the interpreter")
+        done = as_another_user(harness, words, source)
         assert (done.returncode, done.stdout) == (1, ""), words
         said = [line for line in done.stderr.splitlines() if line.startswith("conserve:")]
         assert len(said) == 1, done.stderr

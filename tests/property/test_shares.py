@@ -84,7 +84,7 @@ def test_a_group_that_had_no_rows_saves_nothing_up() -> None:
 
 
 def test_a_group_that_ran_alone_has_no_debt_once_others_come() -> None:
-    """Whatever it has computed since the start: nobody waited for it."""
+    """Tokens that it computed while no other group had rows count for nothing."""
     shares, high, low = Shares(Weights.of("10=3,0=1")), Group(10), Group(0)
     jobs = {group: SimpleNamespace(seq=group.priority, priority=group.priority) for group in (high, low)}
     shares.groups([jobs[high]])

@@ -114,7 +114,7 @@ def test_long_rows_without_a_deadline_leave_less_to_the_others(left_s: float, ri
         Demand(seq=1, tokens_left=3600.0, rows_left=360, deadline=now + left_s),
         Demand(seq=2, tokens_left=3600.0, rows_left=10, deadline=None),
     ]
-    assert share_of_tokens(SHARE, due=10.0, kept=360.0) == pytest.approx(0.9)
+    assert share_of_tokens(SHARE, due=[(3600, 360)], kept=[(3600, 10)]) == pytest.approx(0.9)
     assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
 
 

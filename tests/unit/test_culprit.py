@@ -113,7 +113,7 @@ def answer(text: str) -> httpx.Response:
 
 
 def asked(server: Server, *texts: str, before: Callable[[], None] = lambda: None) -> list[Any]:
-    """What comes of rows that are sent one after the other, each a minute after the last."""
+    """Send rows, each a minute after the last; returns the answer or the kind of error of each."""
 
     async def go() -> list[Any]:
         endpoint = server.endpoint()
@@ -189,7 +189,7 @@ def test_an_outage_is_one_loss_of_a_row_however_long_it_lasts(row: str) -> None:
 
 
 def test_rows_go_on_at_a_server_that_answers_them_and_no_small_request() -> None:
-    """As one of a model for sound alone: a fault is then its row's once enough other rows were answered."""
+    """Faults are those of their rows once enough others were answered: a model for sound alone is such a server."""
     server = Server()
     server.small = httpx.Response(500)
     found = asked(server, *["fault", "good"] * (MUTE_AFTER + 1), "good")
@@ -199,7 +199,7 @@ def test_rows_go_on_at_a_server_that_answers_them_and_no_small_request() -> None
 
 
 def test_the_name_of_a_model_is_wrong_whatever_other_routes_say_of_it() -> None:
-    """Some servers reject it with 400 on one route, and with 404 on another."""
+    """Servers may answer 404 on one route, and 400 on another."""
     server = Server()
     server.unknown = True
     assert asked(server, "good") == [EndpointUnusable]
@@ -207,7 +207,7 @@ def test_the_name_of_a_model_is_wrong_whatever_other_routes_say_of_it() -> None:
 
 @pytest.mark.parametrize("small", [httpx.Response(500), httpx.Response(429), httpx.ConnectError("refused")])
 def test_a_small_request_that_was_answered_once_tells_for_ever(small: httpx.Response | Exception) -> None:
-    """However often small requests fail meanwhile, as behind a balancer with a bad replica."""
+    """Small requests may fail as often as they like afterwards: a balancer may have a bad replica."""
     server = Server()
 
     async def go() -> list[Any]:
@@ -227,7 +227,7 @@ def test_a_small_request_that_was_answered_once_tells_for_ever(small: httpx.Resp
 
 
 def test_an_outage_says_nothing_about_small_requests_however_many_rows_meet_it() -> None:
-    """None is answered before it, as where requests are limited, nor in it; the next outage is told as one."""
+    """No small request is answered before it or in it; the next outage is told as one."""
     server = Server()
 
     async def go() -> list[Any]:
@@ -256,7 +256,7 @@ def test_a_limit_of_requests_says_nothing_about_the_row_or_the_server() -> None:
 
 
 def test_a_server_that_fails_on_one_route_is_lost_there_once() -> None:
-    """As a gateway of which one backend is down: answers on another route prove nothing about this one."""
+    """Answers on another route prove nothing about this one: one backend of a gateway may be down."""
     server = Server()
 
     async def go() -> list[Any]:
@@ -313,7 +313,7 @@ def test_a_first_row_fails_for_a_missing_route_only_where_another_is_there(
 
 
 def test_a_first_row_fails_for_its_404_where_the_server_rejects_small_requests() -> None:
-    """As one that wants `max_completion_tokens`: it has the route."""
+    """A rejection shows that the server has the route: it may want `max_completion_tokens`."""
     server = Server()
     server.small = httpx.Response(400)
     assert asked(server, "absent") == [RequestRejected]

@@ -139,17 +139,24 @@ def test_a_new_key_is_known_at_once(store: Store) -> None:
     asyncio.run(walk())
 
 
+class TimedReads:
+    """Reads that take so many seconds, as of a database that is asked in another thread, and find no key."""
+
+    def __init__(self, seconds: float, error: Exception | None = None) -> None:
+        self.seconds, self.error = seconds, error
+        self.count = 0
+
+    async def rows(self, *asked: object) -> list[object]:
+        self.count += 1
+        await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        return []
+
+
 def test_requests_at_once_read_the_keys_once() -> None:
-    class SlowReads:
-        count = 0
-
-        async def rows(self, *asked: object) -> list[object]:
-            self.count += 1
-            await asyncio.sleep(0)  # as a database that is asked in another thread
-            return []
-
     async def walk() -> None:
-        now_s, reads = 0.0, SlowReads()
+        now_s, reads = 0.0, TimedReads(0.0)
         ring = KeyRing(reads, clock=lambda: now_s)  # type: ignore[arg-type]
         for number in (1, 2):
             await asyncio.gather(*(ring.for_caller(f"guess {n}") for n in range(20)))
@@ -160,16 +167,11 @@ def test_requests_at_once_read_the_keys_once() -> None:
 
 
 def test_requests_at_once_wait_for_a_lost_database_once() -> None:
-    class LostReads:
-        count = 0
-
-        async def rows(self, *asked: object) -> list[object]:
-            self.count += 1
-            await asyncio.sleep(10.0)
-            raise StoreError("the database cannot be reached")
-
     async def walk() -> None:
-        loop, reads = asyncio.get_running_loop(), LostReads()
+        loop, reads = (
+            asyncio.get_running_loop(),
+            TimedReads(10.0, StoreError("the database cannot be reached")),
+        )
         ring, began_s = KeyRing(reads, clock=loop.time), loop.time()  # type: ignore[arg-type]
         first = asyncio.create_task(ring.for_caller("guess"))
         await asyncio.sleep(1.0)
@@ -182,16 +184,8 @@ def test_requests_at_once_wait_for_a_lost_database_once() -> None:
 
 
 def test_a_request_waits_for_a_read_that_began_after_it_came() -> None:
-    class SlowReads:
-        count = 0
-
-        async def rows(self, *asked: object) -> list[object]:
-            self.count += 1
-            await asyncio.sleep(2.0)
-            return []
-
     async def walk() -> None:
-        loop, reads = asyncio.get_running_loop(), SlowReads()
+        loop, reads = asyncio.get_running_loop(), TimedReads(2.0)
         ring, began_s = KeyRing(reads, clock=loop.time), loop.time()  # type: ignore[arg-type]
         await ring.current()
         assert (reads.count, round(loop.time() - began_s)) == (1, 2)

@@ -101,7 +101,8 @@ def course_of_level(
     dated = sorted((job for job in jobs if job.deadline is not None), key=lambda job: (job.deadline, job.seq))
     undated = [job for job in jobs if job.deadline is None]
     kept = sum(tokens[job.id] for job in undated)
-    share = kept_share(dated, undated, tokens)
+    left = [[(tokens[job.id], job.work.rows_left) for job in some] for some in (dated, undated)]
+    share = share_of_tokens(SHARE, due=left[0], kept=left[1]) if dated else 0.0
     due = 0.0
     for job in dated:
         assert job.deadline is not None
@@ -115,17 +116,6 @@ def course_of_level(
         ahead = dice.random() * (kept - tokens[job.id])
         ends[job.id] = course.when(done + with_others(tokens[job.id] + ahead, 1 - share, due))
     return due + kept
-
-
-def kept_share(
-    dated: Sequence[QueuedJob], undated: Sequence[QueuedJob], tokens: Mapping[str, float]
-) -> float:
-    """Share of the tokens that jobs without a deadline take while others have one."""
-    due, kept = (
-        sum(tokens[job.id] for job in jobs) / max(1, sum(job.work.rows_left for job in jobs))
-        for jobs in (dated, undated)
-    )
-    return share_of_tokens(SHARE, due=due, kept=kept) if dated else 0.0
 
 
 def with_others(tokens: float, share: float, others: float) -> float:

@@ -13,6 +13,9 @@ SHARE = 0.2  # of the rows, for jobs without a deadline while others have one
 CAUTION = 4.0  # times the predicted time of the rows due by a deadline, below which a job is tight
 MARGIN_S = 60.0  # before the deadline: rows in flight end, and results are written
 
+TokensAndRows = Sequence[tuple[float, float]]
+"""Tokens and rows that are left, of each job."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
@@ -45,8 +48,11 @@ def slack_order(
     urgent = tuple(seq for _, seq, _ in dated)
     if not dated or not tokens_per_s:
         return SlackOrder(urgent=urgent, riders=frozenset(urgent[:1]), share=share)
-    kept = share_of_tokens(share, due=row_tokens(demands, due=True), kept=row_tokens(demands, due=False))
-    usable = tokens_per_s * (1 - kept)
+    left = {
+        kept: [(one.tokens_left, one.rows_left) for one in demands if (one.deadline is None) == kept]
+        for kept in (False, True)
+    }
+    usable = tokens_per_s * (1 - share_of_tokens(share, due=left[False], kept=left[True]))
     due = 0.0
     for place, (deadline, _, tokens_left) in enumerate(dated):
         due += tokens_left
@@ -55,18 +61,18 @@ def slack_order(
     return SlackOrder(urgent=urgent, riders=frozenset(urgent), others_ride=True, share=share)
 
 
-def row_tokens(demands: Iterable[Demand], *, due: bool) -> float:
-    """Mean tokens of a row of the jobs with a deadline (`due`), or of those without; 0 if there is none."""
-    found = [demand for demand in demands if (demand.deadline is not None) == due]
-    return sum(demand.tokens_left for demand in found) / max(1.0, sum(demand.rows_left for demand in found))
-
-
-def share_of_tokens(share: float, *, due: float, kept: float) -> float:
-    """Share of the tokens that a `share` of the rows takes, where rows have so many tokens each.
+def share_of_tokens(share: float, *, due: TokensAndRows, kept: TokensAndRows) -> float:
+    """Share of the tokens that a `share` of the rows takes, of jobs with `kept` left beside jobs with `due` left.
 
     Long rows without a deadline take far more than their share of the rows.
     """
-    return share * kept / max(share * kept + (1 - share) * due, 1e-9)
+    others, its = row_tokens(due), row_tokens(kept)
+    return share * its / max(share * its + (1 - share) * others, 1e-9)
+
+
+def row_tokens(left: TokensAndRows) -> float:
+    """Mean tokens of a row of these jobs; 0 if there is none."""
+    return sum(tokens for tokens, _ in left) / max(1.0, sum(rows for _, rows in left))
 
 
 def is_others_turn(turn: int, share: float) -> bool:

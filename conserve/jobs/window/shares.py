@@ -88,8 +88,7 @@ class Shares:
     def groups(self, runnable: Iterable[Any]) -> list[Group]:
         """Groups of these jobs, in their order; the others have no rows from now on."""
         found = dict.fromkeys(map(self.weights.group_of, runnable))
-        self._last = set(self._busy) or self._last
-        self._busy &= found.keys()
+        self._stay_busy(self._busy & found.keys())
         return list(found)
 
     def allot(self, groups: Sequence[Group], rows: int) -> dict[Group, int]:
@@ -115,8 +114,7 @@ class Shares:
         A group without any has none for now, and saves nothing up.
         """
         if not rows:
-            self._last = set(self._busy) or self._last
-            self._busy.discard(group)
+            self._stay_busy(self._busy - {group})
             return
         self._busy.add(group)
         tokens = self._usual(group)
@@ -154,6 +152,11 @@ class Shares:
         if group in self._busy:
             return count
         return max(count, self._lowest())
+
+    def _stay_busy(self, groups: set[Group]) -> None:
+        """Let these groups alone be busy from now on."""
+        self._last = self._busy or self._last
+        self._busy = groups
 
     def _lowest(self) -> float:
         """Smallest count of the busy groups, or of those that were it last, so that none comes back in debt."""
