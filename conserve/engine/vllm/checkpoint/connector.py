@@ -50,6 +50,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         host_bytes = int(extra.get("host_bytes", HOST_BYTES)) // workers
         self.checkpoints: Checkpoints | None = None
         self.copies: Copies | None = None
+        self._rests = False  # nothing is copied beside this iteration, and nothing was since the last report
         self.why_not = why_not(vllm_config, kv_cache_config)
         if self.why_not is not None:
             log.warning("KV is not checkpointed: %s", self.why_not)
@@ -155,20 +156,20 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self.copies.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin an iteration."""
-        super().bind_connector_metadata(connector_metadata)
-        if self.copies is not None:
-            self.copies.bind_connector_metadata(connector_metadata)
+        """Begin an iteration. vLLM's own note of the metadata stays empty, so that no layer asks for its KV."""
+        copies = self.copies
+        self._rests = copies is None or (connector_metadata.none and copies.rests)
+        if copies is not None and not self._rests:
+            copies.bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         """End an iteration."""
-        super().clear_connector_metadata()
-        if self.copies is not None:
+        if self.copies is not None and not self._rests:
             self.copies.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the restores."""
-        if self.copies is not None:
+        if self.copies is not None and not self._rests:
             self.copies.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -181,14 +182,14 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def wait_for_save(self) -> None:
         """Begin to save blocks."""
-        if self.copies is not None:
+        if self.copies is not None and not self._rests:
             self.copies.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Transfers that have ended."""
-        return (
-            self.copies.results(finished_req_ids) if self.copies is not None else KVConnectorTransferResults()
-        )
+        if self.copies is None or self._rests:
+            return KVConnectorTransferResults()
+        return self.copies.results(finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Restored rows, for callers that do not ask for failures."""
@@ -197,7 +198,9 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Report of ended saves."""
-        return self.copies.build_connector_worker_meta() if self.copies is not None else None
+        if self.copies is None or self._rests:
+            return None
+        return self.copies.build_connector_worker_meta()
 
     def shutdown(self) -> None:
         """Stop copying when the process ends."""

@@ -28,6 +28,8 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
 
     _backend: Any
     _completed_store_events: dict[int, int]
+    _pending_load_event_indices: set[int]
+    _pending_store_event_indices: set[int]
     _store_hwm: int
     _load_hwm: int
 
@@ -63,6 +65,12 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
             for name, cache in unique_gpu_caches.items()
         }
         self._backend = ByThread(unique_gpu_caches, self.cpu_kv_caches)
+
+    @property
+    def rests(self) -> bool:
+        """True if no copy is under way, and none has ended since the last report."""
+        under_way = self._pending_load_event_indices or self._pending_store_event_indices
+        return not (under_way or self._completed_store_events or self._failed_stores or self._broken)
 
     def bind_connector_metadata(self, metadata: Transfers) -> None:
         """Begin an iteration; a CPU engine starts its copies here, since its computing is not queued."""

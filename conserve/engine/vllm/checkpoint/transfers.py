@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -18,6 +19,15 @@ class Transfers(SimpleCPUOffloadMetadata):  # type: ignore[misc]
     """
 
     load_rows: list[str] = field(default_factory=list)  # rows of which this load restores blocks
+
+    @property
+    def none(self) -> bool:
+        """True if nothing is to be copied, and no load is under way."""
+        return self.load_event < 0 and self.store_event < 0 and not self.load_event_to_reqs
+
+    def __reduce__(self) -> tuple[Any, ...] | str:
+        """A message without copies is short: it goes to the workers beside most iterations."""
+        return (Transfers, ()) if self.none else super().__reduce__()
 
 
 @dataclass
