@@ -49,6 +49,17 @@ def test_beside_a_prompt_rows_add_little_since_requests_queue_for_prompts() -> N
     assert offline_tokens(beside(online=prompt, slo=Slo(harm=0.01))) == 10
 
 
+@pytest.mark.parametrize(("own_ms", "tokens"), [(2.0, 7), (4.0, 4), (19.0, 0), (30.0, 0)])
+def test_what_scheduling_takes_of_ours_counts_as_added(own_ms: float, tokens: int) -> None:
+    """Stock vLLM would take 18 ms where we take 2 of 20, and half of that again is 27."""
+    assert offline_tokens(beside(own_ms=own_ms)) == tokens
+    assert len(Conserve().plan(beside(own_ms=own_ms)).tokens) >= 10, "the live requests are not held up"
+
+
+def test_what_scheduling_takes_is_no_harm_to_a_promise_in_ms() -> None:
+    assert offline_tokens(beside(Slo(tbt_ms=25), own_ms=4.0)) == 5
+
+
 def test_the_margin_is_on_what_is_added_alone() -> None:
     noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={step_of(20.0): 1.25})
     tokens = offline_tokens(beside(model=noisy))

@@ -279,4 +279,4 @@ def test_the_page_names_every_module_that_writes_into_vllms_scheduler() -> None:
     steps = page.partition("## What a policy sees")[2].partition("Equal views")[0]
     named = {words.rpartition("/")[2] for words in steps.split("`")[1::2]}
     assert writing == named
-    assert len(named) == 4
+    assert len(named) == 3

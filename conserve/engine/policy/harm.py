@@ -21,15 +21,17 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
     At a `scale` it is so many times as long, and `harm` a share of (1 + harm) * scale - 1.
 
-    The offline tokens add at most a share `harm` of the predicted time of the online requests alone. Where a prompt
-    is among them they add `PATIENCE` at most: requests queue for prompts, so time added there adds up.
+    Offline tokens and our own scheduling together add at most a share `harm` of the predicted time that stock vLLM
+    would take for the online requests alone. Where a prompt is among them they add `PATIENCE` at most: requests
+    queue for prompts, so time added there adds up.
     """
     harm = harm_promised(composer, view)
     if harm is None:
         return inf
     share = (1 + (min(harm, PATIENCE) if composer.batch.prefills else harm)) * scale - 1
-    alone_ms = view.model.predict(composer.batch)
-    return lengthened_ms(view.model, alone_ms, share * alone_ms) + composer.surcharge_ms
+    alone_ms = view.model.predict(composer.batch)  # of which stock vLLM would not take `own_ms`
+    added_ms = max(0.0, share * alone_ms - (1 + share) * view.own_ms)
+    return lengthened_ms(view.model, alone_ms, added_ms) + composer.surcharge_ms
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:

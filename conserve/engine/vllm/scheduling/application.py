@@ -30,9 +30,11 @@ RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for o
 
 
 def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-    """Have vLLM's `schedule` do what the iteration's plan says."""
+    """Have vLLM's `schedule` do what the iteration's plan says; without a plan, as it likes."""
     plan = iteration.plan
-    assert plan is not None
+    if plan is None:
+        with registered_late(scheduler.kv_cache_manager, on=iteration.registers_late):
+            return schedule()
     evict(scheduler, plan.evicted, iteration.started)
     admitted = [scheduler.requests[name] for name in plan.admitted]
     restored = [scheduler.requests[name] for name in plan.restored]
@@ -67,6 +69,14 @@ def takes_in(scheduler: Any, schedule: Callable[[], SchedulerOutput]) -> bool:
     told = [*getattr(schedule, "args", ()), *getattr(schedule, "keywords", {}).values()]
     paused = getattr(scheduler, "pause_state", None)
     return (paused is None or paused.name == "UNPAUSED") and not any(told)
+
+
+def make_ready(scheduler: Any) -> None:
+    """Have vLLM see whose KV has come and which grammars are compiled: asking writes a request's status."""
+    for request in [*scheduler.kv_holding_waiting, *scheduler._grammars.values()]:
+        blocked = scheduler._is_blocked_waiting_status(request.status)
+        if not blocked or scheduler._handle_blocked_waiting_request(request):
+            scheduler._grammars.pop(request.request_id, None)
 
 
 def make_way(scheduler: Any) -> None:

@@ -39,7 +39,7 @@ class Picture:
     """The scheduler between two iterations. It holds until a plan is applied.
 
     Requests that wait for a grammar or for their KV are taken as they are: asking vLLM about them would change
-    them (`CoServing._make_ready` does that before).
+    them (`application.make_ready` does that before).
     """
 
     def __init__(self, scheduler: Any, traffic: Traffic, *, surcharge_ms: float) -> None:
@@ -82,6 +82,8 @@ class Picture:
             ahead=ahead,
             layers=scheduler.arrival_monitor.layers,
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
+            # Scheduled while the device computes, an iteration is no longer for it.
+            own_ms=0.0 if scheduler.scheduler_config.async_scheduling else scheduler.own_time.ms,
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),

@@ -30,7 +30,7 @@ from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promi
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
-from conserve.engine.vllm.scheduling.application import apply, evict, make_way, online_alone, registered_late
+from conserve.engine.vllm.scheduling.application import apply, evict, make_ready, make_way, online_alone
 from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
@@ -38,6 +38,7 @@ from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_groups_of, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
+from conserve.engine.vllm.scheduling.own_time import OwnTime
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.repetition import Repetition
@@ -93,6 +94,7 @@ class CoServing:
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
+        self.own_time = OwnTime()
         self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
@@ -188,44 +190,45 @@ class CoServing:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan the next iteration, have vLLM schedule it, and send its record along."""
+        self.own_time.begin()
         self.ahead.begin()
         iteration = Iteration(started=time.monotonic(), ahead=self.ahead.refusable)
         iteration.plan = plan = self._plan()
         self._predict(plan)
-        schedule = partial(super().schedule, *args, **kwargs)  # type: ignore[misc]
+        schedule = partial(self.own_time.of_vllm(super().schedule), *args, **kwargs)  # type: ignore[misc]
         leaves = self.arrival_monitor.on and self._iterations.model is not None and not self.ahead.beside
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
-        if plan is None:
-            with registered_late(self.kv_cache_manager, on=iteration.registers_late):
-                output: SchedulerOutput = schedule()
-        else:
-            output = apply(self, iteration, schedule)
-            if not plan.tokens:
-                self.row_terms.rest()
+        output = apply(self, iteration, schedule)
+        if plan is not None and not plan.tokens:
+            self.row_terms.rest()
         self._send(iteration, output)
         self.ahead.scheduled(iteration)
+        self.own_time.pause()
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Settle the iteration, have vLLM take its results in, and learn from the time it took."""
+        self.own_time.begin()
         iteration = iteration_of(scheduler_output)
         iteration.outcome, iteration.device = outcome_of(output), device_time_of(output)
         self.ahead.settled(iteration, time.monotonic())
         settle(self, iteration)
         rows = self._offline.intersection(iteration.tokens)  # also those that end now
-        updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
+        updated = self.own_time.of_vllm(super().update_from_output)(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
         self._iterations.end(iteration, ended)
         self._traffic.rows_time.note(ended - iteration.took_s, ended, iteration.rows_s)
+        live = len(rows) < len(iteration.tokens)
         for outputs in updated.values():
-            if 0 < len(rows) < len(iteration.tokens):  # tokens of live requests go first
+            if rows and live:  # tokens of live requests go first
                 outputs.outputs.sort(key=lambda answer: answer.request_id in rows)
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             self._traffic.tokens(answered, at=ended)
         for name, aborted_at in self._finished.items():
             self._traffic.finished(name, aborted_at=aborted_at)
         self._finished.clear()
+        self.own_time.end(counts=live)
         return updated
 
     def _plan(self) -> Plan | None:
@@ -249,7 +252,7 @@ class CoServing:
         return self._repetition.again(model) or self._plan_by_policy(model)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
-        self._make_ready()
+        make_ready(self)
         surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
         evict(self, in_the_way(self, picture.context_of), time.monotonic())
@@ -266,13 +269,6 @@ class CoServing:
         self._recordings.planned(view, plan, ONLINE_ONLY if paused else self._policy_name)
         self._repetition.note(plan, view)
         return plan
-
-    def _make_ready(self) -> None:
-        """Have vLLM see whose KV has come and which grammars are compiled: asking writes a request's status."""
-        for request in [*self.kv_holding_waiting, *self._grammars.values()]:
-            blocked = self._is_blocked_waiting_status(request.status)
-            if not blocked or self._handle_blocked_waiting_request(request):
-                self._grammars.pop(request.request_id, None)
 
     @property
     def online_grammars_compile(self) -> bool:

@@ -75,6 +75,7 @@ class Clock:
         "scheduling.control",
         "scheduling.iterations",
         "scheduling.observation",
+        "scheduling.own_time",
         "scheduling.report",
         "scheduling.settlement",
         "preemption.arrivals",
