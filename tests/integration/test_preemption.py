@@ -831,3 +831,30 @@ def storm_asks(kinds: int, longest: int) -> list[Any]:
         ask = prompt(tokens, 700 + n, dice.choice(prefixes))
         asks.append(Ask(f"kind{n}", ask, greedy(most), offline=dice.random() < 0.7))
     return asks
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_the_output_of_an_abandoned_iteration_waits_for_no_sample_unless_vllm_asks_for_one(
+    queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arrival would wait for another call of the worker."""
+    from conserve.engine.vllm.iteration import IterationOutcome, outcome_of
+    from conserve.engine.vllm.preemption.outputs import nothing_sampled
+    from conserve.engine.vllm.preemption.worker import Worker
+
+    told = IterationOutcome(left=frozenset({"row"}))
+
+    def abandoned(worker: Any, scheduler_output: Any) -> None:
+        worker._abandoned, worker._outcome = nothing_sampled(["row"]), told
+
+    monkeypatch.setattr(Worker, "_run", abandoned)
+    worker = Worker.__new__(Worker)
+    worker._queued = queued
+    output = worker.execute_model(object())
+    if queued:
+        assert output is None
+        output = worker.sample_tokens(None)
+    assert output.req_ids == ["row"]
+    assert output.sampled_token_ids == [[]]
+    assert outcome_of(output) is told
+    assert worker._abandoned is None

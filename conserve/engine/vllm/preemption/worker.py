@@ -107,6 +107,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     _safepoints: Safepoints | None = None
     _rows: RunnerRows | None = None
     _abandoned: ModelRunnerOutput | None = None
+    _queued = True  # vLLM may begin an iteration before it has the results of the last one
     _outcome: IterationOutcome | None = None
     _stopwatch: Stopwatch | None = None  # where the host's clock mixes iterations up
     _unsettled: Mapping[str, int] = MappingProxyType({})  # row that left -> the last iteration that it left
@@ -129,12 +130,15 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the iteration as vLLM does, with safepoints if it has a stamp.
 
-        Returns None where the iteration was abandoned; `sample_tokens` then returns an output without tokens.
+        Where the iteration was abandoned, its output has no tokens. vLLM then asks for no sample, which an arrival
+        would wait for; it always does where iterations are queued, so there `sample_tokens` returns that output.
         """
         self._outcome = None
         if self._stopwatch is not None:
             self._stopwatch.begin()
         output = self._run(scheduler_output)
+        if output is None and not self._queued:
+            output, self._abandoned = self._abandoned, None
         return output if output is None else self._answered(output)  # None: `sample_tokens` has it
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -218,6 +222,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def _install(self) -> None:
         runner = self._runner = runner_of(self)
         config = self.vllm_config
+        self._queued = config.max_concurrent_batches > 1
         eager = config.model_config.enforce_eager
         count = config.model_config.get_num_layers(config.parallel_config)
         layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
