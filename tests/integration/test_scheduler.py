@@ -241,7 +241,7 @@ def assert_nothing_is_left(scheduler: Any) -> None:
     assert not scheduler._offline
     assert not scheduler._with_logprobs
     assert not traffic._arrived_at
-    assert not traffic._last_token_at
+    assert not traffic._last_tokens
     assert not scheduler._finished
     assert not scheduler._grammars
 

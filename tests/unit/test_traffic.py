@@ -249,7 +249,7 @@ def test_those_who_hang_up_leave_nothing_behind() -> None:
             traffic.tokens([str(n)], at=n + 0.5)
         traffic.finished(str(n))
     assert not traffic._arrived_at
-    assert not traffic._last_token_at
+    assert not traffic._last_tokens
     assert traffic.report(now=100.0)["online"]["requests"] == 50, "those without a token do not count"
 
 

@@ -1,10 +1,10 @@
 """Latencies of live requests over the last 60 s as the engine core sees them, and offline tokens beside them."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from itertools import chain, repeat
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -21,6 +21,7 @@ from conserve.engine.runtime.class_traffic import (
     yielding,
 )
 from conserve.engine.runtime.histogram import added, together
+from conserve.engine.runtime.last_tokens import LastTokens
 from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
@@ -60,7 +61,7 @@ class Traffic:
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None
         self._arrived_at: dict[str, float] = {}  # online requests without a token yet
-        self._last_token_at: dict[str, float] = {}
+        self._last_tokens = LastTokens()
         self._own_ttft: set[str] = set()  # online requests with a TTFT promise of their own
         self._peaks: deque[Moment] = deque()  # of concurrent online requests, each higher than all after it
         self._arrivals: deque[Moment] = deque()
@@ -154,7 +155,7 @@ class Traffic:
     @property
     def online_now(self) -> int:
         """Number of online requests in the engine."""
-        return len(self._arrived_at) + len(self._last_token_at)
+        return len(self._arrived_at) + len(self._last_tokens)
 
     def expected(self, *, now: float) -> int:
         """Peak number of concurrent online requests in the last 60 s, minus the current number."""
@@ -192,24 +193,20 @@ class Traffic:
 
     def tokens(self, requests: Sequence[str], *, at: float) -> None:
         """Note requests that got one or more tokens; only online ones are counted."""
-        followed, arrived_at = self._last_token_at, self._arrived_at
-        going_on = [request for request in requests if request in followed]
-        for request in [one for one in requests if one in arrived_at]:
+        going_on, arrived_at = self._last_tokens.go_on(requests, self.class_of, at), self._arrived_at
+        for request in [one for one in requests if one in arrived_at] if arrived_at else ():
             arrived = arrived_at.pop(request)
             promised = request not in self._own_ttft
             self._class(request).answered(*self._time_ms(arrived, at), at=at, promised=promised)
             self.receipt.answered(arrived=arrived, at=at)
-            followed[request] = at
-        classes = map(self.class_of.get, going_on, repeat(DEFAULT_CLASS))
-        alike = Counter(zip(map(followed.__getitem__, going_on), classes, strict=True))
-        for (last, name), count in alike.items():
+            self._last_tokens.begin(request, at)
+        for last, name, count in going_on:
             self._classes[name].gap(*self._time_ms(last, at), count, at=at)
             self.receipt.gap(count, last=last, at=at)
-        followed.update(dict.fromkeys(going_on, at))
 
     def answered(self, request: str) -> bool:
         """True if the online request has its first token."""
-        return request in self._last_token_at
+        return request in self._last_tokens
 
     def finished(self, request: str, *, aborted_at: float | None = None) -> None:
         """Forget a finished request; `aborted_at` is when its client left, if that is why."""
@@ -222,7 +219,7 @@ class Traffic:
                 self.receipt.answered(arrived=arrived, at=aborted_at)
             else:
                 self.receipt.gone(arrived=arrived)
-        if self._last_token_at.pop(request, None) is not None:
+        if self._last_tokens.end(request):
             one.decoding -= 1
         self.class_of.pop(request, None)
         self._own_ttft.discard(request)
