@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -111,12 +112,28 @@ def test_no_layer_asks_for_its_kv(worker: CheckpointConnector) -> None:
         worker.clear_connector_metadata()
 
 
-@pytest.mark.parametrize("restored", [None, {"row"}])
-def test_an_output_without_transfers_takes_no_word_of_them_along(restored: set[str] | None) -> None:
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+def test_at_rest_the_copies_are_not_asked(
+    worker: CheckpointConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conserve.engine.vllm.checkpoint.transfers import Transfers
 
-    from conserve.engine.vllm.preemption.outputs import with_outcome
+    asked: list[str] = []
+    for name in ("bind_connector_metadata", "start_load_kv", "wait_for_save", "results"):
+        monkeypatch.setattr(worker.copies, name, lambda *_, name=name: asked.append(name))
+    monkeypatch.setattr(worker.copies, "build_connector_worker_meta", lambda: asked.append("report"))
+    found, report = iteration(worker, Transfers())
+    assert not asked
+    assert report is None
+    assert (found.finished_sending, found.finished_recving, found.failed_recving) == (set(), set(), set())
 
-    told = KVConnectorOutput(finished_recving=restored)
-    output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=told)
-    assert with_outcome(output, None).kv_connector_output is (told if restored else None)
+
+def test_a_scheduler_with_nothing_to_copy_sends_the_short_message() -> None:
+    from conserve.engine.runtime.copy_budget import BlockMs
+    from conserve.engine.vllm.checkpoint.blocks import NONE, Checkpoints
+
+    saves = Checkpoints("adaptive", host_blocks=4, block_tokens=16, block_ms=BlockMs(1.0, 1.0))
+    pool: Any = SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: 90)
+    saves.bind(pool, lambda name: [])
+    assert saves.transfers() is NONE
+    assert NONE.none
+    assert not save(1, 2).none

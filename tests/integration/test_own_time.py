@@ -65,6 +65,15 @@ def test_iterations_of_rows_alone_say_nothing_of_live_ones(moving: Any) -> None:
     assert own.ms == pytest.approx(2.0)
 
 
+def test_overlapping_iterations_wait_for_no_planning(moving: Any) -> None:
+    from conserve.engine.vllm.scheduling.own_time import EVERY, OwnTime
+
+    own = OwnTime(hidden=True)
+    for _ in range(2 * EVERY):
+        iteration(own, moving, 0.002)
+    assert own.ms == 0.0
+
+
 def test_a_call_that_fails_leaves_the_clock_running(moving: Any) -> None:
     from conserve.engine.vllm.scheduling.own_time import OwnTime
 
@@ -101,7 +110,7 @@ def test_a_scheduler_tells_its_policy_what_its_own_part_takes(
 
     monkeypatch.setattr(scheduler, "_count_offline", slow)
     monkeypatch.setattr(type(scheduler._repetition), "again", lambda self, model: None)
-    monkeypatch.setattr(scheduler.scheduler_config, "async_scheduling", ahead)
+    monkeypatch.setattr(scheduler.ahead, "begin", lambda: setattr(scheduler.ahead, "beside", ahead))
     engine.add(20, 100)
     engine.add(20, 100, offline=True)
     with engine.clock.installed():

@@ -45,6 +45,7 @@ def engine(few_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     with runner, ahead, started(few_layers, **flags) as engine:
         assert engine.worker.use_v2_model_runner is request.cls.v2
         assert engine.core.async_scheduling is request.cls.ahead
+        assert engine.worker._queued is request.cls.ahead
         yield engine
         engine.assert_nothing_is_left()
 

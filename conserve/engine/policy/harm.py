@@ -21,9 +21,9 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
     At a `scale` it is so many times as long, and `harm` a share of (1 + harm) * scale - 1.
 
-    Offline tokens and our own scheduling together add at most a share `harm` of the predicted time that stock vLLM
-    would take for the online requests alone. Where a prompt is among them they add `PATIENCE` at most: requests
-    queue for prompts, so time added there adds up.
+    Offline tokens have what our own scheduling leaves of a share `harm` of the predicted time that stock vLLM would
+    take for the online requests alone; where it leaves nothing, they add nothing. Where a prompt is among them the
+    share is `PATIENCE` at most: requests queue for prompts, so time added there adds up.
     """
     harm = harm_promised(composer, view)
     if harm is None:

@@ -327,7 +327,6 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
         "GPUModelRunner.maybe_get_kv_connector_output": "what an abandoned iteration brings, from the V1 runner",
         "KVConnectorBase_V1.{_cache_hit_source,_kv_transfer_config,requires_kv_delivery,shutdown}": "ours or read",
-        "KVConnectorOutput.is_empty": "an output of an iteration without copies",
         "KVConnectorBase_V1.{bind_kv_cache_manager,get_num_new_matched_tokens,update_state_after_alloc,"
         "build_connector_meta,update_connector_output,request_finished,has_pending_push_work,"
         "reset_cache}": "overridden: the scheduler's half",

@@ -43,12 +43,7 @@ def with_outcome(output: Any, outcome: IterationOutcome | None, lap: Lap | None 
     """
     if isinstance(output, AsyncModelRunnerOutput):
         return output if outcome is None and lap is None else Promised(output, outcome, lap)
-    if output is None:
-        return None
-    told = output.kv_connector_output
-    if told is not None and told.is_empty():  # as of most iterations: it would be sent for nothing
-        output.kv_connector_output = None
-    if outcome is None:
+    if output is None or outcome is None:
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all iterations, which would keep the outcome
         output = copy(output)

@@ -82,8 +82,7 @@ class Picture:
             ahead=ahead,
             layers=scheduler.arrival_monitor.layers,
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
-            # Scheduled while the device computes, an iteration is no longer for it.
-            own_ms=0.0 if scheduler.scheduler_config.async_scheduling else scheduler.own_time.ms,
+            own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),

@@ -18,8 +18,10 @@ EVERY = 8  # iterations between two medians
 class OwnTime:
     """Time in our code of the newest iterations with live requests, on the thread of vLLM's engine core."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hidden: bool = False) -> None:
+        """`hidden`: iterations always overlap, so that none waits for its own planning."""
         self.ms = 0.0  # median; 0 until `EVERY` iterations have ended
+        self._hidden = hidden
         self._newest: deque[float] = deque(maxlen=NEWEST)  # seconds
         self._spent_s = self._since = 0.0
         self._until_median = EVERY
@@ -45,10 +47,10 @@ class OwnTime:
         return timed
 
     def end(self, *, counts: bool) -> None:
-        """Note that the iteration is over; `counts`: live requests were in it."""
+        """Note that the iteration is over; `counts`: live requests were in it, and waited for its planning."""
         self.pause()
         spent_s, self._spent_s = self._spent_s, 0.0
-        if not counts:
+        if not counts or self._hidden:
             return
         self._newest.append(spent_s)
         self._until_median -= 1

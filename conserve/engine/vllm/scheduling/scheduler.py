@@ -94,7 +94,7 @@ class CoServing:
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
-        self.own_time = OwnTime()
+        self.own_time = OwnTime(hidden=vllm_config.parallel_config.pipeline_parallel_size > 1)
         self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
@@ -228,7 +228,7 @@ class CoServing:
         for name, aborted_at in self._finished.items():
             self._traffic.finished(name, aborted_at=aborted_at)
         self._finished.clear()
-        self.own_time.end(counts=live)
+        self.own_time.end(counts=live and not iteration.follows)
         return updated
 
     def _plan(self) -> Plan | None:
