@@ -116,5 +116,6 @@ def test_a_scheduler_tells_its_policy_what_its_own_part_takes(
     with engine.clock.installed():
         for _ in range(30):
             engine.step()
+    assert scheduler.conserve()["scheduling_ms"] == pytest.approx(3.0)
     assert told[0] == 0.0
     assert told[-1] == (0.0 if ahead else pytest.approx(3.0))

@@ -32,6 +32,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "batching": {"policy": "on" if scheduler.batches else OFF},
         "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
         "max_num_batched_tokens": scheduler._most_tokens,
+        "scheduling_ms": scheduler.own_time.ms,
         **traffic,
         "harm": scheduler._traffic.receipt.report(),
         "pushing": scheduler._traffic.pushing.report(),
