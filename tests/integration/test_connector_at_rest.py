@@ -27,7 +27,7 @@ def worker() -> Iterator[CheckpointConnector]:
     from conserve.engine.vllm.checkpoint.copies import Copies
 
     made: Any = CheckpointConnector.__new__(CheckpointConnector)
-    made._connector_metadata, made.checkpoints, made._rests = None, None, False
+    made._connector_metadata, made.checkpoints, made._working = None, None, None
     made.copies = copies = Copies(None, None, 0)
     copies.num_cpu_blocks = BLOCKS
     copies.gpu_kv_caches = {name: numbers() for name in ("0", "1")}
@@ -41,7 +41,7 @@ def numbers() -> torch.Tensor:
 
 
 def iteration(worker: CheckpointConnector, transfers: Transfers) -> tuple[Any, Any]:
-    """What vLLM asks of the worker's half: transfers that have ended, and the report."""
+    """Make the calls that vLLM makes around an iteration; returns the transfers that have ended, and the report."""
     worker.bind_connector_metadata(pickle.loads(pickle.dumps(transfers)))
     worker.start_load_kv(None)
     worker.wait_for_save()

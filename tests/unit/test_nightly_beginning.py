@@ -87,14 +87,20 @@ def test_a_night_at_a_wrong_address_does_not_keep_it(file: Path) -> None:
     assert [job.status for job in conserve.open().jobs()] == ["cancelled", "completed"]
 
 
-def test_the_same_night_at_an_address_that_answers_again_goes_on(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def second_try(file: Path, monkeypatch: pytest.MonkeyPatch) -> Done:
+    """Run a night whose model cannot be reached, and again once the model can."""
     monkeypatch.setenv("CONSERVE_ENDPOINT", NOWHERE)
     assert night(file).returncode == 1
     monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
     done = night(file)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_same_night_at_an_address_that_answers_again_goes_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = second_try(file, monkeypatch)
     assert "going on with" in done.stderr
     assert states() == ["finished"]
 
@@ -102,10 +108,7 @@ def test_the_same_night_at_an_address_that_answers_again_goes_on(
 def test_a_night_whose_scoring_fails_goes_on_though_its_first_try_reached_no_model(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CONSERVE_ENDPOINT", NOWHERE)
-    assert night(file).returncode == 1
-    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
-    assert night(file).returncode == 0
+    second_try(file, monkeypatch)
     (run,) = keeping.runs(home())
     unscored = tuple(replace(suite, error="scoring failed", scores=()) for suite in run.suites)
     keeping.write(home(), replace(run, state=RunState.FAILED, suites=unscored))

@@ -214,9 +214,7 @@ class View:
     ahead: bool = False  # scheduled while the iteration before it runs: an arrival waits for both
     layers: int = 1  # of the model: an arrival waits for one of them where rows join
     online_waited_ms: float = 0.0  # time of the last iteration, if running online requests were not in it
-    own_ms: float = (
-        0.0  # of an iteration, that scheduling takes beyond vLLM's own: stock vLLM would be faster by it
-    )
+    own_ms: float = 0.0  # that our scheduling takes of an iteration: stock vLLM would be faster by it
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work

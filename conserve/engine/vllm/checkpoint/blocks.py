@@ -29,8 +29,8 @@ from conserve.engine.vllm.lane import is_online, is_running
 
 log = logging.getLogger("vllm.conserve")
 SHARE = 0.05  # share of an iteration's time for the copies beside it, which lengthen it by 1.8 %
-NONE = Transfers()
 LAST_MINUTE = 2  # most blocks copied while their row is being evicted; they are free a moment later
+NONE = Transfers()  # beside most iterations
 
 
 class Gathered(NamedTuple):
@@ -244,20 +244,17 @@ class Checkpoints:
 
     def transfers(self) -> Transfers:
         """Copies for the workers to make beside the iteration that was just scheduled."""
+        under_way = sum(map(len, self._stores.values()))
+        left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
         loads: list[Copy] = []
         rows: list[str] = []
-        stores = self._last_minute
-        if self._stores or self._restores or stores:
-            under_way = sum(map(len, self._stores.values()))
-            left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
+        if self._restores:
             most = self.budget.restores(left_ms, self._restores.left)
             loads, rows = self._restores.next(most, self._events + 1)
-            self._last_minute = []
-            left_ms -= len(loads) * self.budget.to_device_ms + len(stores) * self.budget.to_host_ms
-            most = self.budget.saves(left_ms, self.memory.capacity)
-            stores += self._next_stores(most if under_way or loads or stores else max(1, most))
-        else:  # mostly, and then the next iteration waits for what is done here
-            stores = self._next_stores(max(1, self.budget.saves(self._budget_ms(), self.memory.capacity)))
+        stores, self._last_minute = self._last_minute, []
+        left_ms -= len(loads) * self.budget.to_device_ms + len(stores) * self.budget.to_host_ms
+        most = self.budget.saves(left_ms, self.memory.capacity)
+        stores += self._next_stores(most if under_way or loads or stores else max(1, most))
         if not (loads or stores or self._restores):
             return NONE
         sent = Transfers()

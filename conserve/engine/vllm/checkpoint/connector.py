@@ -50,7 +50,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         host_bytes = int(extra.get("host_bytes", HOST_BYTES)) // workers
         self.checkpoints: Checkpoints | None = None
         self.copies: Copies | None = None
-        self._rests = False  # nothing is copied beside this iteration, and nothing was since the last report
+        self._working: Copies | None = None  # the copies, if they have anything to do in this iteration
         self.why_not = why_not(vllm_config, kv_cache_config)
         if self.why_not is not None:
             log.warning("KV is not checkpointed: %s", self.why_not)
@@ -158,19 +158,20 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin an iteration. vLLM's own note of the metadata stays empty, so that no layer asks for its KV."""
         copies = self.copies
-        self._rests = copies is None or (connector_metadata.none and copies.rests)
-        if copies is not None and not self._rests:
-            copies.bind_connector_metadata(connector_metadata)
+        rests = copies is None or (connector_metadata.none and copies.rests)
+        self._working = None if rests else copies
+        if self._working is not None:
+            self._working.bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         """End an iteration."""
-        if self.copies is not None and not self._rests:
-            self.copies.clear_connector_metadata()
+        if self._working is not None:
+            self._working.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the restores."""
-        if self.copies is not None and not self._rests:
-            self.copies.start_load_kv()
+        if self._working is not None:
+            self._working.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no layer waits for a restore."""
@@ -182,14 +183,14 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def wait_for_save(self) -> None:
         """Begin to save blocks."""
-        if self.copies is not None and not self._rests:
-            self.copies.wait_for_save()
+        if self._working is not None:
+            self._working.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Transfers that have ended."""
-        if self.copies is None or self._rests:
+        if self._working is None:
             return KVConnectorTransferResults()
-        return self.copies.results(finished_req_ids)
+        return self._working.results(finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Restored rows, for callers that do not ask for failures."""
@@ -198,9 +199,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Report of ended saves."""
-        if self.copies is None or self._rests:
-            return None
-        return self.copies.build_connector_worker_meta()
+        return self._working.build_connector_worker_meta() if self._working is not None else None
 
     def shutdown(self) -> None:
         """Stop copying when the process ends."""

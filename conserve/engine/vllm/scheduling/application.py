@@ -1,7 +1,7 @@
 """A plan applied to vLLM's scheduler: the only place that writes what a policy has said (docs/adr/0005).
 
-Beside it, `scheduler` asks vLLM before the view which requests have become ready, `settlement` takes back what rows
-that left were to compute, and `checkpoint.blocks` holds KV blocks while they are copied.
+Before the view, `make_ready` asks vLLM which requests have become ready. Elsewhere `settlement` takes back what
+rows that left were to compute, and `checkpoint.blocks` holds KV blocks while they are copied.
 
 vLLM's own `schedule` runs with the requests that the plan admits as all that waits, with each request capped at the
 plan's tokens, and after the plan's evictions. What a plan knows nothing of (encoder inputs, grammars,
