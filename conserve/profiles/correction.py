@@ -30,10 +30,11 @@ from conserve.whole import write_whole
 Floats = NDArray[np.float64]
 HALF_LIFE = 48  # iterations after which half of a drift is corrected
 WINDOW = 1000  # iterations that the margin is taken from
-REFRESH = 16  # iterations between two computations of the margins
+REFRESH = 16  # iterations between two computations of a margin
 LEAST_NEAR = 99  # residuals that a margin is taken from, if there are as many
 STEPS = 4  # margins per doubling of the iteration's length
 DOUBLINGS = 5  # shortest iterations that are tried under a limit, in halvings of it
+ROUNDING = 1e-6
 LARGEST_SCALE = 4.0  # bound of the correction; beyond it the profile is wrong, and `out_of_bounds` says so
 LARGEST_STEP = log(1.25)  # largest effect of one iteration on the log of the scale
 
@@ -73,6 +74,19 @@ def planned_ms(margin: Callable[[float], float], limit_ms: float) -> float:
             return fitting_ms
         largest = max(largest, factor)
     return min(shortest_ms, limit_ms / largest)
+
+
+def limit_ms_for(margin: Callable[[float], float], predicted_ms: float) -> float:
+    """Limit, in ms, under which `planned_ms` plans iterations of up to this predicted length.
+
+    Longer ones may have a smaller margin, as after a warm-up with few of them. The limit is then below the length at
+    which the first of these would be planned.
+    """
+    limit_ms = predicted_ms * margin(predicted_ms)
+    for longer in range(step_of(limit_ms) + STEPS, step_of(predicted_ms), -1):
+        shortest_ms = 2 ** ((longer - 0.5) / STEPS)
+        limit_ms = min(limit_ms, shortest_ms * margin(2 ** (longer / STEPS)) * (1 - ROUNDING))
+    return limit_ms
 
 
 def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
@@ -217,14 +231,22 @@ class CorrectedModel:
         """
         step = step_of(at_ms)
         if step not in self._margins:
-            rounded_ms = 2 ** (step / STEPS)
-            near = margin_near(self._residuals.table, rounded_ms, self.overrun_share)
-            self._margins[step] = margin_beyond(near, rounded_ms, self._longest_ms)
+            self._margins[step] = self._margin_of(step)
         return self._margins[step]
+
+    def _margin_of(self, step: int) -> float:
+        rounded_ms: float = 2 ** (step / STEPS)
+        near = margin_near(self._residuals.table, rounded_ms, self.overrun_share)
+        return margin_beyond(near, rounded_ms, self._longest_ms)
+
+    def _refresh(self) -> None:
+        """Compute a few of the margins again, each every `REFRESH` iterations: a plan would wait for it."""
+        for step in [*self._margins][self._seen % REFRESH :: REFRESH]:
+            self._margins[step] = self._margin_of(step)
 
     @property
     def margins(self) -> Mapping[int, float]:
-        """The margins that were asked for since they were last computed, by `step_of` their time."""
+        """The margins that were asked for since the last fit, by `step_of` their time."""
         return self._margins
 
     @property
@@ -280,8 +302,7 @@ class CorrectedModel:
         self._scale = exp(self._log_scale)
         self._residuals.append(Residual(predicted, residual))
         self._longest_ms = max(self._longest_ms, predicted)
-        if self._seen % REFRESH == 0:
-            self._margins.clear()
+        self._refresh()
         if self._refit is not None and isinstance(self.model, LinearModel):
             better = self._refit.observe(batch, ms, self.model)
             if better is not None:

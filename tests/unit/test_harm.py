@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.conserve import Conserve, harmless_wait_ms
-from conserve.engine.policy.harm import limit_of
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import offline_turn_ms
 from conserve.engine.policy.view import Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import FrozenModel, step_of
+from conserve.profiles.correction import FrozenModel, limit_ms_for, step_of
 from tests.policy_views import MS_PER_TOKEN, decodes, view_of
 
 HARM = Slo(harm=0.5)
@@ -83,8 +82,8 @@ def test_the_margin_is_that_of_iterations_as_long_as_this_one_becomes() -> None:
 
 def test_the_limit_leaves_room_for_the_margin_at_its_own_length() -> None:
     noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={27: 1.2, 28: 1.2, 29: 1.5})  # 108, 128, 152 ms
-    assert limit_of(noisy, 100.0) == pytest.approx(120)
-    assert noisy.can_schedule(Batch(), Slice(500, 0), limit_of(noisy, 100.0) * (1 + 1e-9)) == 90
+    assert limit_ms_for(noisy.margin, 100.0) == pytest.approx(120)
+    assert noisy.can_schedule(Batch(), Slice(500, 0), limit_ms_for(noisy.margin, 100.0) * (1 + 1e-9)) == 90
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_no_limit_lets_iterations_be_longer_than_wanted_where_margins_differ_muc
     margins: dict[int, float], wanted_ms: int
 ) -> None:
     noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins=margins)
-    tokens = noisy.can_schedule(Batch(), Slice(500, 0), limit_of(noisy, wanted_ms))
+    tokens = noisy.can_schedule(Batch(), Slice(500, 0), limit_ms_for(noisy.margin, wanted_ms))
     assert wanted_ms / 2 <= tokens <= wanted_ms
 
 

@@ -13,6 +13,7 @@ from conserve.profiles.correction import (
     Correction,
     NewestResiduals,
     Residual,
+    limit_ms_for,
     margin_near,
     planned_ms,
     quantile_margin,
@@ -67,6 +68,15 @@ class TestPlannedLength:
             assert found * by_step(margins)(found * (1 - 1e-9)) <= limit_ms * (1 + 1e-6)
             longer = np.linspace(found * 1.001, 2 * limit_ms, 200) if found < 1.9 * limit_ms else []
             assert all(ms * by_step(margins)(ms) > limit_ms for ms in longer)
+
+    def test_the_limit_for_a_length_plans_none_longer_and_a_larger_limit_would(self) -> None:
+        dice = np.random.default_rng(8)
+        for _ in range(300):
+            margins = by_step({n: float(dice.uniform(0.9, 2.5)) for n in range(-20, 60)})
+            wanted_ms = float(dice.uniform(5, 200))
+            limit_ms = limit_ms_for(margins, wanted_ms)
+            assert planned_ms(margins, limit_ms) <= wanted_ms * (1 + 1e-9)
+            assert planned_ms(margins, limit_ms * 1.001) > wanted_ms
 
 
 class TestMargin:
@@ -142,6 +152,14 @@ class TestMargin:
         assert corrected.margin(100.0) == 2.0
         corrected.observe(BATCH, corrected.predict(BATCH))
         assert corrected.margin(100.0) == pytest.approx(1.0)
+
+    def test_each_of_forty_is_taken_anew_every_16_iterations(self) -> None:
+        corrected = CorrectedModel(MS_PER_TOKEN)
+        lengths = [2.0 ** (step / 4) for step in range(40)]
+        assert {corrected.margin(ms) for ms in lengths} == {2.0}
+        for _ in range(32):
+            corrected.observe(BATCH, corrected.predict(BATCH))
+        assert all(corrected.margin(ms) == pytest.approx(1.0) for ms in lengths if ms < 100)
 
 
 class TestDrift:

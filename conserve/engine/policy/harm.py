@@ -9,11 +9,8 @@ from math import inf
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import DEFAULT_CLASS, View, least, tightest
-from conserve.profiles.correction import planned_ms
+from conserve.profiles.correction import limit_ms_for
 from conserve.profiles.model import LatencyModel
-
-STEP = 1.05  # between two limits that are tried where longer iterations have smaller margins
-ROUNDING = 1e-3
 
 
 def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
@@ -31,7 +28,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
     share = (1 + (min(harm, PATIENCE) if composer.batch.prefills else harm)) * scale - 1
     alone_ms = view.model.predict(composer.batch)  # of which stock vLLM would not take `own_ms`
     added_ms = max(0.0, share * alone_ms - (1 + share) * view.own_ms)
-    return lengthened_ms(view.model, alone_ms, added_ms) + composer.surcharge_ms
+    return lengthened_ms(view.model, alone_ms, added_ms) + composer.surcharge_ms if added_ms else 0.0
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
@@ -47,15 +44,4 @@ def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> floa
 
     The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
     """
-    return limit_of(model, alone_ms + added_ms / model.margin(alone_ms + added_ms))
-
-
-def limit_of(model: LatencyModel, predicted_ms: float) -> float:
-    """Limit in ms under which `can_schedule` plans iterations of up to this predicted length.
-
-    Longer ones may have a smaller margin, as after a warm-up with few of them; the limit is then smaller.
-    """
-    limit_ms = predicted_ms * model.margin(predicted_ms)
-    while planned_ms(model.margin, limit_ms) > predicted_ms * (1 + ROUNDING):
-        limit_ms /= STEP
-    return limit_ms
+    return limit_ms_for(model.margin, alone_ms + added_ms / model.margin(alone_ms + added_ms))
