@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from conserve.engine.vllm.scheduling.scheduler import CoServing
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone, bare_config
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
@@ -108,6 +109,7 @@ class BareEngine(SchedulerAlone):
             (MODEL.predict(Batch.of(slices)) if slices else 0.0) + self._encoder_ms(output),
             [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens],
         )
+        self.scheduler.get_grammar_bitmask(output)  # vLLM asks as soon as workers have the iteration
 
     def _encoder_ms(self, output: SchedulerOutput) -> float:
         return self.embedding_ms * sum(
@@ -121,6 +123,8 @@ class BareEngine(SchedulerAlone):
         outputs: Mapping[int, EngineCoreOutputs] = self.scheduler.update_from_output(
             output, self.result(output)
         )
+        if isinstance(self.scheduler, CoServing):
+            self.scheduler.books.catch_up()  # not left to the next iteration: tests read what was noted
         return outputs
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:

@@ -85,6 +85,7 @@ class PreemptedScheduler(BareEngine):
         outcome = getattr(result, "conserve", None)
         left = outcome.left if outcome is not None else frozenset()
         updated = scheduler.update_from_output(output, result)
+        scheduler.books.catch_up()
         for outputs in updated.values():
             for answer in outputs.outputs:
                 self.tokens[answer.request_id] += len(answer.new_token_ids)

@@ -79,7 +79,7 @@ def planned_ms(margin: Callable[[float], float], limit_ms: float) -> float:
 def limit_ms_for(margin: Callable[[float], float], predicted_ms: float) -> float:
     """Limit, in ms, under which `planned_ms` plans iterations of up to this predicted length.
 
-    Longer ones may have a smaller margin, as after a warm-up with few of them. The limit is then below the length at
+    Longer ones may have a smaller margin, as after a warm-up with few of them. Then the limit is below the one under
     which the first of these would be planned.
     """
     limit_ms = predicted_ms * margin(predicted_ms)
@@ -239,9 +239,10 @@ class CorrectedModel:
         near = margin_near(self._residuals.table, rounded_ms, self.overrun_share)
         return margin_beyond(near, rounded_ms, self._longest_ms)
 
-    def _refresh(self) -> None:
-        """Compute a few of the margins again, each every `REFRESH` iterations: a plan would wait for it."""
-        for step in [*self._margins][self._seen % REFRESH :: REFRESH]:
+    def _refresh(self, late: bool) -> None:
+        """Compute a few of the margins again, each every `REFRESH` iterations, or all: a plan would wait for it."""
+        steps = [*self._margins]
+        for step in steps if late else steps[self._seen % REFRESH :: REFRESH]:
             self._margins[step] = self._margin_of(step)
 
     @property
@@ -302,7 +303,7 @@ class CorrectedModel:
         self._scale = exp(self._log_scale)
         self._residuals.append(Residual(predicted, residual))
         self._longest_ms = max(self._longest_ms, predicted)
-        self._refresh()
+        self._refresh(late=residual > self._margins.get(step_of(predicted), inf))
         if self._refit is not None and isinstance(self.model, LinearModel):
             better = self._refit.observe(batch, ms, self.model)
             if better is not None:

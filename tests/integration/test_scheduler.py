@@ -209,7 +209,7 @@ class History:
             lane = [request for request in scheduler.running if request.priority]
             assert lane == sorted(lane), "a row that came later would keep its memory for longer"
         self.planned += 1
-        self.stalls += scheduler._last.stalled
+        self.stalls += scheduler.last_iteration.stalled
         assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
         assert set(output.num_scheduled_tokens) <= set(plan.tokens)
         if output.num_scheduled_tokens != plan.tokens:
@@ -619,9 +619,9 @@ def test_an_iteration_that_vllm_composes_alone_is_online_only_too(make: Make) ->
     engine.scheduler.conserve({"policy": "online-only"})
     offline.append(engine.add(100, 50, offline=True))
     online = [engine.add(300, 6) for _ in range(2)]
-    engine.scheduler._last.stalled = True
+    engine.scheduler.last_iteration.stalled = True
     assert set(engine.step().num_scheduled_tokens) == set(names(online))
-    engine.scheduler._last.stalled = True
+    engine.scheduler.last_iteration.stalled = True
     assert set(engine.step().num_scheduled_tokens) == set(names(online))
     history = [engine.step() for _ in range(8)]
     assert not set(names(offline)) & {name for output in history for name in output.num_scheduled_tokens}
@@ -634,7 +634,7 @@ def test_a_plan_for_some_live_requests_that_came_to_nothing_is_followed_by_vllms
     engine.add(100, 50, offline=True)
     first, _ = (engine.add(100, 6) for _ in range(2))
     engine.step()
-    last = engine.scheduler._last
+    last = engine.scheduler.last_iteration
     last.plan = replace(last.plan, tokens={first.request_id: 1})
     assert engine.scheduler._plan() is not None
     last.stalled = True

@@ -170,6 +170,7 @@ def test_a_view_says_how_long_decodes_waited_also_where_rows_cannot_leave_just_t
     scheduler, waited = engine.scheduler, []
 
     def looks(*args: Any) -> Any:
+        scheduler.books.catch_up()
         if scheduler._last_was_a_turn and scheduler.running:
             with mock.patch.object(type(scheduler.arrival_monitor), "acts", False):
                 view = Picture(scheduler, scheduler._traffic, surcharge_ms=0.0).view(*args)

@@ -51,5 +51,6 @@ def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
 
 def lead(scheduler: Any, teller: str, ways_ms: Mapping[str, Beyond]) -> dict[str, Any]:
     """Keep promises earlier by the ways of each class that an API server tells (`Traffic.lead`)."""
+    scheduler.books.catch_up()
     names: dict[str, Any] = scheduler._traffic.lead(ways_ms, teller=teller, now=time.monotonic())
     return names

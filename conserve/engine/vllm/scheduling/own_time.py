@@ -30,9 +30,10 @@ class OwnTime:
         """Note that our code runs from here on."""
         self._since = time.monotonic()
 
-    def pause(self) -> None:
-        """Note that our code has ended for now."""
-        self._spent_s += time.monotonic() - self._since
+    def pause(self, *, counts: bool = True) -> None:
+        """Note that our code has ended for now; `counts`: no device computed beside it."""
+        if counts:
+            self._spent_s += time.monotonic() - self._since
 
     def of_vllm(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """vLLM's code, whose time is not ours."""

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import View
+from conserve.engine.policy.view import Slo, View
 from conserve.engine.vllm.lane import is_running
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
@@ -29,7 +29,11 @@ class Repetition:
         self._left = 0  # iterations for which the plan holds
         self._plan: Plan | None = None
         self._requests: list[Request] = []  # of the plan
-        self._planned: tuple[Any, ...] = ()  # the policy and the bounds that it planned by
+        self._planner: Any = None  # the policy that planned
+        self._slo = Slo()  # the bounds that it planned by
+        self._model: LatencyModel | None = None  # and its latency model
+        self._next: Plan | None = None  # the plan to come, once it is prepared
+        self._prepared = False
         self._quiet = False  # no live request was expected
         self._reserved_blocks = 0
 
@@ -40,22 +44,31 @@ class Repetition:
             return
         self._left, self._plan = MOST, plan
         self._requests = [self._scheduler.requests[name] for name in plan.tokens]
-        self._planned = (self._scheduler._planner, view.slo)
+        self._planner, self._slo, self._model = self._scheduler._planner, view.slo, view.model
         self._quiet, self._reserved_blocks = view.quiet, view.set_aside_blocks
 
     def forget(self) -> None:
         """Repeat nothing until the next look, and hold no request: one has come or gone, or the regime changes."""
         self._left, self._plan, self._requests = 0, None, []
+        self._next, self._prepared = None, False
+
+    def prepare(self) -> None:
+        """Compute the plan to come, if it is this one again: the workers compute meanwhile."""
+        if self._plan is not None and self._left and self._model is not None:
+            same = self._slo == self._scheduler._slo
+            self._next, self._prepared = self._longer(self._plan, self._model) if same else None, True
 
     def again(self, model: LatencyModel) -> Plan | None:
         """The plan with contexts that are a token longer; None if the engine has to be looked at."""
         plan, again = self._plan, None
-        if plan is not None and self._left and self._holds(plan):
-            again = self._longer(plan, model)
+        if plan is not None and self._left and model is self._model and self._holds(plan):
+            if not self._prepared:
+                self.prepare()
+            again = self._next
         if again is None:
             self.forget()
             return None
-        self._left, self._plan = self._left - 1, again
+        self._left, self._plan, self._prepared = self._left - 1, again, False
         self._scheduler._reserve(self._reserved_blocks)
         self._scheduler._traffic.planned_quiet = self._quiet
         return again
@@ -98,7 +111,7 @@ class Repetition:
             return False
         if scheduler._grammars or scheduler._traffic.pushing.urgent:
             return False
-        if scheduler._recordings.watches or self._planned != (scheduler._planner, scheduler._slo):
+        if scheduler._recordings.watches or scheduler._planner is not self._planner:
             return False
         blocks = len(requests) * max(1, len(scheduler.kv_groups))
         kept = 0 if plan.limit_ms is None else self._reserved_blocks  # from rows, where there are any

@@ -31,6 +31,7 @@ from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
 from conserve.engine.vllm.scheduling.application import apply, evict, make_ready, make_way, online_alone
+from conserve.engine.vllm.scheduling.bookkeeping import Bookkeeping, Ended, live_first
 from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
@@ -82,7 +83,8 @@ class CoServing:
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
         self._finished: dict[str, float | None] = {}  # last tokens not counted yet; when it was aborted
-        self._last = Iteration()  # the newest one
+        self.books = Bookkeeping(self)
+        self.last_iteration = Iteration()  # the newest: the one before that which is being planned
         self._most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
         self._offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
@@ -95,6 +97,7 @@ class CoServing:
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
         self.own_time = OwnTime(hidden=vllm_config.parallel_config.pipeline_parallel_size > 1)
+        self._computes_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
         self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
@@ -110,6 +113,7 @@ class CoServing:
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
+        self.books.catch_up()
         if change:
             self._repetition.forget()
             self._traffic.receipt.restart()
@@ -121,6 +125,7 @@ class CoServing:
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as vLLM does, and note its lane. A prompt may come in parts, each answered in turn."""
+        self.books.catch_up()
         name = request.request_id
         known = self.requests.get(name)  # the request of which this is a part, or the end
         arrives = known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -207,27 +212,28 @@ class CoServing:
         self.own_time.pause()
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-        """Settle the iteration, have vLLM take its results in, and learn from the time it took."""
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        """Answer as vLLM does, which asks once the workers compute: the time for what no iteration waits for."""
         self.own_time.begin()
+        self.books.catch_up()
+        self._repetition.prepare()
+        self.own_time.pause(counts=self._computes_here)
+        return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        """Settle the iteration, have vLLM take its results in, and leave what it teaches to `books`."""
+        self.own_time.begin()
+        self.books.catch_up()
         iteration = iteration_of(scheduler_output)
         iteration.outcome, iteration.device = outcome_of(output), device_time_of(output)
         self.ahead.settled(iteration, time.monotonic())
         settle(self, iteration)
         rows = self._offline.intersection(iteration.tokens)  # also those that end now
         updated = self.own_time.of_vllm(super().update_from_output)(scheduler_output, output)  # type: ignore[misc]
-        ended = time.monotonic()
-        self._iterations.end(iteration, ended)
-        self._traffic.rows_time.note(ended - iteration.took_s, ended, iteration.rows_s)
+        self.books.owe(Ended(iteration, time.monotonic(), updated))
         live = len(rows) < len(iteration.tokens)
-        for outputs in updated.values():
-            if rows and live:  # tokens of live requests go first
-                outputs.outputs.sort(key=lambda answer: answer.request_id in rows)
-            answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
-            self._traffic.tokens(answered, at=ended)
-        for name, aborted_at in self._finished.items():
-            self._traffic.finished(name, aborted_at=aborted_at)
-        self._finished.clear()
+        if rows and live:
+            live_first(updated, rows)
         self.own_time.end(counts=live and not iteration.follows)
         return updated
 
@@ -246,12 +252,13 @@ class CoServing:
         if policy is not self._policy and len(self._offline) == len(self.requests):  # a pause of rows alone
             return NOTHING
         make_way(self)
-        if self._last.stalled and not self._last_was_a_turn:
+        if self.last_iteration.stalled and not self._last_was_a_turn:
             return online_alone(self, self._most_tokens) if policy.holds_offline else None
         model = (self._iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
         return self._repetition.again(model) or self._plan_by_policy(model)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
+        self.books.catch_up()
         make_ready(self)
         surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
@@ -278,18 +285,13 @@ class CoServing:
     @property
     def _last_was_a_turn(self) -> bool:
         """True if the last plan had rows alone while online requests run: theirs is the next iteration anyway."""
-        plan = self._last.plan
+        plan = self.last_iteration.plan
         return plan is not None and plan.tokens.keys() <= self._offline and any(map(is_online, self.running))
 
     @property
     def _slo(self) -> Slo:
         """Bounds on the next iteration under which every promise can be kept."""
         return self._traffic.bounds(now=time.monotonic())
-
-    @property
-    def last_iteration(self) -> Iteration:
-        """The newest iteration: the one before that which is being planned."""
-        return self._last
 
     def _reserve(self, blocks: int) -> None:
         if self.checkpoints is not None:
@@ -304,7 +306,7 @@ class CoServing:
     def _send(self, iteration: Iteration, output: SchedulerOutput) -> None:
         """Complete the record with what vLLM has scheduled, stamp it, and put it on the output."""
         put(output, iteration)
-        self._last = iteration
+        self.last_iteration = iteration
         if self._iterations.warm_up is None:
             self.prefixes.start(output, self.requests, now=iteration.started)
         plan, tokens = iteration.plan, output.num_scheduled_tokens
@@ -365,6 +367,7 @@ class CoServing:
 
     def shutdown(self) -> None:
         """Save the model's correction, and end."""
+        self.books.catch_up()
         self.arrival_monitor.close()
         self._iterations.save()
         self._recordings.close()

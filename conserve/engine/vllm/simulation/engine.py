@@ -176,6 +176,7 @@ class SimulatedEngine(SchedulerAlone):
         output: SchedulerOutput = self.scheduler.schedule()
         if not output.num_scheduled_tokens and not blocks_of(output.kv_connector_metadata):
             self._rest(until)
+        self.scheduler.get_grammar_bitmask(output)
         self._take_in(output, self.result(output))
 
     def _bring_requests(self) -> None:

@@ -1,0 +1,110 @@
+"""What an iteration teaches is noted while the next one runs, and before anything needs it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.warned import OF_VLLM
+
+pytestmark = [pytest.mark.engine, *OF_VLLM]
+
+
+class Owing:
+    """An engine whose last iteration is still to be noted, as it is between two iterations of vLLM's engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.scheduler = engine, engine.scheduler
+        for _ in range(3):
+            self.engine.add(40, 200, offline=True)
+        list(self.steps(3))
+        self.live = self.engine.add(40, 100)
+        list(self.steps(3))
+
+    def steps(self, count: int) -> Any:
+        """Run iterations; yield the output of each before its results are taken in."""
+        for _ in range(count):
+            output = self.engine.start()
+            yield output
+            self.scheduler.update_from_output(output, self.engine.result(output))
+
+    @property
+    def gaps(self) -> int:
+        """Live gaps between tokens that were noted."""
+        return sum(moment.times for moment in self.scheduler._traffic._default.tbt_ms)
+
+
+@pytest.fixture
+def owing(tmp_path: Path, clock: Any) -> Owing:
+    from tests.bare_scheduler import BareEngine, engine_config
+
+    section = {"policy": "conserve", "harm": 1e-4}
+    return Owing(BareEngine(engine_config(tmp_path, section=section), num_blocks=4096, clock=clock))
+
+
+def test_an_iteration_is_noted_while_the_next_one_runs(owing: Owing) -> None:
+    noted, gaps = owing.scheduler._iterations.counted, owing.gaps
+    (_,) = owing.steps(1)
+    assert (owing.scheduler._iterations.counted, owing.gaps) == (noted + 1, gaps + 1), (
+        "the one before it alone"
+    )
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda owing: owing.scheduler.conserve(),
+        lambda owing: owing.engine.add(10, 1),
+        lambda owing: owing.scheduler.shutdown(),
+        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler._iterations.model),
+    ],
+    ids=["report", "arrival", "end", "look"],
+)
+def test_it_is_noted_before_anything_needs_it(owing: Owing, reads: Callable[[Owing], Any]) -> None:
+    gaps = owing.gaps
+    reads(owing)
+    assert owing.gaps == gaps + 1
+    assert owing.scheduler._traffic.online_now >= 1
+
+
+def test_a_request_that_ends_is_forgotten_with_its_last_token(owing: Owing) -> None:
+    while not owing.live.is_finished():
+        list(owing.steps(1))
+    assert owing.scheduler._traffic.online_now == 1, "until the next iteration runs"
+    list(owing.steps(1))
+    assert owing.scheduler._traffic.online_now == 0
+    assert owing.gaps == 99
+
+
+def test_times_are_those_of_the_iteration_and_not_of_its_note(owing: Owing, clock: Any) -> None:
+    (_,) = owing.steps(1)
+    took_s = owing.scheduler.last_iteration.took_s
+    assert took_s == 0.0, "not known yet"
+    began, ended = owing.scheduler.last_iteration.started, clock.now
+    clock.now += 5.0  # nothing came for so long
+    owing.scheduler.books.catch_up()
+    assert owing.scheduler.last_iteration.took_s == pytest.approx(ended - began)
+    newest = owing.scheduler._traffic._default.tbt_ms[-1]
+    assert newest.at == pytest.approx(ended)
+
+
+@pytest.mark.parametrize(("backend", "counts"), [("uni", True), ("mp", False)])
+def test_notes_are_own_time_only_where_the_model_runs_on_the_same_thread(
+    owing: Owing, monkeypatch: pytest.MonkeyPatch, clock: Any, backend: str, counts: bool
+) -> None:
+    from conserve.engine.vllm.scheduling import own_time
+
+    monkeypatch.setattr(own_time, "time", clock)
+    owing.scheduler._computes_here = backend == "uni"
+    catch_up = owing.scheduler.books.catch_up
+
+    def slowly() -> None:
+        clock.now += 0.5
+        catch_up()
+
+    output = owing.engine.scheduler.schedule()
+    monkeypatch.setattr(owing.scheduler.books, "catch_up", slowly)
+    spent_s = owing.scheduler.own_time._spent_s
+    owing.scheduler.get_grammar_bitmask(output)
+    assert owing.scheduler.own_time._spent_s - spent_s == pytest.approx(0.5 * counts)
