@@ -29,7 +29,9 @@ def make(tmp_path: Path, clock: Any) -> Callable[..., Any]:
         flags = {"block_size": BLOCK, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         config = engine_config(tmp_path, section={"policy": "conserve", **SLO, **section}, **flags)
         engine = BareEngine(config, num_blocks=blocks, clock=clock)
-        engine.scheduler.structured_output_manager = SimpleNamespace(accept_tokens=lambda *_: True)
+        engine.scheduler.structured_output_manager = SimpleNamespace(
+            accept_tokens=lambda *_: True, grammar_bitmask=lambda *_: None
+        )
         return engine
 
     return make

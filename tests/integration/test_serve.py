@@ -340,7 +340,10 @@ def test_responses_are_answered_and_embeddings_refused_as_openai_words_it(client
 
 
 @pytest.mark.parametrize("key", [KEY, HARVEST_KEY])
-def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service, key: str) -> None:
+def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(
+    service: Service, client: openai.OpenAI, key: str
+) -> None:
+    client.completions.create(model=MODEL, prompt="One of eight iterations teaches:", max_tokens=24)
     answer = patient.post(
         f"{service.url}/v1/conserve",
         json={"policy": "priority"},

@@ -153,6 +153,11 @@ class Composer:
 
         return _most(most, exceeds)
 
+    def has_time(self, limit_ms: float) -> bool:
+        """True if the shortest of decode steps would find time."""
+        left_ms = limit_ms - self.surcharge_ms
+        return limit_ms == inf or self._model.can_schedule(self.batch, Slice(1, 0, True), left_ms) > 0
+
     def row_budget(self, candidate: Candidate, limit_ms: float) -> int:
         """Token budget of a row: that of a request, up to the first image which the iteration has no time for.
 

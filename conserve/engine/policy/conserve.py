@@ -54,6 +54,8 @@ class Conserve:
                 limit_ms = ahead_limit_ms(view, composer.predicted_ms, enough_ms)
             time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
+            if prompts and not composer.has_time(budget_ms):
+                return composer.plan()  # without a look at rows, which first tokens would wait for
             pushes = bool(view.pushed) and not prompts
             pushed_ms = pushed_limit_ms(composer, view, time_ms, budget_ms) if pushes else 0.0
             waiting = iter(view.waiting_offline)

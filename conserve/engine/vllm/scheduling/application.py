@@ -43,7 +43,8 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     starts = bool(admitted or restored)
     late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
     with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
-        output = schedule()
+        with live_alone(scheduler, on=_spares_rows(scheduler, plan)):
+            output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
     if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
         scheduler.restores_pause = RESTORES_PAUSE
@@ -136,6 +137,33 @@ def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]
         lanes.prepend_requests(scheduler.waiting)
         holding.prepend_requests(scheduler.kv_holding_waiting)
         scheduler.waiting, scheduler.kv_holding_waiting = lanes, holding
+
+
+@contextlib.contextmanager
+def live_alone(scheduler: Any, *, on: bool) -> Iterator[None]:
+    """If `on`, let only live requests run: vLLM goes through all that run before it comes to an arrival."""
+    if not on:
+        yield
+        return
+    rows = [request for request in scheduler.running if not is_online(request)]
+    scheduler.running = [request for request in scheduler.running if is_online(request)]
+    try:
+        yield
+    finally:
+        scheduler.running.extend(rows)
+
+
+def _spares_rows(scheduler: Any, plan: Plan) -> bool:
+    """True if an arrival begins beside no row, and vLLM need not evict one for want of KV blocks."""
+    if not plan.admitted or plan.restored or scheduler.num_spec_tokens:
+        return False
+    if not scheduler._offline.isdisjoint(plan.tokens):
+        return False
+    size, groups = scheduler.block_size, max(1, len(scheduler.kv_groups))
+    wanted = sum(-(-scheduler.requests[name].num_tokens // size) for name in plan.admitted)
+    wanted += sum(1 + tokens // size for tokens in plan.tokens.values())
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return groups * wanted + scheduler.kv_cache_manager.watermark_blocks <= free
 
 
 @contextlib.contextmanager
