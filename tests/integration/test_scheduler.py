@@ -904,6 +904,7 @@ def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_al
         one = Iteration(plan=planned, tokens={"row1": 1, "row2": 1}, batch=Batch(), stamp=stamp)
         one.outcome, one.started, iterations._ended = IterationOutcome(**outcome), 10.0, 10.0
         iterations.end(one, 10.05)
+        iterations.learn(one)
         return iterations.planned, iterations.overruns
 
     assert end(None) == (0, 0)

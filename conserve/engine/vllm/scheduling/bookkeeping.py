@@ -1,12 +1,12 @@
-"""What an iteration has taught, noted while the next one runs.
+"""What an iteration teaches is noted while the next one runs, for which live requests would else wait.
 
-Live requests would wait for it between two iterations. A look at the engine comes after it, and so does whatever
-else reads or changes the latencies and the latency model. A plan that is repeated, and a pause of rows, may go by
-notes that lack the last iteration.
+A look at the engine finds the latencies of all iterations; the latency model that it plans by may lack the last one.
+A plan that is repeated, and a pause of rows, may go by latencies that lack it too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
@@ -22,25 +22,33 @@ class Ended(NamedTuple):
 
 
 class Bookkeeping:
-    """The notes of one iteration at most: its time, live requests' latencies, and the requests that have ended."""
+    """The notes that one iteration is owed at most."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._owed: Ended | None = None
+        self._unnoted: Ended | None = None
+        self._unlearned: Iteration | None = None
 
-    def owe(self, ended: Ended) -> None:
-        """Leave an iteration to be noted."""
+    def end(self, iteration: Iteration, outputs: Mapping[int, Any]) -> None:
+        """Note when the iteration ended, and leave the rest: vLLM has taken its results in."""
         self.catch_up()
-        self._owed = ended
+        at = time.monotonic()
+        self._scheduler._iterations.end(iteration, at)
+        self._unnoted, self._unlearned = Ended(iteration, at, outputs), iteration
 
     def catch_up(self) -> None:
-        """Note the iteration that is owed, if one is."""
-        if self._owed is None:
+        """Note all that is owed: latencies, and what the latency model learns."""
+        self.note_latencies()
+        if self._unlearned is not None:
+            iteration, self._unlearned = self._unlearned, None
+            self._scheduler._iterations.learn(iteration)
+
+    def note_latencies(self) -> None:
+        """Note the tokens that live requests got, and the requests that have ended."""
+        if self._unnoted is None:
             return
-        (iteration, at, by_client), self._owed = self._owed, None
-        iterations, traffic = self._scheduler._iterations, self._scheduler._traffic
-        finished: dict[str, float | None] = self._scheduler._finished
-        iterations.end(iteration, at)
+        (iteration, at, by_client), self._unnoted = self._unnoted, None
+        traffic, finished = self._scheduler._traffic, self._scheduler._finished
         traffic.rows_time.note(at - iteration.took_s, at, iteration.rows_s)
         for outputs in by_client.values():
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]

@@ -62,17 +62,20 @@ class Iterations:
         return ENCODER * (self.model.predict(whole) - self.model.predict(empty))
 
     def end(self, iteration: Iteration, ended: float) -> None:
-        """Note the time that the iteration took, and learn from it if all of its tokens were computed."""
+        """Note the time that the iteration took."""
         # Where iterations overlap (asynchronous scheduling), one begins in earnest when the last has ended.
         iteration.took_s = ended - max(iteration.started, self._ended)
         self._ended = ended
+
+    def learn(self, iteration: Iteration) -> None:
+        """Learn from the time that the iteration took, if all of its tokens were computed."""
         if iteration.tokens:
             self._busy_s += iteration.took_s
             self.counted += 1
             self._count_overrun(iteration)
             if iteration.batch is not None and (ms := iteration.batch_ms) is not None:
                 self._learn(iteration, iteration.batch, ms)
-        if self._correction_file is not None and ended >= self._save_at:
+        if self._correction_file is not None and self._ended >= self._save_at:
             self.save()
 
     def save(self) -> None:

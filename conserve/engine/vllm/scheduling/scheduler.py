@@ -31,7 +31,7 @@ from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
 from conserve.engine.vllm.scheduling.application import apply, evict, make_ready, make_way, online_alone
-from conserve.engine.vllm.scheduling.bookkeeping import Bookkeeping, Ended, live_first
+from conserve.engine.vllm.scheduling.bookkeeping import Bookkeeping, live_first
 from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
@@ -230,7 +230,7 @@ class CoServing:
         settle(self, iteration)
         rows = self._offline.intersection(iteration.tokens)  # also those that end now
         updated = self.own_time.of_vllm(super().update_from_output)(scheduler_output, output)  # type: ignore[misc]
-        self.books.owe(Ended(iteration, time.monotonic(), updated))
+        self.books.end(iteration, updated)
         live = len(rows) < len(iteration.tokens)
         if rows and live:
             live_first(updated, rows)
@@ -258,7 +258,7 @@ class CoServing:
         return self._repetition.again(model) or self._plan_by_policy(model)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
-        self.books.catch_up()
+        self.books.note_latencies()
         make_ready(self)
         surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)

@@ -71,6 +71,7 @@ class Clock:
     """Stands in for the module `time` where the adapter reads it: only iterations take time."""
 
     READERS: ClassVar = (
+        "scheduling.bookkeeping",
         "scheduling.scheduler",
         "scheduling.control",
         "scheduling.iterations",
