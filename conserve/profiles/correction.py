@@ -79,8 +79,8 @@ def planned_ms(margin: Callable[[float], float], limit_ms: float) -> float:
 def limit_ms_for(margin: Callable[[float], float], predicted_ms: float) -> float:
     """Limit, in ms, under which `planned_ms` plans iterations of up to this predicted length.
 
-    Longer ones may have a smaller margin, as after a warm-up with few of them. Then the limit is below the one under
-    which the first of these would be planned.
+    Longer ones may have a smaller margin, as after a warm-up with few of them. Then the limit is below the one
+    under which the first of these would be planned.
     """
     limit_ms = predicted_ms * margin(predicted_ms)
     for longer in range(step_of(limit_ms) + STEPS, step_of(predicted_ms), -1):

@@ -14,6 +14,7 @@ from conserve.engine.policy.view import View
 from conserve.profiles.model import smallest_ms
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
+HARM_LOSS = 0.2  # the same where a harm is promised and rows join again at their layer
 LEAST_LOSS = (
     0.02  # the same where rows join again at their layer: an arrival then waits for one layer at most
 )
@@ -181,7 +182,8 @@ def harmless_wait_ms(view: View) -> float:
         return constant_ms / QUIET_LOSS if view.rows_leave or view.rare_starts else enough_ms
     wait_ms = harm * view.typical_prompt_ms / waits_for(view)
     if view.rows_join:
-        return min(longest_ms, max(enough_ms, view.layers * wait_ms / 2))
+        shortest_ms = constant_ms / HARM_LOSS
+        return min(longest_ms, max(shortest_ms, view.layers * wait_ms / 2))
     if view.rows_leave:
         return min(enough_ms, cheapest_ms(view, constant_ms))
     return min(enough_ms, max(LEAST_WAIT * constant_ms, wait_ms))

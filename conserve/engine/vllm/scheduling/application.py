@@ -42,9 +42,9 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     out_of_order = out_of_order or _overtaken(scheduler, admitted) or _behind_rows(scheduler, admitted)
     starts = bool(admitted or restored)
     late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
-    with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
-        with live_alone(scheduler, on=_spares_rows(scheduler, plan)):
-            output = schedule()
+    waits, alone = alone_waiting(scheduler, [*restored, *admitted]), _spares_rows(scheduler, plan)
+    with waits, limited_to(scheduler, plan), late, live_alone(scheduler, on=alone):
+        output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
     if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
         scheduler.restores_pause = RESTORES_PAUSE
@@ -163,7 +163,7 @@ def _spares_rows(scheduler: Any, plan: Plan) -> bool:
     wanted = sum(-(-scheduler.requests[name].num_tokens // size) for name in plan.admitted)
     wanted += sum(1 + tokens // size for tokens in plan.tokens.values())
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return groups * wanted + scheduler.kv_cache_manager.watermark_blocks <= free
+    return bool(groups * wanted + scheduler.kv_cache_manager.watermark_blocks <= free)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What an iteration teaches is noted while the next one runs, for which live requests would else wait.
 
-A look at the engine finds the latencies of all iterations; the latency model that it plans by may lack the last one.
-A plan that is repeated, and a pause of rows, may go by latencies that lack it too.
+A look at the engine finds the latencies of all iterations. The latency model that it plans by may lack the last
+one. A plan that is repeated, and a pause of rows, may go by latencies that lack it too.
 """
 
 from __future__ import annotations
