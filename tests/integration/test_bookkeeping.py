@@ -68,9 +68,19 @@ def test_it_is_noted_before_anything_needs_it(owing: Owing, reads: Callable[[Owi
     assert owing.scheduler._traffic.online_now >= 1
 
 
-def test_a_look_waits_for_latencies_and_not_for_what_the_latency_model_learns(owing: Owing) -> None:
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler._iterations.model),
+        lambda owing: owing.engine.add(10, 1),
+    ],
+    ids=["look", "arrival"],
+)
+def test_what_live_requests_wait_for_notes_latencies_alone(
+    owing: Owing, waits: Callable[[Owing], Any]
+) -> None:
     gaps, learned = owing.gaps, owing.scheduler._iterations.counted
-    owing.scheduler._plan_by_policy(owing.scheduler._iterations.model)
+    waits(owing)
     assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned)
     owing.scheduler.conserve()
     assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned + 1)

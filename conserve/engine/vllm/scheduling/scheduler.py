@@ -125,7 +125,7 @@ class CoServing:
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as vLLM does, and note its lane. A prompt may come in parts, each answered in turn."""
-        self.books.catch_up()
+        self.books.note_latencies()
         name = request.request_id
         known = self.requests.get(name)  # the request of which this is a part, or the end
         arrives = known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ
