@@ -155,15 +155,15 @@ def live_alone(scheduler: Any, *, on: bool) -> Iterator[None]:
 
 def _spares_rows(scheduler: Any, plan: Plan) -> bool:
     """True if an arrival begins beside no row, and vLLM need not evict one for want of KV blocks."""
-    if not plan.admitted or plan.restored or scheduler.num_spec_tokens:
+    if not plan.admitted or plan.restored or scheduler.num_spec_tokens or scheduler.kv_groups:
         return False
     if not scheduler._offline.isdisjoint(plan.tokens):
         return False
-    size, groups = scheduler.block_size, max(1, len(scheduler.kv_groups))
+    size = scheduler.block_size
     wanted = sum(-(-scheduler.requests[name].num_tokens // size) for name in plan.admitted)
     wanted += sum(1 + tokens // size for tokens in plan.tokens.values())
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return bool(groups * wanted + scheduler.kv_cache_manager.watermark_blocks <= free)
+    return bool(wanted + scheduler.kv_cache_manager.watermark_blocks <= free)
 
 
 @contextlib.contextmanager
