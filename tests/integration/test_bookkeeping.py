@@ -86,21 +86,6 @@ def test_what_live_requests_wait_for_notes_latencies_alone(
     assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned + 1)
 
 
-def test_live_requests_keep_the_engine_busy_and_rows_do_not(owing: Owing, clock: Any) -> None:
-    busy = owing.scheduler._traffic.live_busy
-    list(owing.steps(50))
-    beside_none = busy.share(now=clock.now)
-    assert beside_none > 0.9
-    owing.engine.abort([owing.live])
-    list(owing.steps(300))
-    assert busy.share(now=clock.now) < beside_none
-    from conserve.engine.vllm.scheduling.observation import Picture
-
-    traffic, model = owing.scheduler._traffic, owing.scheduler._iterations.model
-    view = Picture(owing.scheduler, traffic, surcharge_ms=0.0).view(owing.scheduler._slo, model)
-    assert view.live_busy == busy.share(now=clock.now)
-
-
 def test_a_request_that_ends_is_forgotten_with_its_last_token(owing: Owing) -> None:
     while not owing.live.is_finished():
         list(owing.steps(1))

@@ -50,8 +50,6 @@ class Bookkeeping:
         (iteration, at, by_client), self._unnoted = self._unnoted, None
         traffic, finished = self._scheduler._traffic, self._scheduler._finished
         traffic.rows_time.note(at - iteration.took_s, at, iteration.rows_s)
-        live = not self._scheduler._offline.issuperset(iteration.tokens)
-        traffic.live_busy.note((iteration.took_s - iteration.rows_s) * live, at=at)
         for outputs in by_client.values():
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             traffic.tokens(answered, at=at)
