@@ -1,4 +1,4 @@
-"""What an iteration teaches is noted while the next one runs, and before anything needs it."""
+"""Notes of an iteration are made while the next one runs, and before anything needs them."""
 
 from collections.abc import Callable
 from pathlib import Path

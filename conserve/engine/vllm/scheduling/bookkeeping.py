@@ -1,4 +1,4 @@
-"""What an iteration teaches is noted while the next one runs, for which live requests would else wait.
+"""Notes of what an iteration teaches, made while the next one runs: live requests would wait for them.
 
 A look at the engine finds the latencies of all iterations. The latency model that it plans by may lack the last
 one. A plan that is repeated, and a pause of rows, may go by latencies that lack it too.
@@ -30,8 +30,7 @@ class Bookkeeping:
         self._unlearned: Iteration | None = None
 
     def end(self, iteration: Iteration, outputs: Mapping[int, Any]) -> None:
-        """Note when the iteration ended, and leave the rest: vLLM has taken its results in."""
-        self.catch_up()
+        """Note when the iteration ended, and owe the rest. The one before it has been noted."""
         at = time.monotonic()
         self._scheduler._iterations.end(iteration, at)
         self._unnoted, self._unlearned = Ended(iteration, at, outputs), iteration

@@ -95,7 +95,7 @@ class SimulatedAccelerator(SimulatedEngine):
 
     def _schedules(self) -> bool:
         """Schedule an iteration and launch it; False if it has nothing to compute."""
-        output = self.scheduler.schedule()
+        output = self.schedule()
         if output.num_scheduled_tokens:
             self.clock.now += self._host_s
             self._launch(output)

@@ -17,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -142,6 +143,12 @@ class SchedulerAlone:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         self._numbers = 0
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedule an iteration. vLLM's engine core asks for a grammar bitmask once the workers have it."""
+        output: SchedulerOutput = self.scheduler.schedule()
+        self.scheduler.get_grammar_bitmask(output)
+        return output
 
     def request(
         self,

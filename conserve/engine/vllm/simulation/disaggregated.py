@@ -98,7 +98,7 @@ class PoolEngine(SimulatedEngine):
         self.clock.now = self.now
         while self._given and self._given[0].at_s <= self.now:
             self.scheduler.add_request(heapq.heappop(self._given).request)
-        output: SchedulerOutput = self.scheduler.schedule()
+        output = self.schedule()
         if not output.num_scheduled_tokens:
             coming = self._given[0].at_s if self._given else inf
             later = min(next_s, coming)

@@ -173,10 +173,9 @@ class SimulatedEngine(SchedulerAlone):
 
     def _iterate(self, until: float | None = None) -> None:
         self._bring_requests()
-        output: SchedulerOutput = self.scheduler.schedule()
+        output = self.schedule()
         if not output.num_scheduled_tokens and not blocks_of(output.kv_connector_metadata):
             self._rest(until)
-        self.scheduler.get_grammar_bitmask(output)
         self._take_in(output, self.result(output))
 
     def _bring_requests(self) -> None:
