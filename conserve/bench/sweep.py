@@ -54,6 +54,7 @@ class SweepPlan:
     block_s: float
     simulated: bool
     engine: str  # what is measured
+    anew: bool = False  # servers start for each cell: the same server started twice differs by some percent
     machine: str = ""  # digest of a simulated engine: a profile that is measured again keeps its name
 
     def wanted(self) -> list[Cell]:
@@ -71,8 +72,12 @@ class SweepPlan:
             "simulated": self.simulated,
             "engine": self.engine,
             "figures": FIGURES,
-            **({"machine": self.machine} if self.simulated else {"slo": AHEAD}),
+            **({"machine": self.machine} if self.simulated else {"slo": AHEAD, "servers": self._servers}),
         }
+
+    @property
+    def _servers(self) -> str:
+        return "started for each cell" if self.anew else "started once"
 
 
 @dataclass(slots=True)

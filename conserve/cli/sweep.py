@@ -118,6 +118,7 @@ def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
         else (size.rounds, size.cells, BLOCK_S)
     )
     return SweepPlan(
+        anew=wanted.size == "full",
         seed=wanted.seed,
         cells=wanted.cells or cells,
         policies=policies_of(wanted),

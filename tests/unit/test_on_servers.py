@@ -34,7 +34,7 @@ from conserve.cli import output
 from conserve.cli.bench_plan import own_plan
 from conserve.cli.tune import TuneFlags, confirm
 from conserve.config import Settings
-from conserve.errors import EndpointUnusable
+from conserve.errors import EndpointUnusable, InputError
 from tests import virtual_time
 
 MACHINE = BenchMachine.demo()
@@ -56,6 +56,8 @@ class FakeServers:
     def __init__(self, plan: Any, design: Design) -> None:
         self.plan, self.ended, self.deployment, self.prepare = plan, False, self, None
         self.answers = False  # the plug-in's server, which is stopped while stock ones have a turn
+        self.comparisons: list[Design] = []
+        self.ends: list[int] = []  # comparisons that were over when the servers ended to start anew
         self.made.append(self)
 
     async def start(self) -> None:
@@ -66,6 +68,10 @@ class FakeServers:
 
     async def engines(self) -> int:
         return 1
+
+    async def end(self) -> None:
+        self.answers = False
+        self.ends.append(len(self.comparisons))
 
     async def close(self) -> None:
         self.ended = True
@@ -89,6 +95,7 @@ class Measured:
         wishes: Any,
     ) -> None:
         assert deployment.answers
+        deployment.comparisons.append(design)
         deployment.answers = not any(map(is_stock, design.policies))
         self.designs.append(design)
         source = measurement.offered.source(preset, None)
@@ -174,13 +181,14 @@ def sweep_in(folder: Path, plan: SweepPlan = PLAN) -> sweep.OnServers:
     return sweep.OnServers(made, plan, ledger, CPU, folder, say=output.say)
 
 
-def test_each_cell_is_a_comparison_on_servers_that_start_once(
+def test_each_cell_is_a_comparison_on_servers_of_one_store(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = sweep_in(tmp_path)
     asyncio.run(cells.run(as_many_as_fit=False))
     (started,) = FakeServers.made
     assert started.ended
+    assert not started.ends, "a quick sweep has no time for it"
     assert started.plan.preset.block_s == 20.0
     assert started.plan.settings.home == tmp_path / "store-1", "never the user's"
     assert [design.slo_scale for design in measured.designs] == [cell.scale for cell in PLAN.wanted()]
@@ -206,6 +214,15 @@ def test_each_cell_is_a_comparison_on_servers_that_start_once(
     said = capsys.readouterr().err
     assert "3 cells to measure, 3 policies in each, chosen by seed 0; about" in said
     assert f"3 of 3: {PLAN.wanted()[2].name}; about 0.0 s left" in said
+
+
+def test_servers_start_anew_for_each_cell_of_a_full_sweep(tmp_path: Path, measured: Measured) -> None:
+    """A server that is started twice is some percent faster or slower, and would be so in all cells."""
+    asyncio.run(sweep_in(tmp_path, replace(PLAN, anew=True)).run(as_many_as_fit=False))
+    (servers,) = FakeServers.made
+    assert servers.ends == [1, 2], "between cells"
+    with pytest.raises(InputError, match="other servers"):
+        sweep_in(tmp_path)
 
 
 def test_a_further_sitting_has_rows_of_its_own_and_measures_what_is_missing(

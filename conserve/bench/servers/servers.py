@@ -135,16 +135,21 @@ class Servers:
                 "give fewer or shorter blocks (--rounds, --block-s)"
             )
 
+    async def end(self) -> None:
+        """End all servers together, in seconds. Each starts anew when it next has its turn."""
+        await asyncio.gather(*(place.end() for place in self._places), return_exceptions=True)
+
     async def close(self) -> None:
-        """End all servers."""
-        places = (*self._stock.values(), self._plugged)
-        await asyncio.gather(
-            *(place.end() for place in places), return_exceptions=True
-        )  # together: in seconds
-        await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
+        """End all servers, for good."""
+        await self.end()
+        await asyncio.gather(*(place.server.close() for place in self._places), return_exceptions=True)
+
+    @property
+    def _places(self) -> list[ServerPlace]:
+        return [self._plugged, *self._stock.values()]
 
     async def _go_on(self, place: ServerPlace) -> None:
-        for other in (self._plugged, *self._stock.values()):
+        for other in self._places:
             if other is not place:
                 await (other.freeze() if self._plan.preset.resident else other.end())
         await place.begin()

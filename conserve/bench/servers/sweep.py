@@ -1,4 +1,4 @@
-"""A sweep on servers of its own: they start once, and every cell is a comparison on them."""
+"""A sweep on servers of its own: every cell is a comparison on them, and they start anew for each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,6 +71,8 @@ class OnServers:
         estimate = SweepTimeLeft(1.0)
         self._say(sentence_on(self.ledger, self._starts_s() + sum(takes_s.values()), known))
         for number, cell in enumerate(missing):
+            if number and self._plan.anew:
+                await servers.end()
             self.ledger.keep(await self._measure(cell, servers, engine))
             estimate.measured()
             left = duration(sum(takes_s[other] for other in missing[number + 1 :]))
@@ -79,7 +81,7 @@ class OnServers:
     async def _measure(self, cell: Cell, servers: Servers, engine: EngineModel) -> dict[str, Any]:
         """Play one cell."""
         self._say(f"{cell.name}:")
-        await servers.start()  # another one may have had the last turn of the cell before
+        await servers.start()  # anew, or another one may have had the last turn of the cell before
         tolerance = min(MOST, max(LEAST, cell.scale - 1))
         measurement = Measurement(offered=self._offered(cell, engine))
         wishes = PlayWishes(
@@ -131,10 +133,14 @@ class OnServers:
         return size(offered, self._preset, self._design(cell.scale), engine, overload=True).takes_s
 
     def _starts_s(self) -> float:
-        """Time that the stock servers take to start; `sarathi-p` starts anew with each token budget."""
-        stock = sum(map(is_stock, self._plan.policies))
-        again = len(self.ledger.missing) - 1 if SARATHI_P in self._plan.policies else 0
-        return START_S * (stock + again)
+        """Time that servers take to start, the first one left out, by which the time is told."""
+        policies, cells = self._plan.policies, len(self.ledger.missing)
+        stock = sum(map(is_stock, policies))
+        if self._plan.anew:
+            return START_S * (cells * (stock + 1) - 1)
+        return START_S * (
+            stock + (cells - 1 if SARATHI_P in policies else 0)
+        )  # it has a token budget of each
 
     def _fit(self, engine: EngineModel) -> None:
         """Cut the sweep to the cells that half an hour allows, before the first one is measured."""
