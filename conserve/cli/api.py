@@ -1,7 +1,5 @@
 """`conserve api`: OpenAI's Batch API over the store, without an engine."""
 
-import os
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +15,7 @@ from conserve.cli.options import LogFormat
 from conserve.cli.telemetry import begin_logging
 from conserve.errors import SettingsError
 from conserve.hosts import is_loopback, url_of
+from conserve.niceness import give_way
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -27,8 +26,6 @@ conserve api --port 8010 --max-requests 1000000 --max-file 4GB
 OPENAI_BASE_URL=http://127.0.0.1:8001/v1 python my_batches.py
 """
 
-BESIDE_NICE = 5  # live requests of the server beside go first
-AUTOGROUP = Path("/proc/self/autogroup")
 NEEDS = ("starlette", "uvicorn", "python_multipart")
 
 
@@ -75,18 +72,6 @@ def api(
             open_metrics=open_metrics,
             on_ready=lambda: None if socket else output.say(f"serving files and batches at {url}"),
         )
-
-
-def give_way() -> None:
-    """Let the processes of the server beside go first where all want the same processor.
-
-    Linux weighs sessions against each other (`sched_autogroup_enabled`), and niceness counts within a session only.
-    So the leader of a session, as `conserve serve` starts this process, makes its whole session nicer.
-    """
-    os.nice(BESIDE_NICE)
-    if os.getsid(0) == os.getpid():
-        with suppress(OSError):  # another system, or a kernel without such groups
-            AUTOGROUP.write_text(str(BESIDE_NICE))
 
 
 def require_keys(store: "Store", host: str) -> None:

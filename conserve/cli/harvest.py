@@ -22,6 +22,7 @@ from conserve.cli.run import report, say_how_they_stand, supervise
 from conserve.cli.telemetry import Telemetry, begin_logging, telemetry
 from conserve.config import UNSET, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreMoved, StoreTooNew
+from conserve.niceness import wake_quietly
 from conserve.store.books.readings import read_jobs
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def harvest(
         log_format=log_format,
     )
     begin_logging(settings)
+    wake_quietly()
     urls, lists = targets(settings, endpoint or [], endpoints or [])
     if not urls and not lists:
         raise SettingsError(

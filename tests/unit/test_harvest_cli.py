@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import threading
@@ -64,6 +65,25 @@ def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(
     submit(write_input(q=["a"]))
     assert conserve("harvest", "--endpoint", server.url, "--until-empty").returncode == 0
     assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no such policy")
+def test_a_harvester_takes_the_processor_from_no_server_for_being_woken(
+    server: ScriptedServer, forked: StartForked
+) -> None:
+    """Live requests would wait for it on a machine with few cores."""
+    running = forked("harvest", "--endpoint", server.url)
+    try:
+        until(
+            lambda: {os.sched_getscheduler(number) for number in threads_of(running.pid)} == {os.SCHED_BATCH}
+        )
+    finally:
+        running.send_signal(signal.SIGTERM)
+        ended(running)
+
+
+def threads_of(pid: int) -> list[int]:
+    return [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT)])

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from conserve.batch_api.serving import at_path
-from conserve.cli.api import AUTOGROUP, BESIDE_NICE
 from conserve.cli.serve import keyed
 from conserve.cli.serve_batches import SOCKET, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_notices import batches_left_out
@@ -18,6 +17,7 @@ from conserve.config import Settings, load
 from conserve.engine.service import ProcessCommand
 from conserve.engine.vllm.server import beside
 from conserve.errors import SettingsError
+from conserve.niceness import AUTOGROUP, BESIDE_NICE
 from conserve.store.database.store import Store
 from tests.commands import conserve
 
@@ -88,7 +88,7 @@ def test_no_other_user_opens_the_socket(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leads", [True, False])
 def test_the_batch_api_makes_its_own_session_nicer_and_no_other(leads: bool) -> None:
     before = AUTOGROUP.read_text()
-    code = "from conserve.cli import api; api.give_way(); print(api.os.nice(0)); print(api.AUTOGROUP.read_text())"
+    code = "from conserve.niceness import *; give_way(); print(os.nice(0)); print(AUTOGROUP.read_text())"
     words = [sys.executable, "-c", code]
     said = subprocess.run(
         words, start_new_session=leads, stdout=subprocess.PIPE, text=True, check=True
