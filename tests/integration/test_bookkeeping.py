@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,7 +112,8 @@ def test_notes_are_own_time_only_where_the_model_runs_on_the_same_thread(
     from conserve.engine.vllm.scheduling import own_time
 
     monkeypatch.setattr(own_time, "time", clock)
-    owing.scheduler._computes_here = backend == "uni"
+    parallel = SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=backend)
+    owing.scheduler.own_time = own_time.OwnTime.of(parallel)
     catch_up = owing.scheduler.books.catch_up
 
     def slowly() -> None:
@@ -120,6 +122,5 @@ def test_notes_are_own_time_only_where_the_model_runs_on_the_same_thread(
 
     output = owing.engine.scheduler.schedule()
     monkeypatch.setattr(owing.scheduler.books, "catch_up", slowly)
-    spent_s = owing.scheduler.own_time._spent_s
     owing.scheduler.get_grammar_bitmask(output)
-    assert owing.scheduler.own_time._spent_s - spent_s == pytest.approx(0.5 * counts)
+    assert owing.scheduler.own_time._spent_s == pytest.approx(0.5 * counts)

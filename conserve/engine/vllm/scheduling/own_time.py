@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 NEWEST = 32  # iterations; one in 8 has a look at the whole engine, and is no median
 EVERY = 8  # iterations between two medians
@@ -18,10 +18,10 @@ EVERY = 8  # iterations between two medians
 class OwnTime:
     """Time in our code of the newest iterations with live requests, on the thread of vLLM's engine core."""
 
-    def __init__(self, *, hidden: bool = False) -> None:
-        """`hidden`: iterations always overlap, so that none waits for its own planning."""
+    def __init__(self, *, hidden: bool = False, apart: bool = True) -> None:
+        """`hidden`: iterations always overlap. `apart`: the model runs in other processes than the engine core."""
         self.ms = 0.0  # median; 0 until `EVERY` iterations have ended
-        self._hidden = hidden
+        self._hidden, self._apart = hidden, apart
         self._newest: deque[float] = deque(maxlen=NEWEST)  # seconds
         self._spent_s = self._since = 0.0
         self._until_median = EVERY
@@ -30,9 +30,19 @@ class OwnTime:
         """Note that our code runs from here on."""
         self._since = time.monotonic()
 
-    def pause(self, *, counts: bool = True) -> None:
-        """Note that our code has ended for now; `counts`: no device computed beside it."""
-        if counts:
+    @classmethod
+    def of(cls, parallel: Any) -> Self:
+        """For an engine with this `ParallelConfig` of vLLM's."""
+        return cls(
+            hidden=parallel.pipeline_parallel_size > 1, apart=parallel.distributed_executor_backend != "uni"
+        )
+
+    def pause(self, *, launched: bool = False) -> None:
+        """Note that our code has ended for now; `launched`: the iteration had been handed to its workers before.
+
+        Where these are apart, they computed meanwhile.
+        """
+        if not (launched and self._apart):
             self._spent_s += time.monotonic() - self._since
 
     def of_vllm(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,8 +96,7 @@ class CoServing:
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
-        self.own_time = OwnTime(hidden=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        self._computes_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
+        self.own_time = OwnTime.of(vllm_config.parallel_config)
         self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
@@ -217,7 +216,7 @@ class CoServing:
         self.own_time.begin()
         self.books.catch_up()
         self._repetition.prepare()
-        self.own_time.pause(counts=self._computes_here)
+        self.own_time.pause(launched=True)
         return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
