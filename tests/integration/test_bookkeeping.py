@@ -87,6 +87,29 @@ def test_what_live_requests_wait_for_notes_latencies_alone(
     assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned + 1)
 
 
+def test_a_view_has_what_live_requests_add_to_iterations_and_one_answer_adds_next_to_nothing(
+    owing: Owing,
+) -> None:
+    """Rows beside an answer that does not end would else have no time for ever."""
+    from conserve.engine.vllm.scheduling.observation import Picture
+
+    busy = owing.scheduler._traffic.live_busy
+    list(owing.steps(50))
+    assert busy._live_s > 0
+    assert busy.share < 0.2
+    live_s = busy._live_s
+    busy.note(9 * live_s, 9 * live_s)  # prompts, as they queue
+    view = Picture(owing.scheduler, owing.scheduler._traffic, surcharge_ms=0.0).view(
+        owing.scheduler._slo, owing.scheduler._iterations.model
+    )
+    assert view.live_busy == busy.share > 0.8
+    owing.engine.abort([owing.live])
+    list(owing.steps(2))  # the last with the live request is noted
+    counted = busy._live_s
+    list(owing.steps(30))
+    assert busy._live_s == counted, "rows are no live requests"
+
+
 def test_a_request_that_ends_is_forgotten_with_its_last_token(owing: Owing) -> None:
     while not owing.live.is_finished():
         list(owing.steps(1))

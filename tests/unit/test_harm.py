@@ -55,6 +55,20 @@ def test_what_scheduling_takes_of_ours_counts_as_added(own_ms: float, tokens: in
     assert len(Conserve().plan(beside(own_ms=own_ms)).tokens) >= 10, "the live requests are not held up"
 
 
+@pytest.mark.parametrize(("busy", "tokens"), [(0.0, 10), (0.5, 4), (0.9, 0)])
+def test_rows_get_less_where_live_requests_queue(busy: float, tokens: int) -> None:
+    """Of 20 ms with 10 decode steps, half."""
+    assert offline_tokens(beside(live_busy=busy)) == tokens
+
+
+def test_where_a_promise_in_ms_is_not_kept_the_harm_is_that_of_iterations() -> None:
+    broken = Slo(ttft_ms=1000, tbt_ms=100, only_tbt_harm=0.5)
+    assert offline_tokens(beside(broken, live_busy=0.5)) == offline_tokens(beside(broken)) == 10
+    assert offline_tokens(beside(Slo(ttft_ms=1000, only_tbt_harm=0.5), live_busy=0.5)) == 4, (
+        "none is promised"
+    )
+
+
 def test_what_scheduling_takes_is_no_harm_to_a_promise_in_ms() -> None:
     assert offline_tokens(beside(Slo(tbt_ms=25), own_ms=4.0)) == 5
 

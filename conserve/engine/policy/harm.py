@@ -8,7 +8,7 @@ from math import inf
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
-from conserve.engine.policy.view import DEFAULT_CLASS, View, least, tightest
+from conserve.engine.policy.view import DEFAULT_CLASS, Slo, View, least, tightest
 from conserve.profiles.correction import limit_ms_for
 from conserve.profiles.model import LatencyModel
 
@@ -32,11 +32,33 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Smallest harm to gaps of requests in the batch, and to first tokens beside a prompt; None without one."""
+    """Smallest share to gaps of requests in the batch, and to first tokens beside a prompt; None without one."""
     slo = view.slo
     if view.slos:
         slo = tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens)
-    return least(slo.tbt_harm, slo.ttft_harm) if composer.batch.prefills else slo.tbt_harm
+    gaps = of_an_iteration(slo.tbt_harm, slo, slo.tbt_ms, view.live_busy)
+    if not composer.batch.prefills:
+        return gaps
+    return least(gaps, of_an_iteration(slo.ttft_harm, slo, slo.ttft_ms, view.live_busy))
+
+
+def of_an_iteration(harm: float | None, slo: Slo, promised_ms: float, live_busy: float) -> float | None:
+    """Share by which iterations may be longer for a latency to be longer by `harm`.
+
+    Where the harm stands in for a promise in ms that is not kept, it is of iterations and not of latencies.
+    """
+    broken = slo.harm is None and promised_ms < inf
+    return harm if harm is None or broken else without_queueing(harm, live_busy)
+
+
+def without_queueing(harm: float, live_busy: float) -> float:
+    """Share of longer service that makes latencies longer by `harm`, as more requests are there at a time.
+
+    A shared processor that is busy for a share b of the time takes s / (1 - b) for what takes s alone. With service
+    that is longer by h it takes (1 + h) s / (1 - (1 + h) b). Here s is the constant part of an iteration, and b the
+    share of live iterations beyond it. Source: Kleinrock, "Queueing Systems" (1976), processor sharing.
+    """
+    return harm * (1 - live_busy) / (1 + harm * live_busy)
 
 
 def lengthened_ms(model: LatencyModel, alone_ms: float, added_ms: float) -> float:

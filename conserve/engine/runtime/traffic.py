@@ -22,6 +22,7 @@ from conserve.engine.runtime.class_traffic import (
 )
 from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.last_tokens import LastTokens
+from conserve.engine.runtime.live_busy import LiveBusy
 from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
@@ -57,6 +58,7 @@ class Traffic:
         }
         self._default = self._classes[DEFAULT_CLASS]
         self.pushing, self.rows_time, self._told_ways = Pushing(), RowsTime(), WaysTold()
+        self.live_busy = LiveBusy()
         self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None

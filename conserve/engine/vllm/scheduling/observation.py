@@ -82,6 +82,7 @@ class Picture:
             ahead=ahead,
             layers=scheduler.arrival_monitor.layers,
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
+            live_busy=self._traffic.live_busy.share,
             own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
