@@ -218,7 +218,9 @@ def test_each_cell_is_a_comparison_on_servers_of_one_store(
 
 def test_servers_start_anew_for_each_cell_of_a_full_sweep(tmp_path: Path, measured: Measured) -> None:
     """A server that is started twice is some percent faster or slower, and would be so in all cells."""
-    asyncio.run(sweep_in(tmp_path, replace(PLAN, anew=True)).run(as_many_as_fit=False))
+    cells = sweep_in(tmp_path, replace(PLAN, anew=True))
+    assert cells._starts_s() == sweep.START_S * 8, "three servers a cell, of which one runs by then"
+    asyncio.run(cells.run(as_many_as_fit=False))
     (servers,) = FakeServers.made
     assert servers.ends == [1, 2], "between cells"
     with pytest.raises(InputError, match="other servers"):

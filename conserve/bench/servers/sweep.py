@@ -22,7 +22,7 @@ from conserve.bench.profiler import DEFAULT, LEAST, MOST
 from conserve.bench.servers.rows import new_store
 from conserve.bench.servers.servers import Servers, ServersPlan
 from conserve.bench.sizing import Offered, size
-from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft, sentence_on
+from conserve.bench.sweep import CellLedger, SweepPlan, sentence_on
 from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import EndpointUnusable
 from conserve.words import duration
@@ -68,15 +68,16 @@ class OnServers:
     async def _cells(self, servers: Servers, engine: EngineModel) -> None:
         missing, known = self.ledger.missing, len(self.ledger.done)
         takes_s = {cell: self._takes_s(cell, engine) for cell in missing}
-        estimate = SweepTimeLeft(1.0)
         self._say(sentence_on(self.ledger, self._starts_s() + sum(takes_s.values()), known))
         for number, cell in enumerate(missing):
             if number and self._plan.anew:
                 await servers.end()
             self.ledger.keep(await self._measure(cell, servers, engine))
-            estimate.measured()
-            left = duration(sum(takes_s[other] for other in missing[number + 1 :]))
-            self._say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; about {left} left")
+            left = missing[number + 1 :]
+            left_s = sum(takes_s[other] for other in left) + START_S * self._started_each * len(left)
+            self._say(
+                f"{known + number + 1} of {len(missing) + known}: {cell.name}; about {duration(left_s)} left"
+            )
 
     async def _measure(self, cell: Cell, servers: Servers, engine: EngineModel) -> dict[str, Any]:
         """Play one cell."""
@@ -133,14 +134,18 @@ class OnServers:
         return size(offered, self._preset, self._design(cell.scale), engine, overload=True).takes_s
 
     def _starts_s(self) -> float:
-        """Time that servers take to start, the first one left out, by which the time is told."""
-        policies, cells = self._plan.policies, len(self.ledger.missing)
-        stock = sum(map(is_stock, policies))
-        if self._plan.anew:
-            return START_S * (cells * (stock + 1) - 1)
-        return START_S * (
-            stock + (cells - 1 if SARATHI_P in policies else 0)
-        )  # it has a token budget of each
+        """Time that servers take to start; the plug-in's runs when this is told."""
+        again = self._started_each * (len(self.ledger.missing) - 1)
+        return START_S * (self._stock + again)
+
+    @property
+    def _stock(self) -> int:
+        return sum(map(is_stock, self._plan.policies))
+
+    @property
+    def _started_each(self) -> int:
+        """Number of servers that start for each further cell; `sarathi-p` has a token budget of its own in each."""
+        return self._stock + 1 if self._plan.anew else int(SARATHI_P in self._plan.policies)
 
     def _fit(self, engine: EngineModel) -> None:
         """Cut the sweep to the cells that half an hour allows, before the first one is measured."""

@@ -2,6 +2,7 @@
 
 The bound is relative, so it needs no number from the user: it is a share of the time that the latency model
 predicts for the online requests alone. It holds for each iteration, and so for the median as well as for the tail.
+Where online requests wait for each other, iterations may be longer by less than latencies may.
 """
 
 from math import inf
@@ -32,7 +33,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Smallest share to gaps of requests in the batch, and to first tokens beside a prompt; None without one."""
+    """Share that gaps, and first tokens beside a prompt, leave to the next iteration; None without a harm."""
     slo = view.slo
     if view.slos:
         slo = tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens)

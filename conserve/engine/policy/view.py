@@ -214,7 +214,7 @@ class View:
     ahead: bool = False  # scheduled while the iteration before it runs: an arrival waits for both
     layers: int = 1  # of the model: an arrival waits for one of them where rows join
     online_waited_ms: float = 0.0  # time of the last iteration, if running online requests were not in it
-    live_busy: float = 0.0  # share of live iterations that live requests add to their constant part
+    live_busy: float = 0.0  # share of iterations of live requests that is beyond the constant part
     own_ms: float = 0.0  # that our scheduling takes of an iteration: stock vLLM would be faster by it
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones

@@ -1,4 +1,4 @@
-"""How much of the time with live requests they add to the constant part of iterations: how long they queue."""
+"""Measures how much live requests wait for each other: the share of their iterations beyond the constant part."""
 
 from math import exp
 
@@ -6,13 +6,13 @@ FADES_S = 30.0  # seconds of live iterations after which one counts for a third
 
 
 class LiveBusy:
-    """A share that forgets."""
+    """A share that forgets: old iterations count less and less."""
 
     def __init__(self) -> None:
         self._added_s = self._live_s = 0.0
 
     def note(self, added_s: float, live_s: float) -> None:
-        """Note an iteration in which live requests took `live_s` seconds, of which they added so many."""
+        """Note `live_s` seconds of an iteration without its rows, `added_s` of them beyond the constant part."""
         faded = exp(-live_s / FADES_S)
         self._added_s = faded * self._added_s + added_s
         self._live_s = faded * self._live_s + live_s

@@ -49,10 +49,11 @@ class Bookkeeping:
             return
         (iteration, at, by_client), self._unnoted = self._unnoted, None
         traffic, finished = self._scheduler._traffic, self._scheduler._finished
-        traffic.rows_time.note(at - iteration.took_s, at, iteration.rows_s)
+        rows_s = iteration.rows_s
+        traffic.rows_time.note(at - iteration.took_s, at, rows_s)
         plan, model = iteration.plan, self._scheduler._iterations.model
         if plan is not None and plan.online_ms > 0 and model is not None:
-            live_s = iteration.took_s - iteration.rows_s
+            live_s = iteration.took_s - rows_s
             traffic.live_busy.note(live_s * max(0.0, 1 - smallest_ms(model) / plan.online_ms), live_s)
         for outputs in by_client.values():
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]

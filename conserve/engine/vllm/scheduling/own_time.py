@@ -26,16 +26,16 @@ class OwnTime:
         self._spent_s = self._since = 0.0
         self._until_median = EVERY
 
-    def begin(self) -> None:
-        """Note that our code runs from here on."""
-        self._since = time.monotonic()
-
     @classmethod
     def of(cls, parallel: Any) -> Self:
         """For an engine with this `ParallelConfig` of vLLM's."""
         return cls(
             hidden=parallel.pipeline_parallel_size > 1, apart=parallel.distributed_executor_backend != "uni"
         )
+
+    def begin(self) -> None:
+        """Note that our code runs from here on."""
+        self._since = time.monotonic()
 
     def pause(self, *, launched: bool = False) -> None:
         """Note that our code has ended for now; `launched`: the iteration had been handed to its workers before.
