@@ -135,6 +135,11 @@ def ended(running: Command, hangs_s: float = HANGS_S) -> Done:
     return Done(running.returncode, stdout, stderr)
 
 
+def threads_of(process_id: int | str) -> set[int]:
+    """Numbers of a process's threads; `self` names this process."""
+    return {int(path.name) for path in Path(f"/proc/{process_id}/task").iterdir()}
+
+
 def until(
     condition: Callable[[], bool],
     running: Command | None = None,

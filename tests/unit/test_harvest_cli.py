@@ -21,7 +21,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.store.books.readings import JobReading, read_jobs
 from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer
-from tests.commands import conserve, ended, until
+from tests.commands import conserve, ended, threads_of, until
 from tests.conftest import StartForked, WriteInput
 from tests.tiers import in_full
 
@@ -75,15 +75,12 @@ def test_a_harvester_takes_the_processor_from_no_server_for_being_woken(
     running = forked("harvest", "--endpoint", server.url)
     try:
         until(
-            lambda: {os.sched_getscheduler(number) for number in threads_of(running.pid)} == {os.SCHED_BATCH}
+            lambda: {os.sched_getscheduler(number) for number in threads_of(running.pid)} == {os.SCHED_BATCH},
+            running,
         )
     finally:
         running.send_signal(signal.SIGTERM)
         ended(running)
-
-
-def threads_of(pid: int) -> list[int]:
-    return [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT)])
