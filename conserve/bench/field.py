@@ -41,6 +41,7 @@ class Turn(NamedTuple):
     server: CountedServer
     target: LoadTarget
     seed: int
+    first: bool = False  # since the server's start: it has seen no live request yet
 
 
 class Field(Protocol):

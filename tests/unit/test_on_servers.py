@@ -290,6 +290,11 @@ class ReadyPlace:
     def __init__(self, name: str, *_: Any, url: str, **__: Any) -> None:
         self.name, self.url, self.server = name, url, CountlessServer()
         self.answers = False
+        self.turns = 0
+
+    def first_turn(self) -> bool:
+        self.turns += 1
+        return self.turns == 1
 
     async def begin(self) -> None:
         self.answers = True
@@ -409,6 +414,39 @@ def test_a_turn_without_rows_begins_with_live_requests_that_count_for_nothing(
     virtual_time.run(compared(field))
     without_rows = (0, 3)  # of two rounds, in another order each
     assert sent == [turn for turn in without_rows for _ in range(compare.WARMED_BY)], "before the block"
+
+
+def test_a_server_that_has_just_started_meets_arrivals_that_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[int]
+) -> None:
+    """Whichever policy comes first: those of 20 s from the block's first one on."""
+    found: list[tuple[int, Trace]] = []
+    warm = compare.play
+
+    async def practice(trace: Trace, target: LoadTarget, *, seed: int) -> list[LoadAnswer]:
+        if len(trace) == 1:
+            return await warm(trace, target, seed=seed)
+        found.append((seed, trace))
+        return []
+
+    monkeypatch.setattr(compare, "play", practice)
+    monkeypatch.setattr(servers, "stock_command", lambda *_: None)
+    arrivals = tuple(Arrival(at_s, 16, 40) for at_s in (3.0, 5.0, 22.9, 23.1))
+    trace = Trace(name="t", duration_s=25.0, arrivals=arrivals)
+    design = Design(policies=["conserve", "online-only"], rounds=2, block_s=25.0)
+
+    async def rounds() -> None:
+        plan = own_plan(Settings(home=tmp_path), [], design.policies, CPU, tmp_path / "store", seed=0)
+        field = servers.Servers(plan, design)
+        await field.prepare(replace(sized_pair(), design=design), None, None)
+        async for _ in compare.alternate(field, lambda number: trace, design, say=lambda line: None):
+            pass
+
+    virtual_time.run(rounds())
+    assert [[one.at_s for one in early] for _, early in found] == 2 * [[0.0, 2.0, pytest.approx(19.9)]]
+    assert [one.output_tokens for one in found[0][1]] == [40, 40, 40]
+    assert not {seed for seed, _ in found} & {*seeds}
+    assert len(seeds) == 4
 
 
 def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(seeds: list[int]) -> None:

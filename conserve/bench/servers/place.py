@@ -45,6 +45,7 @@ class ServerPlace:
         self._warden: subprocess.Popen[bytes] | None = None
         self._frozen = False
         self._filled = False
+        self._had_turns = False
 
     @property
     def started(self) -> bool:
@@ -75,6 +76,11 @@ class ServerPlace:
             self._filled = True
             await asyncio.sleep(seconds)
 
+    def first_turn(self) -> bool:
+        """True at the first call since the start."""
+        first, self._had_turns = not self._had_turns, True
+        return first
+
     async def harvest_by(self, command: ProcessCommand) -> None:
         """Replace the harvester by one that this command starts."""
         self._harvester = command
@@ -96,7 +102,7 @@ class ServerPlace:
                 service.kill()
             self._dismiss()
             self._running = self._service = None
-            self._frozen = self._filled = False
+            self._frozen = self._filled = self._had_turns = False
             await running
 
     async def _start(self) -> None:

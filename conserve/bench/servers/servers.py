@@ -125,7 +125,7 @@ class Servers:
         target = LoadTarget(
             base_url=place.url, model=settings.engine_model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
-        return Turn(place.server, target, next(self._seeds))
+        return Turn(place.server, target, next(self._seeds), first=place.first_turn())
 
     async def played(self, policy: str) -> None:
         """Raise `ConserveError` if the rows of this policy's server ran out in the block."""
