@@ -12,7 +12,7 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Field, Turn
 from conserve.bench.load import LoadPlan, play, play_apart
 from conserve.bench.measure import Block, by_policy, online_only_p99s, percentiles
-from conserve.bench.names import OFF, ONLINE_ONLY, alone_of
+from conserve.bench.names import OFF, alone_of
 from conserve.bench.traces import Trace
 
 STARTING_S = 2.0  # of the load generator's process, about
@@ -31,7 +31,7 @@ class Design:
     rounds: int
     block_s: float
     settle_s: float = 3.0  # time under a policy before its block counts
-    warmed_by: int = WARMED_BY  # live requests that count for nothing, before each block without rows
+    warmed_by: int = WARMED_BY  # live requests that count for nothing, before each block
     slo: LatencyLimits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
     slo_ahead: bool = False  # these are of a pass of online-only before the rounds
@@ -98,8 +98,7 @@ async def one_turn(
     turn = await field.turn(policy, slo)
     if turn.first:
         await practised(turn, trace)
-    if policy.partition("/")[0] == ONLINE_ONLY:
-        await warmed(turn, trace, design.warmed_by)
+    await warmed(turn, trace, design.warmed_by)
     await asyncio.sleep(design.settle_s)
     block = await one_block(turn, trace, design, policy)
     await field.played(policy)
@@ -138,8 +137,8 @@ async def practised(turn: Turn, trace: Trace) -> None:
 async def warmed(turn: Turn, trace: Trace, requests: int) -> None:
     """Send live requests as long as the first of the block's, whose answers count for nothing.
 
-    A server whose turn begins was stopped or has just started. Rows warm it up, where there are any; without rows
-    the block's first request would be its slowest, which of few requests is their P99, and so the SLO.
+    A server whose turn begins was stopped or has just started. The block's first request would be its slowest,
+    which of few requests is their P99, and so the SLO; and a server that had no turn for a minute expects none.
     """
     if not requests:
         return

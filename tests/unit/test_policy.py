@@ -98,12 +98,18 @@ class TestBatchingMode:
             "rows_join": True,
             "waiting_offline": rows,
         }
-        assert plan_of(**joins).total == 2048
+        assert plan_of(**joins, rare_starts=True).total == 2048
         assert plan_of(**joins, arrivals_per_s=0.1, prompt_tokens=100).predicted_ms <= 550
 
     def test_one_that_begins_anew_is_as_long_as_costs_the_least(self) -> None:
         view = view_of(slo=self.slo, rows_leave=True)
         assert arrival_limit_ms(view) == cheapest_ms(view, 11)
+
+    def test_where_such_requests_are_not_rare_a_layer_takes_a_fiftieth_of_the_promise(self) -> None:
+        joins: dict[str, Any] = {"rows_leave": True, "rows_join": True, "layers": 16}
+        assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=1000), **joins)) == pytest.approx(320)
+        constant_share = 0.1
+        assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=100), **joins)) == pytest.approx(11 / constant_share)
 
     def test_one_that_rows_cannot_leave_takes_half_of_the_promise(self) -> None:
         assert arrival_limit_ms(view_of(slo=self.slo)) == 500
@@ -114,7 +120,8 @@ class TestBatchingMode:
             return harmless_wait_ms(view_of(slo=Slo(harm=0.1), **changes))
 
         assert limit_ms() == pytest.approx(110)
-        assert limit_ms(rare_starts=True) == limit_ms(rows_leave=True) == pytest.approx(1100)
+        assert limit_ms(rows_leave=True) == limit_ms(rows_leave=True, rows_join=True) == limit_ms()
+        assert limit_ms(rare_starts=True) == pytest.approx(1100)
         assert limit_ms(rare_starts=True, prompt_tokens=100) < 110, "live requests are about"
 
     @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import View
 from conserve.profiles.model import smallest_ms
@@ -125,12 +126,14 @@ def layer_limit_ms(view: View, constant_ms: float) -> float:
 def quiet_limit_ms(view: View) -> float:
     """Longest iteration in batching mode: no online request is expected within the next iterations, in ms.
 
-    The next one waits for a layer where rows leave, or for half of its TTFT promise where they cannot. Source:
-    conserve-2026 section 4.2, the offline-optimized mode.
+    The next one waits for a layer where rows leave, or for half of its TTFT promise where they cannot. Where such
+    requests are not rare, a layer takes `PATIENCE` of the promise at most, as far as that costs `LARGEST_LOSS` of
+    throughput at most. Source: conserve-2026 section 4.2, the offline-optimized mode.
     """
-    if view.rows_join:
-        return inf
     constant_ms = smallest_ms(view.model)
+    if view.rows_join:
+        layer_ms = PATIENCE * view.slo.ttft_ms
+        return inf if view.rare_starts else max(constant_ms / LARGEST_LOSS, view.layers * layer_ms)
     if view.rows_leave:  # an arrival makes all of them begin anew
         return cheapest_ms(view, constant_ms)
     return max(constant_ms / LARGEST_LOSS, view.slo.ttft_ms / 2 / waits_for(view))
@@ -170,8 +173,8 @@ def harmless_wait_ms(view: View) -> float:
 
     An arrival waits a share `harm` of a typical prompt's own time at most: for the whole iteration where rows
     cannot leave, for a layer where they join again, and for nothing where they begin anew. In batching mode only
-    the constant part of an iteration limits it; where rows cannot leave, the requests that end a quiet minute wait
-    for all of it, so it is that long only while such requests are rare.
+    the constant part of an iteration limits it. Requests that end a quiet minute wait for a layer of it, or for
+    what is behind the last one, or for all of it, so it is that long only while such requests are rare.
     """
     harm = view.slo.ttft_harm
     if harm is None:
@@ -179,7 +182,7 @@ def harmless_wait_ms(view: View) -> float:
     constant_ms = smallest_ms(view.model)
     longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
     if view.quiet:
-        return constant_ms / QUIET_LOSS if view.rows_leave or view.rare_starts else enough_ms
+        return constant_ms / QUIET_LOSS if view.rare_starts else enough_ms
     wait_ms = harm * view.typical_prompt_ms / waits_for(view)
     if view.rows_join:
         shortest_ms = constant_ms / HARM_LOSS
