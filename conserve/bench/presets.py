@@ -64,8 +64,7 @@ CPU = Preset(
         *("--max-num-batched-tokens", "2048", "--max-model-len", "2048", "--max-num-seqs", "128"),
         *("--block-size", "64", "--kv-cache-memory-bytes", str(1 << 30)),
     ),
-    # Weights in huge pages: how fast a server is would else depend on where its pages happened to lie.
-    environment={"VLLM_CPU_OMP_THREADS_BIND": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    environment={"VLLM_CPU_OMP_THREADS_BIND": "0"},
     engine_cores=(0,),
     other_cores=(1,),
     rounds=2,  # four policies take under ten minutes: answers of slow ones end a minute after the last arrival
