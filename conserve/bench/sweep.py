@@ -33,7 +33,7 @@ from conserve.words import count, duration
 
 FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
 MOST_BLOCKS = 16
-AHEAD = "of a pass before the blocks"  # the SLO of a cell on an engine
+AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
 TUNED_ON = 2  # first blocks of a cell, of test runs
 FIGURES = (
