@@ -229,7 +229,7 @@ def test_a_parquet_file_without_rows_has_no_batches(write_input: WriteInput) -> 
 def test_a_parquet_file_damaged_inside_is_named(write_input: WriteInput) -> None:
     path = write_input(q=[os.urandom(50).hex() for _ in range(2000)])
     data = bytearray(path.read_bytes())
-    data[100:40_000] = bytes(39_900)
+    data[100:40_000] = b"\xff" * 39_900  # zeros are pages that can be read, in 3 of 1,000 such files
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"my file is damaged .*; write it again"):
         list(ParquetRows(path, "my file").batches(["q"]))
