@@ -20,7 +20,6 @@ LEAD_S = 0.5  # from when it is ready to the first moment of a block
 T = TypeVar("T")
 WARMED_BY, WARM_TOKENS = 3, 8  # requests, and tokens of an answer
 WARM_SEED = 1_000_003  # apart from those of all turns, so that no block's prompt is in the prefix cache
-PASSES = 2  # of online-only over all arrivals ahead of the blocks, of which the last one sets the SLO
 PRACTICE_S = 20.0  # of arrivals that a server has met before its first block
 
 
@@ -80,19 +79,18 @@ async def with_slo(field: Field, source: Source, design: Design, *, say: Callabl
     """The design with its SLO: where it is `slo_ahead`, online-only plays all arrivals for that, the second time.
 
     An SLO of the blocks so far changes with each of them: with few requests in a block the first promise is a
-    half or twice the last, and policies are then held against another promise than they were given. A server that
-    meets a burst for the first time takes up to half as long again for it, so the first pass counts for nothing.
+    half or twice the last, and policies are then held against another promise than they were given. A started
+    server takes longer for prompts of a length that it has not had, so the first pass counts for nothing.
     """
     alone = alone_of(design.policies)
     if not design.slo_ahead or design.slo is not None or alone is None:
         return design
+    for number in range(design.rounds):
+        await one_turn(field, alone, None, source(number), design)
     blocks = []
-    for passed in range(PASSES):
-        for number in range(design.rounds):
-            block = await one_turn(field, alone, None, source(number), design)
-            if passed == PASSES - 1:
-                blocks.append(block)
-                say(f"for the SLO, {sentence(block, number, design.rounds)}")
+    for number in range(design.rounds):
+        blocks.append(await one_turn(field, alone, None, source(number), design))
+        say(f"for the SLO, {sentence(blocks[-1], number, design.rounds)}")
     return replace(design, slo=limits(blocks, design.slo_scale))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
 
-from conserve.bench.compare import LEAD_S, PASSES, STARTING_S, Design, Source
+from conserve.bench.compare import LEAD_S, STARTING_S, Design, Source
 from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block
 from conserve.bench.names import (
@@ -316,7 +316,7 @@ def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineM
     alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)
     tails_s = dict.fromkeys(ALONE, alone_s) | dict.fromkeys(UNBOUNDED, longest * engine.full_s())
     each_s = [tails_s.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies]
-    each_s += PASSES * [alone_s] if design.slo_ahead else []
+    each_s += [alone_s, alone_s] if design.slo_ahead else []  # two passes
     before_s = STARTING_S + LEAD_S + design.settle_s
     return design.rounds * sum(before_s + design.block_s + tail_s for tail_s in each_s)
 

@@ -108,8 +108,7 @@ class TestBatchingMode:
     def test_where_such_requests_are_not_rare_a_layer_takes_a_fiftieth_of_the_promise(self) -> None:
         joins: dict[str, Any] = {"rows_leave": True, "rows_join": True, "layers": 16}
         assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=1000), **joins)) == pytest.approx(320)
-        constant_share = 0.1
-        assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=100), **joins)) == pytest.approx(11 / constant_share)
+        assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=100), **joins)) == pytest.approx(110)
 
     def test_one_that_rows_cannot_leave_takes_half_of_the_promise(self) -> None:
         assert arrival_limit_ms(view_of(slo=self.slo)) == 500

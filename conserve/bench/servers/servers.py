@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, Self
 
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.compare import Design
+from conserve.bench.compare import PRACTICE_S, Design
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
 from conserve.bench.forecast import EngineModel
@@ -100,7 +100,7 @@ class Servers:
     async def prepare(self, sized: Sized, engine: EngineModel | None, tokens: int | None) -> Self:
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
         if engine is not None:
-            self._wanted = rows_of_block(sized, self._plan.preset, engine, FILL_S)
+            self._wanted = rows_of_block(sized, self._plan.preset, engine, FILL_S + PRACTICE_S)
         for policy in filter(is_stock, sized.design.policies):
             budget = tokens if policy == SARATHI_P else None
             if policy in self._stock and self._budgets[policy] != budget:
