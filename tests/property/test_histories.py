@@ -10,7 +10,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,8 +158,9 @@ class Recorded:
     @contextmanager
     def write(self) -> Iterator[Any]:
         with self._store.write() as tx:
-            yield tx
+            # Asked first: the last statement of a step may commit, and what follows is another transaction.
             self.xid = int(tx.scalar(text("select pg_current_xact_id()::text")))
+            yield tx
 
 
 class Owner:
@@ -312,10 +313,22 @@ def test_a_history_of_concurrent_steps_is_that_of_a_queue(
     databases: Databases, tmp_path: Path, steps: int
 ) -> None:
     url = databases.emptied()
-    store = Store.open(load({"home": tmp_path / "home", "store": url}, environ={}))
-    for job_id in JOBS:
-        add_job(store, job_id, rows=ROWS)
-    owners = [Owner(name, url, tmp_path / "home", steps) for name in OWNERS]
+    with closing(Store.open(load({"home": tmp_path / "home", "store": url}, environ={}))) as store:
+        for job_id in JOBS:
+            add_job(store, job_id, rows=ROWS)
+        owners = [Owner(name, url, tmp_path / "home", steps) for name in OWNERS]
+        make(owners, steps)
+        model = Model()
+        for step in in_order(store, [step for owner in owners for step in owner.history]):
+            model.replay(step)
+        judge(store, model)
+        drain(store, model)
+        judge(store, model)
+        assert all(model.finished(job_id) for job_id in JOBS)
+
+
+def make(owners: Sequence[Owner], steps: int) -> None:
+    """Let the owners make this many steps between them, all at the same time."""
     threads = [threading.Thread(target=owner.run, args=[steps // len(owners)]) for owner in owners]
     for thread in threads:
         thread.start()
@@ -324,14 +337,6 @@ def test_a_history_of_concurrent_steps_is_that_of_a_queue(
     for owner in owners:
         if owner.failure is not None:
             raise owner.failure
-    model = Model()
-    for step in in_order(store, [step for owner in owners for step in owner.history]):
-        model.replay(step)
-    judge(store, model)
-    drain(store, model)
-    judge(store, model)
-    assert all(model.finished(job_id) for job_id in JOBS)
-    store.close()
 
 
 def in_order(store: Store, steps: Sequence[Step]) -> list[Step]:
