@@ -1,10 +1,14 @@
 """Input files: what is read of them, whether they changed, and the request files made of them."""
 
 import dataclasses
+import fcntl
 import gzip
 import io
 import json
 import os
+import signal
+import termios
+import threading
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.cli.signals import ended_in_order
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
@@ -42,6 +47,7 @@ from conserve.store.books.catalog import Source
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from tests.commands import until
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
 
@@ -713,3 +719,24 @@ def test_ends_of_lines_within_a_csv_value_stay_as_they_are(tmp_path: Path) -> No
     (tmp_path / "a.csv").write_bytes(b'q,n\r\n"x\r\ny",1\r\n"x\ny",2\r\n')
     rows = text_rows.CsvRows([tmp_path / "a.csv"], "a.csv")
     assert [row["q"] for row in rows.rows()] == ["x\r\ny", "x\ny"]
+
+
+def test_a_signal_just_before_standard_input_is_read_is_heeded(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    heeded = threading.Event()
+    os.write(writing, b"a")
+
+    def tell() -> None:
+        until(lambda: not fcntl.ioctl(reading, termios.FIONREAD, bytes(4)).strip(b"\0"))
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # here: it interrupts no read over there
+        in_time.append(heeded.wait(30))
+        os.close(writing)  # else the read waits for ever
+
+    in_time: list[bool] = []
+    teller = threading.Thread(target=tell)
+    with os.fdopen(reading, "rb") as stream, pytest.raises(KeyboardInterrupt), ended_in_order():  # noqa: PT012
+        teller.start()
+        spool(stream, tmp_path)
+    heeded.set()
+    teller.join()
+    assert in_time == [True]

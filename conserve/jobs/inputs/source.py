@@ -5,12 +5,15 @@ only once. So their rows are copied into the job's folder as Parquet, where SQL 
 """
 
 import glob
+import select
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import BufferedReader, UnsupportedOperation
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
@@ -37,6 +40,7 @@ from conserve.store.sql.scan import scanned
 
 STDIN = "-"
 SPOOLED = "stdin"  # standard input in the job's folder, until its rows are copied
+LOOK_MS = 200  # how often signals are looked for while standard input has nothing
 COPY_GIB = 1.0
 TEXTS: dict[FileFormat, type[TextRows]] = {
     FileFormat.JSONL: JsonLines,
@@ -142,7 +146,7 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     if from_stdin and len(given.names) > 1:
         raise UsageError("- is standard input and goes with no other file")
     named = (
-        NamedInput([spool(sys.stdin.buffer, folder)], several=False)
+        NamedInput([spool(cast("BufferedReader", sys.stdin.buffer), folder)], several=False)
         if from_stdin
         else spelled_out(given.names, several=given.several)
     )
@@ -313,12 +317,26 @@ def source_of(named: NamedInput, marks: Sequence[InputFile], kind: str) -> Sourc
     )
 
 
-def spool(stream: BinaryIO, folder: Path) -> Path:
+def spool(stream: BufferedReader, folder: Path) -> Path:
     """Write standard input to a file, since it is read twice."""
     path = folder / SPOOLED
     with path.open("wb") as file:
-        shutil.copyfileobj(stream, file, 1 << 20)
+        while content := awaited(stream).read1(1 << 20):
+            file.write(content)
     return path
+
+
+def awaited(stream: BufferedReader) -> BufferedReader:
+    """The stream, once it can be read; the handlers of signals run while it is waited for.
+
+    A signal that arrives just before a read that blocks is only handled behind that read: perhaps never.
+    """
+    with suppress(UnsupportedOperation):  # no file: its contents are in memory
+        ready = select.poll()
+        ready.register(stream, select.POLLIN)
+        while not ready.poll(LOOK_MS):
+            pass
+    return stream
 
 
 def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
