@@ -5,9 +5,21 @@ from functools import partial
 from pathlib import Path
 
 from tools.deploy import chart, dashboard
-from tools.docs import charts, commands, dots, drawings, mechanisms, plots, python, queue_drawings, screen
+from tools.docs import (
+    charts,
+    commands,
+    dots,
+    drawings,
+    mechanisms,
+    plots,
+    points,
+    python,
+    queue_drawings,
+    screen,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
+POINTS = DOCS / "benchmarks" / "operating-points.md"
 
 FILES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "commands.md": commands.page,
@@ -15,6 +27,7 @@ FILES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "chart.md": chart.page,
     chart.CHART / "files" / "dashboard.json": dashboard.page,
     DOCS / "how-to" / "top.svg": screen.picture,
+    POINTS: partial(points.page, POINTS),
     **{
         DOCS / "benchmarks" / name: partial(charts.draw, DOCS, one)
         for name, one in {**charts.CHARTS, **plots.CHARTS}.items()

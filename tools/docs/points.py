@@ -1,0 +1,171 @@
+"""Tables of operating points in a page of docs/benchmarks, from the ledgers of `conserve bench --sweep`.
+
+A page names them between two comments: `<!-- cells: LEDGER -->` or `<!-- middle and worst: LEDGER -->`, and
+`<!-- end -->`. What stands between them is written anew.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from conserve.bench.cell import RATIOS
+from conserve.bench.names import CONSERVE
+from conserve.bench.points import TRACES, Cell
+from conserve.bench.sweep import ranked
+
+HARM, HARM_TIMES = "conserve/harm", 1.10  # the default promise: latencies at most so many times online-only's
+PART = re.compile(r"(<!-- (cells|middle and worst): (\S+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+NAMES = {name: f"{name.removeprefix('trace-')} trace" for name in TRACES}
+HEADER = (
+    "cell, requests a policy",
+    "policy",
+    *("TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
+    "kept",
+    "rows, of non-preemptive",
+    "steady",
+)
+Measured = Mapping[str, Any]
+
+
+class Claim(NamedTuple):
+    """A figure of each cell, and its floors: of the median cell and of the worst one; None without floors."""
+
+    words: str
+    of: Callable[[Measured], float | None]
+    floors: tuple[float, float] | None = None
+    more_is_better: bool = False
+    decimals: str = ".2f"
+
+
+def _ratio(policy: str, name: str) -> Callable[[Measured], float | None]:
+    def of(cell: Measured) -> float | None:
+        found = cell["policies"][policy]["ratios"][name]
+        return found[0] if found else None
+
+    return of
+
+
+def _promised(name: str) -> Callable[[Measured], float | None]:
+    """A P99 of `conserve` to what it promises: so many times online-only's."""
+    of = _ratio(CONSERVE, name)
+
+    def kept(cell: Measured) -> float | None:
+        found = of(cell)
+        return found / cell["scale"] if found is not None else None
+
+    return kept
+
+
+def _figure(policy: str, name: str) -> Callable[[Measured], float | None]:
+    return lambda cell: cell["policies"][policy][name]
+
+
+def _twice(cell: Measured) -> float:
+    return max(cell["policies"][policy]["computed_twice"] or 0.0 for policy in (CONSERVE, HARM))
+
+
+MIDDLE, TAIL, ROWS = (1.10, 1.25), (1.05, 1.25), (0.85, 0.70)
+CLAIMS = (
+    Claim("`conserve/harm`, P50 TTFT", _ratio(HARM, "ttft_p50"), MIDDLE),
+    Claim("`conserve/harm`, P50 TBT", _ratio(HARM, "tbt_p50"), MIDDLE),
+    Claim("`conserve/harm`, P99 TTFT", _ratio(HARM, "ttft_p99"), TAIL),
+    Claim("`conserve/harm`, P99 TBT", _ratio(HARM, "tbt_p99"), TAIL),
+    Claim("`conserve/harm`, rows of non-preemptive", _figure(HARM, "of_non_preemptive"), more_is_better=True),
+    Claim("`conserve`, P99 TTFT", _ratio(CONSERVE, "ttft_p99"), TAIL),
+    Claim("`conserve`, P99 TBT", _ratio(CONSERVE, "tbt_p99"), TAIL),
+    Claim("`conserve`, P99 TTFT to its promise", _promised("ttft_p99")),
+    Claim("`conserve`, P99 TBT to its promise", _promised("tbt_p99")),
+    Claim("`conserve`, P50 TTFT", _ratio(CONSERVE, "ttft_p50")),
+    Claim("`conserve`, P50 TBT", _ratio(CONSERVE, "tbt_p50")),
+    Claim(
+        "`conserve`, rows of non-preemptive",
+        _figure(CONSERVE, "of_non_preemptive"),
+        ROWS,
+        more_is_better=True,
+    ),
+    Claim("`conserve`, rows of the bound", _figure(CONSERVE, "of_bound"), more_is_better=True),
+    Claim("rows computed twice", _twice, (0.01, 0.03), decimals=".1%"),
+)
+
+
+def page(path: Path) -> str:
+    """The page's text, with its tables written anew from `raw` beside it."""
+
+    def written(found: re.Match[str]) -> str:
+        measured = ledger(path.parent / "raw" / found[3])
+        return found[1] + (cells(measured) if found[2] == "cells" else middle_and_worst(measured)) + found[4]
+
+    return PART.sub(written, path.read_text(encoding="utf-8"))
+
+
+def ledger(path: Path) -> Sequence[Measured]:
+    """Cells of a ledger, which may be compressed."""
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    return [json.loads(line) for line in lines][1:]
+
+
+def cells(measured: Iterable[Measured]) -> str:
+    """Every cell with both promises, the worst P99 of `conserve` first."""
+    lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+    for cell in ranked(measured):
+        steps = cell["steps"]
+        steady = f"{steps['times']:.2f}" if steps else "-"
+        lines.append(_row(f"{name_of(Cell.of(cell))}; {cell['requests']}", cell, CONSERVE, steady))
+        lines.append(_row("", cell, HARM, ""))
+    return "\n".join(lines)
+
+
+def name_of(cell: Cell) -> str:
+    """The cell's name as pages write it."""
+    return cell.name.replace(cell.lengths, NAMES.get(cell.lengths, cell.lengths), 1).replace("%", " %", 1)
+
+
+def _row(heading: str, cell: Measured, policy: str, steady: str) -> str:
+    figures = cell["policies"][policy]
+    kept = ""
+    if policy == CONSERVE and figures["attainment"]:
+        kept = "{ttft:.1f}, {tbt:.1f} %".format(
+            **{name: 100 * (share or 0.0) for name, share in figures["attainment"].items()}
+        )
+    rows = figures["of_non_preemptive"]
+    said = [_latency(cell, policy, name) for name in RATIOS]
+    fields = [heading, f"`{policy}`", *said, kept, "-" if rows is None else f"{rows:.2f}", steady]
+    return "".join(f"| {field} " if field else "| " for field in fields) + "|"
+
+
+def _latency(cell: Measured, policy: str, name: str) -> str:
+    """A ratio with its interval; bold if it is more than what was promised."""
+    found = cell["policies"][policy]["ratios"][name]
+    if found is None:
+        return "-"
+    ratio, low, high = found
+    promised = {"p50": HARM_TIMES} if policy == HARM else {"p99": cell["scale"]}
+    limit = promised.get(name[-3:])
+    told = f"{ratio:.2f}"
+    bold = limit is not None and float(told) > limit
+    return (f"**{told}**" if bold else told) + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
+
+
+def middle_and_worst(measured: Sequence[Measured]) -> str:
+    """Median and worst cell of each claim, beside its floors; bold where one is missed."""
+    lines = [f"| of {len(measured)} cells | middle | worst | floors |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        values = [value for value in map(claim.of, measured) if value is not None]
+        found = median(values), (min if claim.more_is_better else max)(values)
+        said = [format(value, claim.decimals).replace("%", " %") for value in found]
+        floors = ""
+        if claim.floors is not None:
+            missed = [
+                (value < floor) if claim.more_is_better else (value > floor)
+                for value, floor in zip(found, claim.floors, strict=True)
+            ]
+            said = [f"**{one}**" if miss else one for one, miss in zip(said, missed, strict=True)]
+            decimals = ".0%" if claim.decimals == ".1%" else ".2f"
+            floors = ", ".join(format(floor, decimals).replace("%", " %") for floor in claim.floors)
+        lines.append(f"| {claim.words} | {said[0]} | {said[1]} | {floors} |")
+    return "\n".join(lines)
