@@ -1,0 +1,55 @@
+"""Tables of operating points in the documentation: what is bold, which cell is the worst."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conserve.bench.cell import RATIOS
+from tools.docs.points import CLAIMS, cells, middle_and_worst, page
+
+
+def cell(lengths: str, *, harm: float, p99: float, rows: float) -> dict[str, Any]:
+    """A cell's document, in which all ratios of a policy are alike."""
+
+    def policy(ratio: float) -> dict[str, Any]:
+        return {
+            "ratios": {name: [ratio, ratio - 0.1, ratio + 0.1] for name in RATIOS},
+            "attainment": {"ttft": 1.0, "tbt": 0.985},
+            "of_non_preemptive": rows,
+            "of_bound": rows,
+            "computed_twice": 0.0,
+        }
+
+    point = {"busy": 0.2, "cv": 0.5, "lengths": lengths, "scale": 1.25, "requests": 7, "steps": None}
+    return {**point, "policies": {"conserve": policy(p99), "conserve/harm": policy(harm)}}
+
+
+MEASURED = [
+    cell("chat", harm=1.0, p99=1.0, rows=0.9),
+    cell("code", harm=1.2, p99=1.3, rows=0.6),
+    cell("agents", harm=1.0, p99=1.1, rows=0.86),
+]
+
+
+def test_a_missed_floor_and_a_broken_promise_are_bold() -> None:
+    claims = dict(line.strip("| ").split(" | ", 1) for line in middle_and_worst(MEASURED).splitlines()[2:])
+    assert len(claims) == len(CLAIMS)
+    assert claims["`conserve/harm`, P50 TTFT"] == "1.00 | 1.20 | 1.10, 1.25"
+    assert claims["`conserve`, P99 TBT"] == "**1.10** | **1.30** | 1.05, 1.25"
+    assert claims["`conserve`, rows of non-preemptive"] == "0.86 | **0.60** | 0.85, 0.70"
+    assert claims["`conserve`, P99 TTFT to its promise"].startswith("0.88 | 1.04")
+    _, _, *rows = cells(MEASURED).splitlines()
+    assert [row.split(" | ")[0] for row in rows[::2]] == [
+        f"| {name}, 20 % busy, CV 0.5, SLO x1.25; 7" for name in ("code", "agents", "chat")
+    ]
+    assert "| 1.30 [1.20, 1.40] | **1.30** [1.20, 1.40] | 1.30 [1.20, 1.40] | **1.30** [" in rows[0]
+    assert rows[1].startswith("| | `conserve/harm` | **1.20** [1.10, 1.30] | 1.20 [")
+
+
+def test_a_page_has_the_tables_of_its_ledgers(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    lines = [{"seed": 0}, *MEASURED]
+    (tmp_path / "raw" / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "before\n<!-- cells: some.jsonl -->\nold\n<!-- end -->\nbehind\n"
+    (tmp_path / "page.md").write_text(text)
+    assert page(tmp_path / "page.md") == text.replace("old", cells(MEASURED))
