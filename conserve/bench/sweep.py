@@ -91,7 +91,8 @@ class CellLedger:
     @classmethod
     def open(cls, path: Path, plan: SweepPlan) -> "CellLedger":
         """Go on with the file, or begin it; raises `InputError` if it is another sweep's."""
-        ledger, lines = cls(path, plan), list(_lines(path))
+        ledger = cls(path, plan)
+        lines = list(documents(path.read_text())) if path.exists() else []
         if lines and lines[0] != plan.document():
             said = [name for name, value in plan.document().items() if lines[0].get(name) != value]
             raise InputError(
@@ -122,8 +123,9 @@ class CellLedger:
         return [self.measured[cell] for cell in self.plan.wanted() if cell in self.measured]
 
 
-def _lines(path: Path) -> Iterator[Document]:
-    for line in path.read_text().splitlines() if path.exists() else ():
+def documents(text: str) -> Iterator[Document]:
+    """The plan of a ledger, and its cells; a line that was cut short is left out."""
+    for line in text.splitlines():
         try:
             yield json.loads(line)
         except ValueError:

@@ -1,5 +1,6 @@
 """Tables of operating points in the documentation: what is bold, which cell is the worst."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def test_a_missed_floor_and_a_broken_promise_are_bold() -> None:
 def test_a_page_has_the_tables_of_its_ledgers(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     lines = [{"seed": 0}, *MEASURED]
-    (tmp_path / "raw" / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = "before\n<!-- cells: some.jsonl -->\nold\n<!-- end -->\nbehind\n"
+    ledger = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "raw" / "some.jsonl.gz").write_bytes(gzip.compress(ledger.encode()))
+    text = "before\n<!-- cells: some.jsonl.gz -->\nold\n<!-- end -->\nbehind\n"
     (tmp_path / "page.md").write_text(text)
     assert page(tmp_path / "page.md") == text.replace("old", cells(MEASURED))

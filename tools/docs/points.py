@@ -5,28 +5,28 @@ A page names them between two comments: `<!-- cells: LEDGER -->` or `<!-- middle
 """
 
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from conserve.bench.cell import RATIOS
-from conserve.bench.names import CONSERVE
+from conserve.bench import names
+from conserve.bench.cell import RATIOS, ratio
+from conserve.bench.names import CONSERVE, HARM_PERCENT
+from conserve.bench.pages.report import times
+from conserve.bench.pages.sweep_report import LATENCIES, interval
 from conserve.bench.points import TRACES, Cell
-from conserve.bench.sweep import ranked
+from conserve.bench.sweep import documents, ranked
 
-HARM, HARM_TIMES = "conserve/harm", 1.10  # the default promise: latencies at most so many times online-only's
+HARM = f"{CONSERVE}/{names.HARM}"  # the default promise
+HARM_TIMES = 1 + HARM_PERCENT / 100  # online-only's latencies, at most
 PART = re.compile(r"(<!-- (cells|middle and worst): (\S+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 NAMES = {name: f"{name.removeprefix('trace-')} trace" for name in TRACES}
 HEADER = (
-    "cell, requests a policy",
-    "policy",
-    *("TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
-    "kept",
-    "rows, of non-preemptive",
-    "steady",
+    *("cell, requests a policy", "policy"),
+    *LATENCIES.values(),
+    *("kept", "rows, of non-preemptive", "steady"),
 )
 Measured = Mapping[str, Any]
 
@@ -38,23 +38,26 @@ class Claim(NamedTuple):
     of: Callable[[Measured], float | None]
     floors: tuple[float, float] | None = None
     more_is_better: bool = False
-    decimals: str = ".2f"
+    form: str = ".2f"
+
+    def told(self, value: float) -> str:
+        """A figure or a floor."""
+        return _spaced(format(value, self.form))
+
+    def misses(self, value: float, floor: float) -> bool:
+        """True if the value is on the wrong side of the floor."""
+        return value < floor if self.more_is_better else value > floor
 
 
 def _ratio(policy: str, name: str) -> Callable[[Measured], float | None]:
-    def of(cell: Measured) -> float | None:
-        found = cell["policies"][policy]["ratios"][name]
-        return found[0] if found else None
-
-    return of
+    return lambda cell: ratio(cell, policy, name)
 
 
 def _promised(name: str) -> Callable[[Measured], float | None]:
     """A P99 of `conserve` to what it promises: so many times online-only's."""
-    of = _ratio(CONSERVE, name)
 
     def kept(cell: Measured) -> float | None:
-        found = of(cell)
+        found = ratio(cell, CONSERVE, name)
         return found / cell["scale"] if found is not None else None
 
     return kept
@@ -88,7 +91,7 @@ CLAIMS = (
         more_is_better=True,
     ),
     Claim("`conserve`, rows of the bound", _figure(CONSERVE, "of_bound"), more_is_better=True),
-    Claim("rows computed twice", _twice, (0.01, 0.03), decimals=".1%"),
+    Claim("rows computed twice", _twice, (0.01, 0.03), form=".1%"),
 )
 
 
@@ -103,10 +106,9 @@ def page(path: Path) -> str:
 
 
 def ledger(path: Path) -> Sequence[Measured]:
-    """Cells of a ledger, which may be compressed."""
-    content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
-    return [json.loads(line) for line in lines][1:]
+    """Cells of a compressed ledger."""
+    _, *measured = documents(gzip.decompress(path.read_bytes()).decode())
+    return measured
 
 
 def cells(measured: Iterable[Measured]) -> str:
@@ -114,7 +116,7 @@ def cells(measured: Iterable[Measured]) -> str:
     lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
     for cell in ranked(measured):
         steps = cell["steps"]
-        steady = f"{steps['times']:.2f}" if steps else "-"
+        steady = times(steps["times"] if steps else None)
         lines.append(_row(f"{name_of(Cell.of(cell))}; {cell['requests']}", cell, CONSERVE, steady))
         lines.append(_row("", cell, HARM, ""))
     return "\n".join(lines)
@@ -122,7 +124,11 @@ def cells(measured: Iterable[Measured]) -> str:
 
 def name_of(cell: Cell) -> str:
     """The cell's name as pages write it."""
-    return cell.name.replace(cell.lengths, NAMES.get(cell.lengths, cell.lengths), 1).replace("%", " %", 1)
+    return _spaced(cell.name.replace(cell.lengths, NAMES.get(cell.lengths, cell.lengths), 1))
+
+
+def _spaced(text: str) -> str:
+    return text.replace("%", " %")
 
 
 def _row(heading: str, cell: Measured, policy: str, steady: str) -> str:
@@ -132,23 +138,22 @@ def _row(heading: str, cell: Measured, policy: str, steady: str) -> str:
         kept = "{ttft:.1f}, {tbt:.1f} %".format(
             **{name: 100 * (share or 0.0) for name, share in figures["attainment"].items()}
         )
-    rows = figures["of_non_preemptive"]
     said = [_latency(cell, policy, name) for name in RATIOS]
-    fields = [heading, f"`{policy}`", *said, kept, "-" if rows is None else f"{rows:.2f}", steady]
+    fields = [heading, f"`{policy}`", *said, kept, times(figures["of_non_preemptive"]), steady]
     return "".join(f"| {field} " if field else "| " for field in fields) + "|"
 
 
 def _latency(cell: Measured, policy: str, name: str) -> str:
     """A ratio with its interval; bold if it is more than what was promised."""
-    found = cell["policies"][policy]["ratios"][name]
-    if found is None:
-        return "-"
-    ratio, low, high = found
+    told, *between = interval(cell["policies"][policy]["ratios"][name]).split(" ", 1)
     promised = {"p50": HARM_TIMES} if policy == HARM else {"p99": cell["scale"]}
-    limit = promised.get(name[-3:])
-    told = f"{ratio:.2f}"
-    bold = limit is not None and float(told) > limit
-    return (f"**{told}**" if bold else told) + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
+    limit, found = promised.get(name[-3:]), ratio(cell, policy, name)
+    exceeds = limit is not None and found is not None and round(found, 2) > limit
+    return " ".join([_bold(told, exceeds), *between])
+
+
+def _bold(text: str, missed: bool) -> str:
+    return f"**{text}**" if missed else text
 
 
 def middle_and_worst(measured: Sequence[Measured]) -> str:
@@ -157,15 +162,9 @@ def middle_and_worst(measured: Sequence[Measured]) -> str:
     for claim in CLAIMS:
         values = [value for value in map(claim.of, measured) if value is not None]
         found = median(values), (min if claim.more_is_better else max)(values)
-        said = [format(value, claim.decimals).replace("%", " %") for value in found]
-        floors = ""
+        said, floors = map(claim.told, found), ""
         if claim.floors is not None:
-            missed = [
-                (value < floor) if claim.more_is_better else (value > floor)
-                for value, floor in zip(found, claim.floors, strict=True)
-            ]
-            said = [f"**{one}**" if miss else one for one, miss in zip(said, missed, strict=True)]
-            decimals = ".0%" if claim.decimals == ".1%" else ".2f"
-            floors = ", ".join(format(floor, decimals).replace("%", " %") for floor in claim.floors)
-        lines.append(f"| {claim.words} | {said[0]} | {said[1]} | {floors} |")
+            missed = map(claim.misses, found, claim.floors)
+            said, floors = map(_bold, said, missed), ", ".join(map(claim.told, claim.floors))
+        lines.append(f"| {claim.words} | {' | '.join(said)} | {floors} |")
     return "\n".join(lines)

@@ -91,7 +91,7 @@ def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -
 
 def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
     said = measured["policies"][policy]
-    latencies = [_interval((said["ratios"] or {}).get(name)) for name in RATIOS]
+    latencies = [interval((said["ratios"] or {}).get(name)) for name in RATIOS]
     kept = said["attainment"] or {}
     shares = [percent(kept.get("ttft")), percent(kept.get("tbt"))]
     failed = _count(said.get("failed"))
@@ -116,7 +116,8 @@ def _fold(values: Iterable[float | None], of: Any) -> float | None:
     return float(of(known)) if known else None
 
 
-def _interval(said: Sequence[float | None] | None) -> str:
+def interval(said: Sequence[float | None] | None) -> str:
+    """A ratio with its 95 % interval, in a table."""
     if said is None or said[0] is None:
         return NOTHING
     value, low, high = said
