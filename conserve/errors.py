@@ -37,7 +37,7 @@ ConserveError                  one sentence for the user, with the next command;
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
     └── RetryableError         the same request may succeed later
         ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
-        ├── EndpointUnavailable  out of reach (connection, 502, 504); says nothing about the row
+        ├── EndpointUnavailable  out of reach (connection, 504); says nothing about the row
         ├── EndpointFault      reached, and no usable answer: a 500, garbage, one that is too long or too slow
         └── EngineDied         the engine stopped while this request was in it; the request is a suspect
 

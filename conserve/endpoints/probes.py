@@ -25,6 +25,7 @@ from conserve.errors import (
 )
 
 PROBE_S = 30.0  # for the answer to a completion of one token
+PASSING = frozenset({502, *BUSY}) - {429}  # as of a server that starts again
 SMALLEST: dict[Url, dict[str, Any]] = {
     Url.CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     Url.COMPLETIONS: {"prompt": "a", "max_tokens": 1},
@@ -93,8 +94,8 @@ class Probes:
             refused = refusal(reply, httpx.URL(route), route, now=time.time(), answers=True)
             if isinstance(refused, RequestRejected):
                 return SmallAnswer(answered=True)
-            if isinstance(refused, EndpointBusy) and reply.status != httpx.codes.TOO_MANY_REQUESTS:
-                refused = EndpointUnavailable(str(refused))  # as of a server that starts again
+            if isinstance(refused, EndpointBusy | EndpointFault) and reply.status in PASSING:
+                refused = EndpointUnavailable(str(refused))
             return SmallAnswer(answered=False, error=refused)
         try:
             msgspec.json.decode(reply.content)

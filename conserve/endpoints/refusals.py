@@ -27,7 +27,8 @@ TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
 UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
 BUSY = (409, 423, 425, 429, 503)
-UNREACHED = (502, 504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
+UNREACHED = (504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
+CUT_OFF = ("reset reason: connection termination", "reset reason: remote reset")  # of Envoy, with status 503
 MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
@@ -44,11 +45,16 @@ def refusal(
 def error_of(
     status: int, said: str, retry_after_s: float | None = None, *, answers: bool = False
 ) -> EndpointError:
-    """The error for a status, of a response or of an event within a stream."""
+    """The error for a status, of a response or of an event within a stream.
+
+    A proxy answers 502 for a row whose server closed the connection, perhaps because of the row: a faulty answer.
+    """
     message = f"HTTP {status}: {said}"
     lowered = said.lower()
     if status >= 500 and any(words in lowered for words in ENGINE_DEAD):
         return EngineDied(message)
+    if status == httpx.codes.SERVICE_UNAVAILABLE and any(words in lowered for words in CUT_OFF):
+        return EndpointFault(message)
     if status in BUSY:
         return EndpointBusy(message, retry_after_s=retry_after_s)
     if status in UNREACHED:

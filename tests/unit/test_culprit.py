@@ -33,6 +33,15 @@ from tests.conftest import WriteInput
 
 ROW_S = 3.0  # that a row takes
 KILLER_S = 1.0  # until a row that kills has done so
+ENVOY = "upstream connect error or disconnect/reset before headers. reset reason: "
+PROXIES = {  # what each says where no server can be reached, and where the one that has the row hangs up
+    "nginx": (httpx.Response(502), httpx.Response(502)),
+    "ingress": (httpx.Response(503), httpx.Response(502)),
+    "envoy": (
+        httpx.Response(503, text=f"{ENVOY}connection failure"),
+        httpx.Response(503, text=f"{ENVOY}connection termination"),
+    ),
+}
 DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -103,6 +112,29 @@ class Server:
 
     def endpoint(self, url: str = "http://server") -> HttpEndpoint:
         return HttpEndpoint(url, transport=httpx.MockTransport(self.serve), most_rows=self.slots)
+
+
+class Proxy:
+    """A proxy before servers, which it asks in turns; it answers for those that are down."""
+
+    def __init__(self, *servers: Server, kind: str = "nginx") -> None:
+        self.servers, self.kind = servers, kind
+        self.turn = 0
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        for _ in self.servers:
+            self.turn += 1
+            try:
+                return await self.servers[self.turn % len(self.servers)].serve(request)
+            except httpx.ConnectError:
+                continue
+            except httpx.ReadError:
+                return PROXIES[self.kind][1]
+        return PROXIES[self.kind][0]
+
+    def endpoint(self, url: str = "http://server") -> HttpEndpoint:
+        slots = sum(server.slots for server in self.servers)
+        return HttpEndpoint(url, transport=httpx.MockTransport(self.serve), most_rows=slots)
 
 
 def answer(text: str) -> httpx.Response:
@@ -344,7 +376,7 @@ def harvest(store: Store, endpoint: Endpoint, *, most_s: float = 4 * 3600.0, **n
     return virtual_time.run(go())
 
 
-def fleet(*servers: Server) -> Fleet:
+def fleet(*servers: Server | Proxy) -> Fleet:
     by_url = {f"http://server-{n}": server for n, server in enumerate(servers)}
     return Fleet(rosters_of(list(by_url), []), lambda url: by_url[url].endpoint(url))
 
@@ -368,6 +400,33 @@ def test_a_row_that_takes_servers_down_fails_and_all_others_are_answered(
 
 
 @pytest.mark.parametrize("servers", [0, 1, 3])
+@pytest.mark.parametrize("kind", PROXIES)
+@pytest.mark.parametrize("back_after_s", [5.0, 60.0])
+def test_a_row_that_takes_servers_down_behind_their_proxies_fails_and_all_others_are_answered(
+    store: Store, queue_up: Callable[..., str], servers: int, kind: str, back_after_s: float
+) -> None:
+    """A proxy says of the row that its server died of what it says of those that come while it is down."""
+    queue_up(*[f"row {n}" for n in range(30)], "kill", *[f"row {n}" for n in range(30, 59)])
+    its = [Server(back_after_s=back_after_s) for _ in range(max(1, servers))]
+    before = [Proxy(server, kind=kind) for server in its]
+    tally = harvest(store, fleet(*before) if servers else before[0].endpoint(), max_deaths=3)
+    assert (tally.succeeded, tally.failed) == (59, 1)
+    assert sum(server.lives for server in its) <= 12
+
+
+@pytest.mark.parametrize("kind", PROXIES)
+@pytest.mark.parametrize("back_after_s", [5.0, 60.0])
+def test_a_row_that_takes_down_the_servers_of_one_proxy_fails_before_it_has_them_all_again(
+    store: Store, queue_up: Callable[..., str], kind: str, back_after_s: float
+) -> None:
+    queue_up(*[f"row {n}" for n in range(30)], "kill", *[f"row {n}" for n in range(30, 59)])
+    its = [Server(back_after_s=back_after_s) for _ in range(4)]
+    tally = harvest(store, Proxy(*its, kind=kind).endpoint())
+    assert (tally.succeeded, tally.failed) == (59, 1)
+    assert sum(server.lives for server in its) <= 8
+
+
+@pytest.mark.parametrize("servers", [0, 1, 3])
 def test_a_server_that_answers_everything_with_500_fails_no_row(
     store: Store, queue_up: Callable[..., str], servers: int
 ) -> None:
@@ -378,8 +437,9 @@ def test_a_server_that_answers_everything_with_500_fails_no_row(
     assert (tally.succeeded, tally.failed) == (40, 0)
 
 
+@pytest.mark.parametrize("kind", [None, *PROXIES])
 def test_servers_that_are_restarted_again_and_again_fail_no_row(
-    store: Store, queue_up: Callable[..., str]
+    store: Store, queue_up: Callable[..., str], kind: str | None
 ) -> None:
     """Rows are lost with them, and are answered in the end, alone."""
     queue_up(*[f"row {n}" for n in range(40)])
@@ -395,7 +455,8 @@ def test_servers_that_are_restarted_again_and_again_fail_no_row(
     async def go() -> Tally:
         loop = asyncio.get_running_loop()
         restarts = loop.create_task(restart())
-        tally = await Harvester(store, server.endpoint(), clock=loop.time, max_deaths=5).run(asyncio.Event())
+        endpoint = Proxy(server, kind=kind).endpoint() if kind else server.endpoint()
+        tally = await Harvester(store, endpoint, clock=loop.time, max_deaths=5).run(asyncio.Event())
         await restarts
         return tally
 

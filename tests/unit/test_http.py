@@ -190,7 +190,7 @@ def answering(status: int, body: Any = None, **headers: str) -> Handler:
         (answering(429, {"error": {"message": "slow down"}}), EndpointBusy),
         (answering(503), EndpointBusy),
         (answering(500), EndpointFault),
-        (answering(502), EndpointUnavailable),
+        (answering(502), EndpointFault),
         (answering(504), EndpointUnavailable),
         (answering(401), EndpointUnusable),
         (answering(400, {"error": {"message": "no"}}), RequestRejected),

@@ -100,12 +100,31 @@ def test_only_a_status_of_the_fours_is_a_rejection(status: int, kind: type[Endpo
     [
         ((402, 407), EndpointUnusable),
         ((409, 423, 425, 429, 503), EndpointBusy),
-        ((502, 504, 521, 522, 523, 530), EndpointUnavailable),
+        ((504, 521, 522, 523, 530), EndpointUnavailable),
     ],
 )
 def test_what_no_row_can_help_fails_none(statuses: Sequence[int], kind: type[EndpointError]) -> None:
     """An account without credit, a proxy before a server that starts: each row would fail within seconds."""
     assert [type(refused(status)) for status in statuses] == [kind] * len(statuses)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kind"),
+    [
+        (502, "", EndpointFault),
+        (503, "connection termination", EndpointFault),
+        (503, "remote reset", EndpointFault),
+        (503, "connection failure", EndpointBusy),
+        (503, "overflow", EndpointBusy),
+        (400, "connection termination", RequestRejected),
+    ],
+)
+def test_a_proxy_whose_server_hung_up_tells_of_a_faulty_answer(
+    status: int, reason: str, kind: type[EndpointError]
+) -> None:
+    """Words are Envoy's; one that never reached its server sent no row there."""
+    said = f"upstream connect error or disconnect/reset before headers. reset reason: {reason}"
+    assert type(refused(status, said.encode())) is kind
 
 
 def test_a_rejection_that_repeats_a_rows_words_is_no_dead_engine() -> None:
