@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from conserve.bench.cell import RATIOS
 from tools.docs.points import CLAIMS, cells, middle_and_worst, page
 
@@ -15,6 +17,8 @@ def cell(lengths: str, *, harm: float, p99: float, rows: float) -> dict[str, Any
     def policy(ratio: float) -> dict[str, Any]:
         return {
             "ratios": {name: [ratio, ratio - 0.1, ratio + 0.1] for name in RATIOS},
+            "ttft_ms": {"p99": 50.0 * ratio},
+            "tbt_ms": {"p99": 20.0 * ratio},
             "attainment": {"ttft": 1.0, "tbt": 0.985},
             "of_non_preemptive": rows,
             "of_bound": rows,
@@ -22,6 +26,7 @@ def cell(lengths: str, *, harm: float, p99: float, rows: float) -> dict[str, Any
         }
 
     point = {"busy": 0.2, "cv": 0.5, "lengths": lengths, "scale": 1.25, "requests": 7, "steps": None}
+    point |= {"slo_ms": [62.5, 20.0]}
     return {**point, "policies": {"conserve": policy(p99), "conserve/harm": policy(harm)}}
 
 
@@ -39,12 +44,25 @@ def test_a_missed_floor_and_a_broken_promise_are_bold() -> None:
     assert claims["`conserve`, P99 TBT"] == "**1.10** | **1.30** | 1.05, 1.25"
     assert claims["`conserve`, rows of non-preemptive"] == "0.86 | **0.60** | 0.85, 0.70"
     assert claims["`conserve`, P99 TTFT to its promise"].startswith("0.88 | 1.04")
+    assert claims["`conserve`, P99 TTFT to its SLO in ms"].startswith("0.88 | 1.04")
+    assert claims["`conserve`, P99 TBT to its SLO in ms"].startswith("1.10 | 1.30")
     _, _, *rows = cells(MEASURED).splitlines()
     assert [row.split(" | ")[0] for row in rows[::2]] == [
         f"| {name}, 20 % busy, CV 0.5, SLO x1.25; 7" for name in ("code", "agents", "chat")
     ]
     assert "| 1.30 [1.20, 1.40] | **1.30** [1.20, 1.40] | 1.30 [1.20, 1.40] | **1.30** [" in rows[0]
     assert rows[1].startswith("| | `conserve/harm` | **1.20** [1.10, 1.30] | 1.20 [")
+
+
+def test_rows_have_no_ratio_to_a_bound_where_live_requests_fill_the_time() -> None:
+    full = cell("code", harm=1.0, p99=1.0, rows=0.5)
+    full["policies"]["conserve"] |= {"of_non_preemptive": None, "of_bound": -2.5}
+    for line in middle_and_worst([*MEASURED, full]).splitlines():
+        if "of the bound" in line:
+            assert line.endswith("| 0.86 | 0.60 |  |")
+            break
+    else:
+        pytest.fail("no line tells of the bound")
 
 
 def test_a_page_has_the_tables_of_its_ledgers(tmp_path: Path) -> None:
