@@ -117,7 +117,7 @@ class Server:
 class Proxy:
     """A proxy before servers, which it asks in turns; it answers for those that are down."""
 
-    def __init__(self, *servers: Server, kind: str = "nginx") -> None:
+    def __init__(self, *servers: Server, kind: str) -> None:
         self.servers, self.kind = servers, kind
         self.turn = 0
 
