@@ -126,7 +126,9 @@ def measuring(module: Any, summary: str) -> Any:
         rich_markup_mode=None,
         add_completion=False,
     )
-    profiles.command("measure", cls=ExampleCommand, epilog=module.EXAMPLE)(module.measure)
+    profiles.command("measure", cls=ExampleCommand, epilog=module.EXAMPLE, context_settings=PASSING_ON)(
+        module.measure
+    )
     profiles.command("show", cls=ExampleCommand, epilog=module.SHOW_EXAMPLE)(module.show)
     return typer.main.get_command(profiles)
 

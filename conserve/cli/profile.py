@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """
 conserve profile smollm2-demo
-conserve profile Qwen/Qwen2.5-7B-Instruct --budget 600 -- --tensor-parallel-size 2
+conserve profile Qwen/Qwen2.5-7B-Instruct --budget 600 --tensor-parallel-size 2
 conserve profile show smollm2-demo
 """
 SHOW_EXAMPLE = """
@@ -41,7 +41,7 @@ def measure(
     model: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL [-- VLLM FLAGS]",
+            metavar="MODEL [VLLM FLAGS]",
             help="Local folder, hub id or smollm2-demo, and the flags that it is served with.",
         ),
     ] = None,
@@ -72,7 +72,7 @@ def measure(
     names, flags = split_flags(model or [])
     if len(names) > 1:
         raise SettingsError(
-            f"one model at a time; put vLLM's flags behind --: conserve profile {names[0]} -- FLAGS"
+            f"one model at a time, with vLLM's flags behind it: conserve profile {names[0]} [VLLM FLAGS]"
         )
     settings = context.settings(model=names[0] if names else None)
     require_writable(settings.profiles_folder)

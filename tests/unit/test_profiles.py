@@ -317,6 +317,29 @@ def test_show_has_the_errors_and_a_picture(tmp_path: Path, profile: Profile) -> 
     assert failed.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+def test_flags_of_vllm_stand_behind_the_model_as_those_of_serve_do(
+    dashes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own flags are found among them, also behind the first; behind two dashes all are vLLM's."""
+    from conserve.engine.vllm.profiling.rig import EngineRig
+
+    started: list[tuple[str, list[str]]] = []
+
+    def start(model: str, *, engine_flags: list[str], **rest: object) -> EngineRig:
+        started.append((model, engine_flags))
+        raise ProfilingFailed("this engine is none")
+
+    monkeypatch.setattr(EngineRig, "start", start)
+    own = () if dashes else ("--budget", "60")
+    flags = ("--load-format", "dummy", *own, "--hf-overrides", '{"num_hidden_layers": 16}', "--enforce-eager")
+    done = conserve("profile", "./fake-model", *dashes, *flags)
+    assert done.stderr.splitlines()[-1].endswith("this engine is none"), done.stderr
+    ((model, passed),) = started
+    assert model.endswith("fake-model")
+    assert [*passed[-5:]] == [word for word in flags if word not in own]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
