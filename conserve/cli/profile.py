@@ -70,6 +70,8 @@ def measure(
         raise SettingsError(f"--budget {budget:g} leaves no time; give seconds, 180 for the demo model")
     context: Context = ctx.obj
     names, flags = split_flags(model or [])
+    if flags and not names:
+        raise SettingsError("name the model before vLLM's flags: conserve profile MODEL FLAGS")
     if len(names) > 1:
         raise SettingsError(
             f"one model at a time, with vLLM's flags behind it: conserve profile {names[0]} [VLLM FLAGS]"

@@ -87,11 +87,11 @@ class TestRoom:
         [
             ({}, "row2"),  # the last one
             ({"row2": 300.0}, "row1"),
-            ({"row0": 0.5, "row1": 250.0, "row2": 300.0}, "row0"),
+            ({"row0": 0.5, "row1": 250.0, "row2": 300.0}, "row2"),  # an early row does not pay for late ones
             ({"row0": 0.5, "row1": 0.5, "row2": 0.5}, "row2"),
         ],
     )
-    def test_a_missing_slot_is_that_of_the_row_that_loses_least(
+    def test_a_missing_slot_is_not_that_of_a_row_half_way(
         self, half_way: dict[str, float], evicted: str
     ) -> None:
         """Rows that left an iteration half-way lose what its layers have computed."""

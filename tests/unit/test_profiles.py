@@ -348,6 +348,7 @@ def test_flags_of_vllm_stand_behind_the_model_as_those_of_serve_do(
         (("smollm2-demo", "--budget", "0"), 2, "--budget"),
         (("smollm2-demo", "--budget", "nan"), 2, "--budget"),
         (("one", "two"), 2, "one model at a time"),
+        (("--load-format", "dummy", "one"), 2, "name the model before vLLM's flags"),
         (("./no-such-folder",), 1, "no-such-folder"),
     ],
 )

@@ -72,6 +72,11 @@ def test_rows_half_way_are_recorded_with_what_they_keep() -> None:
     line = line_of(view, None, policy="conserve", at=12.75)
     assert json.loads(line)["version"] == 8
     assert recorded(line).view.half_way == {"row1": 12.5}
+    arrival, rows = [Candidate("first", 40, 0)], decodes(4, "row")
+    full = view_of(waiting_online=arrival, offline=rows, free_slots=0, half_way={"row3": 300.0, "gone": 3.0})
+    plan = Conserve().plan(full)
+    assert plan.evicted == ["row2"], "the last row would lose most"
+    assert Conserve().plan(recorded(line_of(full, plan, policy="conserve", at=12.75)).view) == plan
     assert json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=12.75))["version"] == 1
 
 

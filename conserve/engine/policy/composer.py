@@ -16,7 +16,7 @@ from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.steps import Steps
-from conserve.engine.policy.victims import least_lost
+from conserve.engine.policy.victims import for_a_slot
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
@@ -274,9 +274,10 @@ class Composer:
         return True
 
     def _victim(self, victims: MutableSequence[Candidate], blocks: int) -> Candidate:
-        """Take the victim to evict next: the last one; where a slot alone is missing, the one that loses least."""
-        slot_alone = self.free_blocks >= blocks and self._half_way
-        return victims.pop(least_lost(victims, self._half_way, self._block_tokens) if slot_alone else -1)
+        """Take the victim to evict next: the last one; where a slot alone is missing, one that loses less."""
+        if self.free_blocks < blocks:
+            return victims.pop()
+        return victims.pop(for_a_slot(victims, self._half_way, self._block_tokens))
 
     def evict(self, victim: Candidate) -> None:
         """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""

@@ -248,7 +248,7 @@ class View:
         for name in (*QUEUES, "kv_groups"):
             if isinstance(queue := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(queue))
-        for name in (*BY_CLASS, "adapters"):
+        for name in (*BY_CLASS, "adapters", "half_way"):
             if not isinstance(found := getattr(self, name), MappingProxyType):
                 object.__setattr__(self, name, MappingProxyType(found))
 

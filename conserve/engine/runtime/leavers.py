@@ -6,7 +6,7 @@ at the later layer, and the others, which come behind them, at the earlier one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 SHRINK_AFTER = 4  # times that a row left without progress; from then on each next chunk is half as long
 SHELTER_AFTER = 8  # such times, after which the row stays in every iteration
@@ -157,10 +157,17 @@ class HalfWay(Mapping[str, float]):
         self._leavers, self._layers = leavers, layers
 
     def __getitem__(self, row: str) -> float:
-        parts = self._leavers.parts(row)
-        if not parts:
+        if not (parts := self._leavers.parts(row)):
             raise KeyError(row)
         return _lost(parts, self._layers).worth
+
+    def __contains__(self, row: object) -> bool:
+        return bool(self._leavers.parts(str(row)))
+
+    def get(self, row: str, default: Any = None) -> Any:
+        """As of every mapping, without an exception for each of hundreds of rows that keep nothing."""
+        parts = self._leavers.parts(row)
+        return _lost(parts, self._layers).worth if parts else default
 
     def __iter__(self) -> Iterator[str]:
         return filter(self._leavers.parts, self._leavers)
