@@ -123,17 +123,6 @@ def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
     assert engine.scheduler.arrival_monitor.tokens_wasted == 0
 
 
-def test_an_arrival_takes_the_slot_of_a_row_that_loses_little(make: Make) -> None:
-    """Each slot has a row, and the newest one leaves with much of its prompt computed in some layers."""
-    engine = make("prompt", [(64, 400)] * 7 + [(900, 3)] * 30)
-    engine.scheduler.max_num_running_reqs = 8
-    engine.go_on_until(engine.clock.now + 2.0)
-    engine.play([Arrival(0.25, PROMPT, 2)], 1.0)
-    monitor, tokens = engine.scheduler.arrival_monitor, engine.scheduler._offline_tokens
-    assert (monitor.iterations_left, monitor.rows_left) == (1, 8)
-    assert 64 < tokens.again + monitor.tokens_wasted < 100, "what a decode step's row had"
-
-
 def test_evicted_rows_get_their_kv_back_where_it_is_copied(make: Make) -> None:
     """Live requests take memory from rows with long answers again and again."""
     rows = [(900, 100)] * 12

@@ -27,7 +27,6 @@ from conserve.profiles.model import LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
 from tests.byte_choices import ByteChoices, made_of_bytes
 from tests.conftest import examples
-from tests.policy_views import view_of
 from tests.reach import reached
 
 EXAMPLES = examples(400)
@@ -344,32 +343,6 @@ def test_only_running_offline_requests_are_evicted_the_last_first(view: View, po
         kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
         lost = [name for name in kind if name in plan.evicted]
         assert lost == kind[len(kind) - len(lost) :]
-
-
-@settings(max_examples=EXAMPLES)
-@given(
-    st.lists(st.tuples(st.integers(1, 400), st.booleans()), min_size=4, max_size=24),
-    st.integers(1, 5),
-    st.lists(st.sampled_from([0.5, 16.0, 17.0, 300.0]), max_size=12),
-)
-def test_an_arrival_without_a_slot_spares_rows_half_way_and_evicts_no_other_number(
-    rows: list[tuple[int, bool]], arrivals: int, worths: list[float]
-) -> None:
-    """The last rows keep layers' work. What they keep and lose is never more than if the last ones went."""
-    running = [Candidate(f"row{n}", 1, context, True, saved=saved) for n, (context, saved) in enumerate(rows)]
-    view = view_of(
-        offline=running,
-        waiting_online=[Candidate(f"live{n}", 10, 0) for n in range(arrivals)],
-        free_slots=0,
-        free_blocks=100_000,
-    )
-    names = [row.name for row in running]
-    half_way = dict(zip(reversed(names), worths, strict=False))
-    before, plan = (Conserve().plan(one) for one in (view, replace(view, half_way=half_way)))
-    assert len(plan.evicted) == len(before.evicted) == min(arrivals, len(names))
-    if reached("a row half-way is spared", plan.evicted != before.evicted):
-        lost, lost_before = (sum(half_way.get(name, 0.0) for name in one.evicted) for one in (plan, before))
-        assert lost <= lost_before
 
 
 @settings(max_examples=EXAMPLES)

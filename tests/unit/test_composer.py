@@ -82,29 +82,6 @@ class TestRoom:
         assert composer.make_room([*ROWS[:2]], 0, slots=1)
         assert (composer.evicted, composer.free_slots) == (["row1", "row0"], 1)
 
-    @pytest.mark.parametrize(
-        ("half_way", "evicted"),
-        [
-            ({}, "row2"),  # the last one
-            ({"row2": 300.0}, "row1"),
-            ({"row0": 0.5, "row1": 250.0, "row2": 300.0}, "row2"),  # an early row does not pay for late ones
-            ({"row0": 0.5, "row1": 0.5, "row2": 0.5}, "row2"),
-        ],
-    )
-    def test_a_missing_slot_is_not_that_of_a_row_half_way(
-        self, half_way: dict[str, float], evicted: str
-    ) -> None:
-        """Rows that left an iteration half-way lose what its layers have computed."""
-        composer = Composer(view_of(free_slots=0, half_way=half_way))
-        assert composer.make_room([*ROWS], 7, slots=1)
-        assert composer.evicted == [evicted]
-
-    def test_missing_blocks_are_those_of_the_last_rows_whatever_they_lose(self) -> None:
-        """The prefix cache will not have the KV of an evicted row, since another request takes its blocks."""
-        composer = Composer(view_of(free_slots=0, free_blocks=3, half_way={"row2": 300.0}))
-        assert composer.make_room([*ROWS], 7, slots=1)
-        assert composer.evicted == ["row2"]
-
     def test_a_running_request_needs_no_further_slot(self) -> None:
         composer = Composer(view_of(free_slots=0))
         assert composer.make_room([*ROWS], 7)

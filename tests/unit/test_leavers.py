@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER, HalfWay, Leavers
+from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER, Leavers
 
 LAYERS = 30
 
@@ -79,20 +79,6 @@ def test_memory_that_is_gone_takes_the_layers_along_once() -> None:
     assert leavers.evicted("row", LAYERS) == (60, 30)
     assert leavers.evicted("row", LAYERS) == (0, 0)
     assert leavers.evicted("another", LAYERS).worth == 0
-
-
-def test_rows_half_way_are_those_that_keep_layers_and_change_with_them() -> None:
-    leavers = Leavers()
-    half_way = HalfWay(leavers, LAYERS)
-    assert (dict(half_way), len(half_way), bool(half_way)) == ({}, 0, False)
-    leave(leavers, 60, 15)
-    leavers.left("anew", 40, layer=0, layers_run=10, layers=LAYERS)
-    assert dict(half_way) == {"row": 30.0}
-    assert (half_way.get("anew", 0.0), half_way.get("another", 0.0), "anew" in half_way) == (0.0, 0.0, False)
-    leavers.computed({"row": 20})
-    assert half_way["row"] == 20.0, "40 tokens of 15 of 30 layers"
-    leavers.computed({"row": 40})
-    assert not half_way
 
 
 class Model:

@@ -66,20 +66,6 @@ def test_classes_and_what_they_were_served_are_recorded() -> None:
     assert [one.name for one in seen.waiting_online] == ["first"], "they are read for both"
 
 
-def test_rows_half_way_are_recorded_with_what_they_keep() -> None:
-    """An earlier version would evict another row for a slot."""
-    view = view_of(**BUSY, half_way={"row1": 12.5, "gone": 3.0})
-    line = line_of(view, None, policy="conserve", at=12.75)
-    assert json.loads(line)["version"] == 8
-    assert recorded(line).view.half_way == {"row1": 12.5}
-    arrival, rows = [Candidate("first", 40, 0)], decodes(4, "row")
-    full = view_of(waiting_online=arrival, offline=rows, free_slots=0, half_way={"row3": 300.0, "gone": 3.0})
-    plan = Conserve().plan(full)
-    assert plan.evicted == ["row2"], "the last row would lose most"
-    assert Conserve().plan(recorded(line_of(full, plan, policy="conserve", at=12.75)).view) == plan
-    assert json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=12.75))["version"] == 1
-
-
 def test_blocks_that_follow_each_other_are_one_run() -> None:
     """A prompt has a block for every 16 tokens, and a line is written for each iteration."""
     rows = [
@@ -230,7 +216,7 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 8, not 99"):
+    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 7, not 99"):
         recorded(json.dumps({**said, "version": 99}).encode())
 
 

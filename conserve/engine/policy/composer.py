@@ -16,7 +16,6 @@ from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.steps import Steps
-from conserve.engine.policy.victims import for_a_slot
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
@@ -45,7 +44,7 @@ class Composer:
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
         self._reserved_blocks = view.set_aside_blocks - view.kept_blocks
-        self._view, self._half_way = view, view.half_way
+        self._view = view
         self._revoked_blocks = 0  # of those that could be evicted at no cost
         self.free_blocks = view.free_blocks
         self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
@@ -270,14 +269,8 @@ class Composer:
             return False
         self.take_back(blocks)
         while self.free_blocks < blocks or self.free_slots < slots:
-            self.evict(self._victim(victims, blocks))
+            self.evict(victims.pop())
         return True
-
-    def _victim(self, victims: MutableSequence[Candidate], blocks: int) -> Candidate:
-        """Take the victim to evict next: the last one; where a slot alone is missing, one that loses less."""
-        if self.free_blocks < blocks:
-            return victims.pop()
-        return victims.pop(for_a_slot(victims, self._half_way, self._block_tokens))
 
     def evict(self, victim: Candidate) -> None:
         """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""

@@ -31,8 +31,7 @@ VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
 VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
 VERSION_OF_IMAGES = 7  # of views with images or sounds to encode
-VERSION_OF_HALF_WAY = 8  # of views with rows that left an iteration and keep their layers' work
-NEWEST = VERSION_OF_HALF_WAY
+NEWEST = VERSION_OF_IMAGES
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
@@ -41,12 +40,11 @@ RECORDED_AS = {  # names of bounds in all versions
     "only_tbt_harm": "broken_tbt_harm",
 }
 BLOCKS = ("coming", "computing")
-OF_REQUESTS = ("pushed", "half_way", "adapters")
 PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are
 NUMBERS = [
     field.name
     for field in fields(View)
-    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, *OF_REQUESTS, "model", "slo", "kv_groups")
+    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups", "adapters")
 ]  # and truth values
 
 
@@ -104,8 +102,6 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View, queues: Iterable[Iterable[Candidate]] = ()) -> int:
     """The oldest version that plans the view as this one; `queues` are the requests that are recorded."""
-    if view.half_way:
-        return VERSION_OF_HALF_WAY
     if any(one.images for queue in queues for one in queue):
         return VERSION_OF_IMAGES
     if view.kept_blocks:
@@ -149,7 +145,6 @@ def _view(view: View, queues: Sequence[Iterable[Candidate]]) -> dict[str, Any]:
         **(_by_class(view, queues) if view.slos else {}),
         **{name: getattr(view, name) for name in NUMBERS},
         **({"pushed": _pushed(view, queues)} if view.pushed else {}),
-        **({"half_way": _of_recorded(view.half_way, queues)} if view.half_way else {}),
         **({"adapters": _of_recorded(view.adapters, queues)} if view.adapters else {}),
         **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
         **{
@@ -170,7 +165,6 @@ def _view_of(said: Mapping[str, Any]) -> View:
         classes=said.get("classes", {}),
         served=said.get("served", {}),
         pushed=frozenset(said.get("pushed", ())),
-        half_way=said.get("half_way", {}),
         adapters=said.get("adapters", {}),
         kv_groups=[KvGroup._make(one) for one in said.get("kv_groups", ())],
         **{name: said[name] for name in NUMBERS if name in said},

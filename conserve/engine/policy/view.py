@@ -239,8 +239,6 @@ class View:
     rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
     utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
     pushed: Set[str] = frozenset()  # offline requests whose jobs would miss their deadline (docs/adr/0030)
-    # Running offline request that left an iteration -> tokens' worth that its layers keep and an eviction loses.
-    half_way: Mapping[str, float] = field(default_factory=dict)
     push_scale: float = 1.0  # times an iteration's limit that these may fill
 
     def __post_init__(self) -> None:
@@ -248,7 +246,7 @@ class View:
         for name in (*QUEUES, "kv_groups"):
             if isinstance(queue := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(queue))
-        for name in (*BY_CLASS, "adapters", "half_way"):
+        for name in (*BY_CLASS, "adapters"):
             if not isinstance(found := getattr(self, name), MappingProxyType):
                 object.__setattr__(self, name, MappingProxyType(found))
 

@@ -4,9 +4,9 @@ A row may leave again with fewer tokens than it left with before, further on. Th
 at the later layer, and the others, which come behind them, at the earlier one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 SHRINK_AFTER = 4  # times that a row left without progress; from then on each next chunk is half as long
 SHELTER_AFTER = 8  # such times, after which the row stays in every iteration
@@ -127,14 +127,6 @@ class Leavers:
         lost, leaver.parts = _lost(leaver.parts, layers), ()
         return lost
 
-    def parts(self, row: str) -> Sequence[KeptPart]:
-        """Parts that a row keeps; none if it begins anew or has not left."""
-        leaver = self._rows.get(row)
-        return leaver.parts if leaver is not None else ()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
     def chunk(self, row: str) -> int | None:
         """Most tokens to give the row next; None if it has not left."""
         leaver = self._rows.get(row)
@@ -148,32 +140,6 @@ class Leavers:
     def any_sheltered(self) -> bool:
         """True if any row is sheltered."""
         return any(leaver.times >= SHELTER_AFTER for leaver in self._rows.values())
-
-
-class HalfWay(Mapping[str, float]):
-    """What layers have computed for each row that joins a later iteration, in whole tokens; as it is when asked."""
-
-    def __init__(self, leavers: Leavers, layers: int) -> None:
-        self._leavers, self._layers = leavers, layers
-
-    def __getitem__(self, row: str) -> float:
-        if not (parts := self._leavers.parts(row)):
-            raise KeyError(row)
-        return _lost(parts, self._layers).worth
-
-    def __contains__(self, row: object) -> bool:
-        return bool(self._leavers.parts(str(row)))
-
-    def get(self, row: str, default: Any = None) -> Any:
-        """As of every mapping, without an exception for each of hundreds of rows that keep nothing."""
-        parts = self._leavers.parts(row)
-        return _lost(parts, self._layers).worth if parts else default
-
-    def __iter__(self) -> Iterator[str]:
-        return filter(self._leavers.parts, self._leavers)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _lost(parts: Sequence[KeptPart], layers: int) -> Lost:

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.class_traffic import Ranked, quantiles
-from conserve.engine.runtime.leavers import HalfWay, Leavers, Lost
+from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
 from conserve.engine.vllm.preemption.reasons import why_not
@@ -100,11 +100,6 @@ class ArrivalMonitor:
         """True if an online request has reached the engine and not yet the scheduler."""
         with self._lock:
             return bool(self._still_expected(time.monotonic()))
-
-    @property
-    def half_way(self) -> Mapping[str, float]:
-        """Rows that left an iteration and join a later one at their layer, and what they keep, in tokens' worth."""
-        return HalfWay(self._leavers, self.layers)
 
     def chunk(self, request: str) -> int | None:
         """Largest next chunk of a row that has left an iteration, in tokens; None for any other row."""

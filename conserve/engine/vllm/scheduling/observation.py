@@ -91,7 +91,6 @@ class Picture:
             adapters=self._adapters(),
             most_adapters=scheduler.lora_config.max_loras if scheduler.lora_config is not None else None,
             pushed=self._traffic.pushing.urgent,
-            half_way=scheduler.arrival_monitor.half_way if self._manager.block_pool.enable_caching else {},
             push_scale=self._traffic.pushing.scale,
             **scheduler.row_terms.of_view(time.monotonic()),
             **self._room(sum(self._is_blocked(request) for request in holding)),
