@@ -337,7 +337,7 @@ def test_flags_of_vllm_stand_behind_the_model_as_those_of_serve_do(
     assert done.stderr.splitlines()[-1].endswith("this engine is none"), done.stderr
     ((model, passed),) = started
     assert model.endswith("fake-model")
-    assert [*passed[-5:]] == [word for word in flags if word not in own]
+    assert passed[-5:] == [word for word in flags if word not in own]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,11 @@ def _to_slo(latency: str) -> Callable[[Measured], float | None]:
     """A P99 of `conserve` to the cell's SLO in ms, which a pass of online-only before the blocks has set."""
 
     def kept(cell: Measured) -> float | None:
-        slo_ms, found = cell["slo_ms"], cell["policies"][CONSERVE][f"{latency}_ms"]
-        return found["p99"] / slo_ms[latency == "tbt"] if slo_ms and found else None
+        found = cell["policies"][CONSERVE][f"{latency}_ms"]
+        if not cell["slo_ms"] or not found:
+            return None
+        ttft_ms, tbt_ms = cell["slo_ms"]
+        return found["p99"] / {"ttft": ttft_ms, "tbt": tbt_ms}[latency]
 
     return kept
 
