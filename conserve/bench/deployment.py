@@ -14,6 +14,7 @@ from conserve.bench.field import Turn, readings
 from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
 from conserve.bench.names import HYGENS, OFF, regime_of, wanted
+from conserve.bench.served import served_model
 from conserve.errors import EndpointUnusable
 from conserve.hosts import split_login
 from conserve.profiles.hygen import HyGenModel
@@ -199,13 +200,7 @@ class Deployment:
 
     async def model(self) -> str:
         """Name of the served model."""
-        try:
-            answer = (await self._client.get("/v1/models")).raise_for_status()
-            return str(answer.json()["data"][0]["id"])
-        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-            raise EndpointUnusable(
-                f"no OpenAI server answers at {self._client.base_url} ({error}); start it with: conserve serve"
-            ) from error
+        return await served_model(self._client, starts="conserve serve")
 
     async def close(self) -> None:
         """Close the connections."""

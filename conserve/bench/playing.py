@@ -16,6 +16,8 @@ from conserve.bench.names import CONSERVE, SARATHI_P, TUNED
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
+from conserve.bench.stock import StockServer
+from conserve.bench.stock_beside import StockBeside
 from conserve.bench.tuning import TuningWorkload, token_budget, tuned_hygen
 from conserve.config import Settings
 from conserve.endpoints.roster import server_url
@@ -50,6 +52,7 @@ class PlayWishes:
     overload: bool = False  # play also what online-only alone cannot keep up with
     promised: Sequence[Promise] = DEFAULT  # latencies that the tuned baselines keep
     profiler: Literal["forecast", "engine"] = "forecast"  # where their test runs are
+    stock_endpoint: str | None = None  # stock vLLM with the same model beside the server, for `online-only`
     say: Say
 
 
@@ -64,12 +67,19 @@ async def on_server(
     """Compare on a server that runs already, and restore its policy, preemption and SLO."""
     endpoint = server_url(endpoint)
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
+    stock = None
+    if wishes.stock_endpoint is not None:
+        stock = StockServer(server_url(wishes.stock_endpoint), rows=None, api_key=settings.api_key)
 
     async def prepare(sized: Sized, engine: EngineModel | None, tokens: int | None) -> Field:
         target = LoadTarget(
             base_url=endpoint, model=measurement.model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
-        return OneServer(deployment=deployment, target=target, preemption=design.preemption)
+        plugged = OneServer(deployment=deployment, target=target, preemption=design.preemption)
+        if stock is None:
+            return plugged
+        beside = replace(target, base_url=stock.url, model=await stock.model())
+        return StockBeside(plugged=plugged, stock=stock, target=beside)
 
     try:
         before = await deployment.regime()
@@ -80,6 +90,8 @@ async def on_server(
                 await give_back(deployment, before, without_login(endpoint), wishes.say)
     finally:
         await deployment.close()
+        if stock is not None:
+            await stock.close()
 
 
 async def measure(

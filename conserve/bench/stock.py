@@ -9,6 +9,7 @@ import httpx
 
 from conserve.bench.answers import LoadAnswer
 from conserve.bench.field import readings
+from conserve.bench.served import served_model
 from conserve.endpoints.window import total
 from conserve.errors import EndpointUnusable
 from conserve.profiles.worth import Worth
@@ -56,17 +57,21 @@ class StockServer:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._url, self._rows = url, rows
+        self.url, self._rows = url, rows
         self._client = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, transport=transport
         )
+
+    async def model(self) -> str:
+        """Name of the served model."""
+        return await served_model(self._client, starts="vllm serve")
 
     async def counters(self) -> ServedTokens:
         """Tokens so far; raises `EndpointUnusable`."""
         try:
             answer = (await self._client.get(PATH)).raise_for_status()
         except httpx.HTTPError as error:
-            raise EndpointUnusable(f"{self._url} went away ({error!r}); see its log") from error
+            raise EndpointUnusable(f"{self.url} went away ({error!r}); see its log") from error
         return tokens_of(answer.text)
 
     async def watch(self, start_at: float) -> list[tuple[float, ServedTokens]]:

@@ -156,6 +156,12 @@ def bench(
             metavar="URL", help="A server under `conserve serve --allow-control`, with its own harvester."
         ),
     ] = None,
+    stock_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Stock vLLM with the same model beside --endpoint, for online-only."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for page, JSON and raw Parquet.")
     ] = None,
@@ -193,13 +199,15 @@ def bench(
     measurement = Measurement(
         offered=offered, lengths=row_lengths(chosen, seed) if endpoint is None else None
     )
-    names = which(policies, arms, preemption=preemption, endpoint=endpoint is not None)
+    at = {"endpoint": endpoint is not None, "stock": stock_endpoint is not None}
+    names = which(policies, arms, preemption=preemption, **at)
     failed: ConserveError | None = None
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     wishes = PlayWishes(
         overload=overload,
         promised=promised(tolerance, slo_scale),
         profiler=known_profiler(profiler),
+        stock_endpoint=stock_endpoint,
         say=output.say,
     )
     with made(folder):

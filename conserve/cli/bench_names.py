@@ -40,14 +40,18 @@ def which(
     *,
     preemption: bool = True,
     endpoint: bool = False,
+    stock: bool = False,
     simulated: bool = False,
 ) -> list[str]:
     """Names of the policies to compare, each once; raises `SettingsError`.
 
     Without preemption `conserve` is `conserve/off`. `mechanisms` are those of `--arms`. On a server that runs
-    already, at an `endpoint`, a policy of stock vLLM is its counterpart under the plug-in.
+    already, at an `endpoint`, a policy of stock vLLM is its counterpart under the plug-in; with a `stock` server
+    beside, `online-only` is itself.
     """
     chosen = named(names, arms_too=mechanisms is not None, endpoint=endpoint)
+    if stock and names is None and ONLINE_ONLY not in chosen:
+        chosen = [ONLINE_ONLY if name == ONLINE_ONLY_PLANNED else name for name in chosen]
     if mechanisms is not None:
         chosen = [*(name for name in chosen if name != CONSERVE), *product(mechanisms)]
     for name in chosen:
@@ -62,8 +66,14 @@ def which(
             f"{SARATHI_P} runs on a stock server of its own; leave --endpoint out, or compare {PRIORITY}, which is "
             "vLLM's priority scheduling under the plug-in"
         )
+    if stock and not endpoint:
+        raise SettingsError("--stock-endpoint goes with --endpoint: name the server that has our plug-in too")
+    if stock and ONLINE_ONLY not in chosen:
+        raise SettingsError(
+            f"--stock-endpoint is for {ONLINE_ONLY}; add it to --policies, or leave the server out"
+        )
     if endpoint:
-        chosen = [PLUGGED_IN.get(name, name) for name in chosen]
+        chosen = [name if stock and name == ONLINE_ONLY else PLUGGED_IN.get(name, name) for name in chosen]
     chosen = [f"{CONSERVE}/{OFF}" if name == CONSERVE and not preemption else name for name in chosen]
     return list(dict.fromkeys(chosen))
 

@@ -789,6 +789,24 @@ def test_on_a_server_that_runs_stock_policies_are_the_plug_ins() -> None:
         which("sarathi-p", endpoint=True)
 
 
+def test_a_stock_server_beside_one_that_runs_has_the_turns_of_online_only() -> None:
+    assert which("online-only,online-only/planned,non-preemptive", endpoint=True, stock=True) == [
+        "online-only",
+        "online-only/planned",
+        "non-preemptive/planned",
+    ]
+    assert which(None, endpoint=True, stock=True) == [
+        "conserve",
+        "online-only",
+        "non-preemptive/planned",
+        "priority",
+    ]
+    with pytest.raises(SettingsError, match="add it to --policies"):
+        which("conserve,online-only/planned", endpoint=True, stock=True)
+    with pytest.raises(SettingsError, match="--stock-endpoint goes with --endpoint"):
+        which("conserve,online-only", stock=True)
+
+
 def test_the_engine_is_prepared_for_preemption_where_a_policy_needs_it() -> None:
     assert rows_leave(["online-only", "conserve"])
     assert rows_leave(["conserve/off", "conserve/never"])

@@ -66,6 +66,9 @@ class World:
         self.killed = False
         self.started: list[str] = []  # modules of the servers
         self.taken: Callable[[int], None] = lambda block: None  # takes offline rows
+        self.played: list[
+            tuple[str, str]
+        ] = []  # by whom each block was answered, and the plug-in's policy then
 
     def stop(self) -> None:
         self.came_s = asyncio.get_running_loop().time()
@@ -78,6 +81,8 @@ class World:
     async def play(self, plan: LoadPlan, begin: Callable[[], float]) -> list[LoadAnswer]:
         """The load generator: three tokens for every request, or a block in which the signal comes."""
         self.playing += 1
+        if self.posted:
+            self.played.append((plan.target.base_url, self.posted[-1]["policy"]))
         try:
             await asyncio.sleep(2.0)
             begin()
@@ -163,9 +168,9 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
             monkeypatch.setattr(
                 f"conserve.bench.{module}.Deployment", partial(Deployment, transport=transport)
             )
-        monkeypatch.setattr(
-            "conserve.bench.servers.servers.StockServer", partial(StockServer, transport=transport)
-        )
+            monkeypatch.setattr(
+                f"conserve.bench.{module}.StockServer", partial(StockServer, transport=transport)
+            )
         monkeypatch.setattr("conserve.bench.servers.place.Service", SlowService)
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)
@@ -312,6 +317,37 @@ def test_a_server_that_ran_already_is_given_back_as_it_was(stopped: Run, tmp_pat
     assert world.posted[-1] == {"policy": "online-only", "slo": STATE["slo"]}
     assert world.posted[-2]["policy"] == "conserve"
     assert (tmp_path / "out" / "page.html").exists()
+
+
+def test_stock_vllm_beside_plays_online_only_while_rows_wait(stopped: Run, tmp_path: Path) -> None:
+    world = World()
+    names = "online-only,online-only/planned,conserve"
+    servers = ("--endpoint", "http://plugged", "--stock-endpoint", "http://stock/v1/")
+    done = stopped(world, *servers, "--policies", names, "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert world.played == [
+        ("http://stock", "online-only"),
+        ("http://plugged", "online-only"),
+        ("http://plugged", "conserve"),
+    ]
+    document = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert set(document["policies"]) == {*names.split(",")}
+    assert not document["policies"]["online-only"]["tells"]
+
+
+def test_a_stock_server_that_does_not_answer_is_named(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    serve = world.serve
+
+    async def only_ours(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404) if request.url.host == "stock" else await serve(request)
+
+    monkeypatch.setattr(world, "serve", only_ours)
+    servers = ("--endpoint", "http://plugged", "--stock-endpoint", "http://stock")
+    done = stopped(world, *servers, "--policies", "online-only,conserve")
+    assert done.returncode == 1
+    assert "no OpenAI server answers at http://stock" in done.stderr
+    assert "start it with: vllm serve" in done.stderr
 
 
 def test_a_server_that_hangs_does_not_hold_the_end_up(stopped: Run, tmp_path: Path) -> None:

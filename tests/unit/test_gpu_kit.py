@@ -21,7 +21,7 @@ from tools.gpu.contents import ARCHIVES, REQUIREMENTS, kv_bytes_per_token, write
 from tools.gpu.engines import FULL, KINDS, SMALL
 from tools.gpu.measure import measure, parse
 from tools.gpu.results import FAILED, LEFT_OUT, Results, state
-from tools.gpu.server import StepFailed
+from tools.gpu.server import HOOKS, Server, StepFailed
 from tools.gpu.steps import ABLATION, BENCH, STEPS, Run, Step, bench_s
 
 ROOT = Path(__file__).parents[2]
@@ -111,9 +111,11 @@ class TestTime:
                 assert not more
                 assert known.limit <= prepare.CALL_S
                 assert sum(STEPS[name].least_s for name in known.steps) <= known.limit - STOP_S
-                named += known.steps
+                named += [(name, known.rates, known.policies) for name in known.steps]
         assert len(named) == len(set(named))
-        assert set(named) >= {name for name in STEPS if name.startswith(("serve", "reaction", "offline"))}
+        steps = {name for name, *_ in named}
+        of_default = {name for name in STEPS if name.endswith("-default")}
+        assert steps >= {name for name in STEPS if name.startswith("serve")} | of_default
 
     def test_a_comparison_fits_into_the_time_of_its_step(self) -> None:
         assert bench_s(BENCH, FULL) < STEPS["bench-default"].most_s
@@ -323,6 +325,46 @@ class TestResults:
         assert found["serve-sync"]["failed"] == "conserve serve ended with 2"
         assert found["offline-sync"]["failed"] == "its server did not start for an earlier step"
 
+    def test_a_kept_server_goes_on_for_the_next_call_and_is_ended_by_it(
+        self, run: Run, clock: Clock, tmp_path: Path
+    ) -> None:
+        def started(run: Run, step: str, kind: str, limit_s: float) -> None:
+            one = Server.__new__(Server)
+            one.kind, one.size, one.url, one.stock_url = (
+                kind,
+                run.size,
+                "http://127.0.0.1:1",
+                "http://127.0.0.1:2",
+            )
+            one.log, one.home, one._out = tmp_path / "s/server-shared.log", tmp_path / "s/home", run.out
+            one.log.parent.mkdir()
+            one.log.write_text("words of the server")
+            one.process, one.stock = (
+                children.start(["sleep", "600"], tmp_path / name) for name in ("a", "b")
+            )
+            run.server, begun[:] = one, [one.process, one.stock]
+
+        begun: list[Any] = []
+        run.kept = tmp_path / "kept.json"
+        measure(run, ["a"], budget(clock, 100), {"a": Step(started, "shared", 1, 2)}, keep=True)
+        assert run.server is None
+        assert [one.poll() for one in begun] == [None, None]
+        assert (run.out / "server-shared.log").read_text() == "words of the server"
+
+        def used(run: Run, step: str, kind: str, limit_s: float) -> None:
+            one = run.serving(kind, step, limit_s)
+            assert (one.url, one.stock_url, one.alive) == ("http://127.0.0.1:1", "http://127.0.0.1:2", True)
+            assert one.environment["CONSERVE_HOME"] == str(tmp_path / "s/home")
+            run.results.note(step, found=True)
+
+        later = Run(size=run.size, results=run.results, models=tmp_path, scratch=tmp_path, kept=run.kept)
+        measure(later, ["b"], budget(clock, 100), {"b": Step(used, "shared", 1, 2)})
+        assert on_disk(run)["steps"]["b"]["found"]
+        assert not any(psutil.pid_exists(one.pid) for one in begun)
+        for one in begun:
+            one.wait()  # it is psutil that saw their end
+        assert not run.kept.exists()
+
     def test_a_child_that_is_cut_short_keeps_what_it_printed(self) -> None:
         printed = 'noise\n{"started_s": 3.5}\n{broken}\n{"batch": 1}\nlast words'
         assert children.outcome(printed, "") == {"started_s": 3.5, "batch": 1}
@@ -421,6 +463,60 @@ class Compared(Switched):
 
     def told(self) -> dict[str, Any]:
         return {}
+
+
+def hooked(code: str, **variables: str) -> str:
+    """Output of Python that starts with the hooks."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{HOOKS}:{ROOT}", **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+class TestHooks:
+    def test_iterations_are_noted_behind_what_the_scheduler_learns(self, tmp_path: Path) -> None:
+        code = """
+from conserve.engine.vllm.iteration import Iteration
+from conserve.engine.vllm.scheduling.iterations import Iterations
+from conserve.engine.vllm.settings import EngineSettings
+from conserve.profiles.batch import Batch, Slice
+timed = Iterations(EngineSettings(policy="conserve", promises=None, receipt=0.0, model=None))
+for ended in (10.0, 10.5):
+    one = Iteration(started=9.5, tokens={"a": 3}, batch=Batch.of([Slice(3, 40)]))
+    timed.end(one, ended)
+    timed.learn(one)
+print(timed.counted)
+"""
+        assert hooked(code, KIT_NOTES=str(tmp_path / "notes")) == "2\n"
+        (written,) = tmp_path.glob("notes.*")
+        fields, *lines = map(json.loads, written.read_text().splitlines())
+        assert [dict(zip(fields, one, strict=True))["took_ms"] for one in lines] == [500.0, 500.0]
+        assert dict(zip(fields, lines[0], strict=True))["batch"][:3] == [1, 3, 40]
+
+    def test_the_warm_up_waits_for_the_stock_server(self, tmp_path: Path) -> None:
+        log = tmp_path / "beside.log"
+        code = f"""
+import asyncio, pathlib
+from types import SimpleNamespace as Has
+from conserve.engine.vllm.profiling.learning import learn
+embeds = Has(vllm_config=Has(model_config=Has(runner_type="pooling")))
+async def main():
+    waiting = asyncio.create_task(learn(embeds, say=print))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    pathlib.Path({str(log)!r}).write_text("INFO Application startup complete.")
+    await waiting
+asyncio.run(main())
+"""
+        assert "for stock vLLM" in hooked(code, KIT_BESIDE=str(log))
+
+    def test_without_their_variables_nothing_changes(self) -> None:
+        code = "import conserve.engine.vllm.scheduling.iterations as m; print(m.Iterations.learn.__module__)"
+        assert hooked(code) == "conserve.engine.vllm.scheduling.iterations\n"
 
 
 class TestReadings:

@@ -28,6 +28,34 @@ def within(*words: str) -> list[str]:
     return [sys.executable, "-m", "tools.gpu.within", *words]
 
 
+class Kept:
+    """A process that an earlier call left running; the used part of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._process = psutil.Process(pid) if psutil.pid_exists(pid) else None
+
+    def poll(self) -> int | None:
+        """None while it runs; its exit code is its own parent's to know."""
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE:
+                return None
+        return 0
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout)
+            except psutil.TimeoutExpired as late:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from late
+
+
 def start(
     words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
@@ -86,7 +114,7 @@ def tail(log: Path) -> str:
     return last_lines(log.read_text(errors="replace")) if log.exists() else ""
 
 
-def end(process: "subprocess.Popen[bytes]", patience_s: float = STOP_PATIENCE_S) -> None:
+def end(process: "subprocess.Popen[bytes] | Kept", patience_s: float = STOP_PATIENCE_S) -> None:
     """Ask a child to stop, then kill it, its group and all its descendants that are left."""
     members = family(process.pid) if process.poll() is None else []
     if members:

@@ -8,7 +8,7 @@ from typing import Any
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 # A machine with torch for CUDA has these needs of the project too; all others must be in REQUIREMENTS.
-INSTALLED_THERE = {"httpx", "jinja2", "numpy", "psutil", "pyarrow", "rich", "scipy", "typer"}
+INSTALLED_THERE = {"httpx", "jinja2", "numpy", "psutil", "pyarrow", "rich", "scipy", "typer", "uvloop"}
 # Hopper serves a dense model without these: FlashAttention 2 (it uses 3), other models' kernels, sources.
 UNUSED = (
     *("bin", "share", "*/tests", "*/test", "*.dist-info/RECORD", "*.dist-info/licenses", "*.dist-info/sboms"),

@@ -12,10 +12,12 @@ class Kind:
 
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: bool = False  # a stock server of the same model shares the GPU
 
 
 KINDS: Mapping[str, Kind] = {
     "default": Kind(),  # vLLM's own choice: on a GPU CUDA graphs and the V2 runner
+    "shared": Kind(beside=True),
     "eager-v1": Kind(flags=("--enforce-eager",), environment={V2: "0"}),
     "eager-v2": Kind(flags=("--enforce-eager",), environment={V2: "1"}),
     "sync": Kind(flags=("--no-async-scheduling",)),  # as `default`, without scheduling ahead
@@ -34,6 +36,8 @@ class Size:
 
     model: str = "llama-8b"
     flags: tuple[str, ...] = ("--load-format", "dummy", "--max-model-len", "8192")
+    shared: tuple[str, ...] = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(72 << 30))
+    stock: tuple[str, ...] = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(16 << 30))
     host_bytes: int = 16 << 30  # for rows' KV, or a quarter of the machine's memory if that is less
     rows: int = 8000  # enough for all steps of one server
     row_prompt: tuple[int, int] = (1200, 3900)  # shortest and longest, about those of `conserve bench`
@@ -53,6 +57,11 @@ class Size:
     patience: float = 1.0  # times the limit of each step
     rehearsal: bool = False
 
+    def engine_flags(self, kind: str) -> list[str]:
+        """Flags of the plug-in's server."""
+        chosen = KINDS[kind]
+        return [*self.flags, *(self.shared if chosen.beside else ()), *chosen.flags]
+
     def environment(self, kind: str) -> dict[str, str]:
         """Environment of an engine. A CPU has no V2 runner, whose kernels need Triton."""
         chosen = KINDS[kind].environment
@@ -64,6 +73,7 @@ SMALL = Size(
     model="tiny",
     flags=("--load-format", "dummy", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16",
            "--kv-cache-memory-bytes", "100000000", "--gpu-memory-utilization", "0.1"),
+    shared=(), stock=(),
     host_bytes=256 << 20, rows=6000, row_prompt=(50, 400), row_answer=(16, 64), live=(256, 16), short=(64, 4),
     arrivals=12, window_s=2.0, turns=1, rates=(2.0,), lengths="256,16", block_s=4, batch=(4, 64, 8), profile_s=20,
     copy_bytes=32 << 20, matrix=512, patience=4.0, rehearsal=True,

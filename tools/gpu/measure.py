@@ -23,7 +23,9 @@ from tools.gpu.steps import STEPS, Run, Step
 LIMIT_S = 540.0
 
 
-def measure(run: Run, names: Sequence[str], budget: Budget, steps: Mapping[str, Step] = STEPS) -> None:
+def measure(
+    run: Run, names: Sequence[str], budget: Budget, steps: Mapping[str, Step] = STEPS, *, keep: bool = False
+) -> None:
     """Do the steps in turn; a step that no longer fits is left out, and one that fails ends no other."""
     try:
         for name in names:
@@ -37,6 +39,8 @@ def measure(run: Run, names: Sequence[str], budget: Budget, steps: Mapping[str, 
         for name in names:
             if name not in run.results.steps:
                 run.results.note(name, left_out="the call was ended before it began")
+        if keep:
+            run.leave_server()
         run.stop_server()
 
 
@@ -64,12 +68,14 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds for all of it ({LIMIT_S:.0f})")
     parser.add_argument("--model", help="llama-8b, qwen-14b, tiny, or a folder")
     parser.add_argument("--rates", help="live requests per second of the comparisons, e.g. 1,2")
+    parser.add_argument("--policies", default="", help="of the comparisons, instead of a step's own")
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="$OUT by default"
     )
     kit = Path(os.environ.get("KIT", "/tmp/conserve-gpu"))
     parser.add_argument("--models", type=Path, default=kit / "models", help="folder of the models")
     parser.add_argument("--scratch", type=Path, default=kit / "scratch", help="folder for stores and rows")
+    parser.add_argument("--keep", action="store_true", help="leave the last server to the next call")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model and small counts, on a CPU")
     known, more = parser.parse_known_args(words)
     known.steps = list(STEPS) if known.steps == "all" else known.steps.split(",")
@@ -94,9 +100,16 @@ def main() -> int:
     results = Results(folder=known.out.absolute(), rehearsal=known.rehearse, setting=setting)
     results.write()
     run = Run(
-        size=size, results=results, models=known.models.absolute(), scratch=scratch.absolute(), more=more
+        size=size,
+        results=results,
+        models=known.models.absolute(),
+        scratch=scratch.absolute(),
+        more=more,
+        policies=known.policies,
+        kept=known.scratch.absolute() / "kept.json",
     )
-    measure(run, known.steps, Budget(limit_s=known.limit, began=began, clock=time.monotonic))
+    budget = Budget(limit_s=known.limit, began=began, clock=time.monotonic)
+    measure(run, known.steps, budget, keep=known.keep)
     return 0
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-PART_BYTES = 53 << 20  # of one upload; the working tree comes on top, and runners were seen to take 64 MiB
-TREE_BYTES = 10 << 20  # most that the working tree may add
+PART_BYTES = 58 << 20  # of one upload; the working tree comes on top, and runners were seen to take 64 MiB
+TREE_BYTES = 5 << 20  # most that the working tree may add
 
 Preset = Literal[6, 9]
 

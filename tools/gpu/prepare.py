@@ -36,15 +36,18 @@ class Call(NamedTuple):
 
 
 MEASURED = (
-    "--limit 520 serve-default,reaction-default,pair-default,bare-copies --rates 0.7,2",
-    "--limit 560 profile,offline-default,smoke",
-    "--limit 560 stock-default --rates 0.7",
+    "--keep --limit 540 serve-shared,stock-shared --rates 0.7",
+    "--keep --limit 260 stock-shared --rates 2",
+    "--limit 180 bench-shared --rates 0.7 --policies online-only,non-preemptive/planned",
+    "--limit 560 serve-default,reaction-default,offline-default,pair-default --rates 0.7",
+    "--limit 560 profile,smoke,bare-copies",
     "--limit 560 ablation-default --rates 0.7",
     "--limit 560 bench-default --rates 0.7",
     "--limit 560 serve-eager-v1,reaction-eager-v1,offline-eager-v1,pair-eager-v1 --rates 0.7",
     "--limit 560 serve-eager-v2,reaction-eager-v2,offline-eager-v2,pair-eager-v2 --rates 0.7",
     "--limit 560 serve-sync,offline-sync,serve-plain,offline-plain,copies-saving",
 )  # the most wanted first: a lease may end
+ASIDE = ("docs", "tests", "examples", "deploy")  # folders that no call needs
 
 
 def calls(num_parts: int) -> list[Call]:
@@ -131,8 +134,9 @@ def lay_out() -> int:
 
 
 def tree_bytes() -> int:
-    """Bytes of the files that travel with each call: all that git does not ignore."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    """Bytes of the files that travel with each call: all that git does not ignore, and no folder set aside."""
+    aside = [f":(exclude){name}" for name in ASIDE]
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", ".", *aside]
     names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
     return sum(Path(name).stat().st_size for name in names if name and Path(name).is_file())
 
@@ -158,6 +162,8 @@ def main() -> int:
         f"prepare: the working tree adds {size / 2**20:.1f} MiB"
         + (", TOO MUCH" if size > parts.TREE_BYTES else "")
     )
+    print(f"\nbefore the calls:  mkdir .gpu/aside && mv {' '.join(ASIDE)} .gpu/aside")
+    print("behind them:       mv .gpu/aside/* . && rmdir .gpu/aside")
     for place, call in enumerate(calls(number), 1):
         measure = f" && python3 -m tools.gpu.measure {call.steps}" if call.steps else ""
         print(f"\n{place}. carry: {call.carry or '-'}; limit: {CALL_S} s\n   . tools/gpu/install.sh{measure}")

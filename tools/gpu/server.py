@@ -1,11 +1,14 @@
 """`conserve serve` with offline rows in its queue, over a store of its own."""
 
 import contextlib
+import gzip
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +22,7 @@ from tools.gpu.engines import KINDS, Size
 
 VOCABULARY = (100, 20_000)  # ids of random tokens, without special ones
 LOOK_S = 0.5
+HOOKS = Path(__file__).with_name("hooks").absolute()
 
 
 class StepFailed(Exception):
@@ -30,24 +34,30 @@ class StepFailed(Exception):
 
 
 class Server:
-    """A running server of one kind of engine. Raises `StepFailed` if it does not answer within its limit."""
+    """A running server of one kind of engine, with a stock server beside it where the kind says so.
+
+    Raises `StepFailed` if they do not answer within the limit.
+    """
 
     def __init__(
         self, kind: str, size: Size, model: str, out: Path, scratch: Path, more: list[str], limit_s: float
     ) -> None:
         self.kind, self.size = kind, size
         self.url = f"http://127.0.0.1:{free_port()}"
-        self.log, self.home = out / f"server-{kind}.log", scratch / f"home-{kind}"
-        self.environment = {
-            **size.environment(kind),
-            "CONSERVE_HOME": str(self.home),
-            "CONSERVE_ENGINE_LOG": str(self.log),
-        }
+        self.log, self.home = scratch / f"server-{kind}.log", scratch / f"home-{kind}"
+        self._out, self.stock_url = out, f"http://127.0.0.1:{free_port()}" if KINDS[kind].beside else None
+        self.environment = self._variables()
         began, until = time.monotonic(), time.monotonic() + limit_s
         rows = children.start(self._rows(), self.log, self.environment)
-        self.process = children.start(self._words(model, more), self.log, self.environment)
+        self.process: subprocess.Popen[bytes] | children.Kept = children.start(
+            self._words(model, more), self.log, {**self.environment, **self._hooked()}
+        )
+        self.stock: subprocess.Popen[bytes] | children.Kept | None = None
+        if self.stock_url is not None:
+            self.stock = children.start(self._stock_words(model, more), self._stock_log, self.environment)
         try:
             self._wait_for(until, lambda: bool(self.report()), "answer")
+            self._wait_for_stock(until)
             self.started_s = round(time.monotonic() - began, 1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rows.wait(max(1.0, until - time.monotonic()))
@@ -58,10 +68,35 @@ class Server:
             )
             self.rows_s = round(time.monotonic() - began, 1)
         except BaseException:
-            children.end(self.process, 5)
+            self.stop(5)
             raise
         finally:
             children.end(rows, 1)
+
+    @property
+    def _stock_log(self) -> Path:
+        return self.log.with_name(f"beside-{self.kind}.log")
+
+    def _variables(self) -> dict[str, str]:
+        own = {"CONSERVE_HOME": str(self.home), "CONSERVE_ENGINE_LOG": str(self.log)}
+        return {**self.size.environment(self.kind), **own}
+
+    def _hooked(self) -> dict[str, str]:
+        """Variables of the server's processes alone: its iterations are noted, its warm-up waits for stock vLLM."""
+        path = f"{HOOKS}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        beside = {"KIT_BESIDE": str(self._stock_log)} if self.stock_url is not None else {}
+        return {"PYTHONPATH": path, "KIT_NOTES": str(self.log.with_suffix(".iterations")), **beside}
+
+    def _wait_for_stock(self, until: float) -> None:
+        """Wait for the stock server; rows wait too, which would take the processor that it starts on."""
+        if self.stock_url is None:
+            return
+        policy = self.report()["policy"]
+        self.change({"policy": "online-only"})
+        self._wait_for(
+            until, lambda: bool(self.get("/v1/models", of=self.stock_url)), "have stock vLLM beside it"
+        )
+        self.change({"policy": policy})
 
     def _rows(self) -> list[str]:
         numbers = (self.size.rows, *self.size.row_prompt, *self.size.row_answer, *VOCABULARY)
@@ -70,26 +105,33 @@ class Server:
     def _words(self, model: str, more: list[str]) -> list[str]:
         memory = min(self.size.host_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
         ours = ("--kv-host-memory", str(memory), "--allow-control", "--port", self.url.rpartition(":")[2])
-        return children.conserve("serve", model, *ours, *self.size.flags, *KINDS[self.kind].flags, *more)
+        return children.conserve("serve", model, *ours, *self.size.engine_flags(self.kind), *more)
+
+    def _stock_words(self, model: str, more: list[str]) -> list[str]:
+        assert self.stock_url is not None
+        address = ("--host", "127.0.0.1", "--port", self.stock_url.rpartition(":")[2])
+        module = ("-m", "conserve.engine.vllm.server.stock", model, str(Path(model).parent))
+        return [sys.executable, *module, *self.size.flags, *self.size.stock, *more, *address]
 
     def _wait_for(self, until: float, true: Callable[[], bool], what: str) -> None:
         while not true():
-            if not self.alive:
-                code = self.process.returncode
+            if (code := self.process.poll()) is not None:
                 raise StepFailed(f"conserve serve ended with {code}", children.tail(self.log))
+            if self.stock is not None and (code := self.stock.poll()) is not None:
+                raise StepFailed(f"stock vLLM ended with {code}", children.tail(self._stock_log))
             if time.monotonic() > until:
                 raise StepFailed(f"conserve serve did not {what} in time", children.tail(self.log))
             time.sleep(LOOK_S)
 
     @property
     def alive(self) -> bool:
-        """False once the process has ended."""
-        return self.process.poll() is None
+        """False once one of the processes has ended."""
+        return self.process.poll() is None and (self.stock is None or self.stock.poll() is None)
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, of: str | None = None) -> dict[str, Any]:
         """The JSON at a path; empty if the server does not answer."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            with urllib.request.urlopen((of or self.url) + path, timeout=10) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except (OSError, ValueError):
@@ -150,9 +192,44 @@ class Server:
             return [{name: job.get(name) for name in kept} for job in json.loads(asked.stdout)]
         return [{"error": asked.stderr[-300:]}]
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = children.STOP_PATIENCE_S) -> None:
         """End all its processes."""
-        children.end(self.process)
+        for process in (self.stock, self.process):
+            if process is not None:
+                children.end(process, patience_s)
+        self.copy_logs()
+
+    def copy_logs(self) -> None:
+        """Bring the logs and the notes of iterations so far back with the results."""
+        for log in (self.log, self._stock_log):
+            if log.exists():
+                shutil.copyfile(log, self._out / log.name)
+        notes = sorted(self.log.parent.glob(f"{self.log.stem}.iterations.*"))
+        if notes:
+            with gzip.open(self._out / f"{self.log.stem}-iterations.jsonl.gz", "wb") as file:
+                file.writelines(note.read_bytes() for note in notes)
+
+    def leave(self, place: Path) -> None:
+        """Write down what a later call needs to go on with these processes."""
+        self.copy_logs()
+        pids = [self.process.pid, self.stock.pid if self.stock is not None else None]
+        where = {"url": self.url, "stock_url": self.stock_url, "log": str(self.log), "home": str(self.home)}
+        place.write_text(json.dumps({"kind": self.kind, "pids": pids, **where}))
+
+    @classmethod
+    def left_at(cls, place: Path, size: Size, out: Path) -> "Server | None":
+        """The server that an earlier call left running, if one did."""
+        if not place.exists():
+            return None
+        found, one = json.loads(place.read_text()), cls.__new__(cls)
+        place.unlink()
+        one.kind, one.size, one.url, one.stock_url = found["kind"], size, found["url"], found["stock_url"]
+        one.log, one.home, one._out = Path(found["log"]), Path(found["home"]), out
+        one.started_s = one.rows_s = 0.0
+        one.environment = one._variables()
+        own, stock = found["pids"]
+        one.process, one.stock = children.Kept(own), children.Kept(stock) if stock is not None else None
+        return one
 
 
 def free_port() -> int:

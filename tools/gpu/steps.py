@@ -20,7 +20,8 @@ from tools.gpu.server import Server, StepFailed
 
 BENCH = "online-only/planned,conserve,priority,non-preemptive/planned"
 PAIR = "online-only/planned,conserve,conserve/harm"  # whose blocks end in time
-STOCK = "online-only,conserve"
+ONLINE_ONLY = "online-only"  # on stock vLLM, beside
+STOCK = f"{ONLINE_ONLY},online-only/planned,conserve,conserve/harm"
 ABLATION = "online-only/planned,conserve,conserve/recompute,conserve/off,conserve/never"
 OFF = "off"
 SETTLE_S = 1.0  # until iterations under the last setting are through
@@ -35,7 +36,9 @@ class Run:
     models: Path
     scratch: Path  # for stores and rows, which are no results
     more: list[str] = field(default_factory=list)  # further flags of vLLM
+    policies: str = ""  # of comparisons, instead of a step's own
     server: Server | None = None
+    kept: Path | None = None  # where a server is written down that the next call goes on with
     unusable: set[str] = field(
         default_factory=set
     )  # engines that did not start: a second try would take as long
@@ -52,6 +55,8 @@ class Run:
 
     def serving(self, kind: str, step: str, limit_s: float) -> Server:
         """The server of this kind: the running one, or a new one."""
+        if self.server is None and self.kept is not None:
+            self.server = Server.left_at(self.kept, self.size, self.out)
         if self.server is not None and (self.server.kind != kind or not self.server.alive):
             self.stop_server()
         if self.server is None:
@@ -63,6 +68,12 @@ class Run:
             self.unusable.discard(kind)
             self.results.note(step, started_s=self.server.started_s, rows_s=self.server.rows_s)
         return self.server
+
+    def leave_server(self) -> None:
+        """Leave the server, if one runs, to the next call."""
+        if self.server is not None and self.kept is not None:
+            self.server.leave(self.kept)
+            self.server = None
 
     def stop_server(self) -> None:
         """End the server, if one runs."""
@@ -234,8 +245,8 @@ def ablation(run: Run, step: str, kind: str, limit_s: float) -> None:
 
 
 def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> None:
-    """Compare policies on one server, at each rate that still fits."""
-    until = time.monotonic() + limit_s
+    """Compare policies, or those that the call names instead, on one server, at each rate that still fits."""
+    until, policies = time.monotonic() + limit_s, run.policies or policies
     one = run.serving(kind, step, limit_s)
     needed_s, played = bench_s(policies, run.size), 0
     for rate in run.size.rates:
@@ -246,6 +257,8 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
             continue
         folder, log = run.scratch / f"{step}-{rate:g}", run.out / f"{step}.log"
         asked = [*bench_words(run.size, rate, policies, folder), "--endpoint", one.url]
+        if ONLINE_ONLY in policies.split(","):
+            asked += ["--stock-endpoint", str(one.stock_url)]
         try:
             found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
         finally:
@@ -259,19 +272,8 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
 
 
 def stock(run: Run, step: str, kind: str, limit_s: float) -> None:
-    """`conserve bench` with servers of its own at the first rate: stock vLLM's live latencies, and ConServe's."""
-    run.stop_server()
-    rate, chosen = run.size.rates[0], KINDS[kind]
-    folder, log = run.scratch / step, run.out / f"{step}.log"
-    asked = bench_words(run.size, rate, STOCK, folder)
-    asked += ["--", run.model, *run.size.flags, *chosen.flags, *run.more]
-    environment = {**run.size.environment(kind), "CONSERVE_HOME": str(run.scratch / "home-stock")}
-    environment["CONSERVE_ENGINE_LOG"] = str(run.out / f"{step}-engine.log")
-    found = children.run(children.conserve(*asked), log, limit_s, environment)
-    pack(run, folder)
-    run.results.note(step, **{f"at {rate:g}/s": found})
-    if FAILED in found:
-        raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
+    """`conserve bench` at each rate: ConServe, and live requests alone on stock vLLM and under the plug-in."""
+    compare(run, step, kind, limit_s, STOCK)
 
 
 def bench_words(size: Size, rate: float, policies: str, folder: Path) -> list[str]:
@@ -312,14 +314,14 @@ def step_table() -> dict[str, Step]:
     }
     leaving = ("default", "eager-v1", "eager-v2")
     kinds: dict[str, tuple[str, ...]] = {
-        "serve": (*leaving, "sync", "plain"),
-        "reaction": leaving,
-        "offline": (*leaving, "sync", "plain"),
+        "serve": (*leaving, "shared", "sync", "plain"),
+        "reaction": (*leaving, "shared"),
+        "offline": (*leaving, "shared", "sync", "plain"),
         "copies": ("saving",),
         "pair": leaving,
-        "bench": leaving,
+        "bench": (*leaving, "shared"),
         "ablation": ("default", "eager-v1"),
-        "stock": ("default",),
+        "stock": ("shared",),
     }
     works: dict[str, tuple[Callable[[Run, str, str, float], None], float, float]] = {
         "serve": (serve, 60, 240),
