@@ -99,6 +99,14 @@ def assert_close(got: Sequence[dict[int, float]], wanted: Sequence[dict[int, flo
         assert one == pytest.approx(other, abs=CLOSE)
 
 
+def run_rows(engine: Any, rows: Sequence[Any]) -> None:
+    """Let rows arrive, and step until these have all slots that are not kept for live requests: half at least."""
+    engine.add(*rows)
+    while len(engine.scheduler.running) < 8:
+        assert engine.busy
+        engine.step()
+
+
 def shared_prefixes(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rows that leave, one that runs and one that comes while they have not been computed: answers, and right ones.
 
@@ -235,6 +243,62 @@ class Rows:
         new = counts(engine) - before
         assert not new["tokens_redone"]
         assert not new["tokens_wasted"]
+        engine.assert_nothing_is_left()
+        engine.forget()
+
+    @pytest.mark.parametrize("leaves", [{}, {1: [(2, -1)]}, {1: [(1, -1)], 2: [(3, -1)]}])
+    def test_rows_that_give_their_slots_up_go_on_where_they_were(
+        self, engine: Any, leaves: dict[int, Any]
+    ) -> None:
+        """More live requests come than find a free slot, while some rows decode and one is in its prompt."""
+        from tests.preempted_engine import Ask, greedy, prompt
+
+        rows = [Ask(f"off{n}", prompt(110 + 7 * n, 700 + n), greedy(24)) for n in range(10)]
+        live = [Ask(f"on{n}", prompt(20, 750 + n), greedy(12), offline=False) for n in range(14)]
+        wanted = engine.undisturbed([*rows, *live])
+        scheduler = engine.scheduler
+        before, parked, again = counts(engine), scheduler.parking.count, scheduler._offline_tokens.again
+        with engine.counting_tokens() as computed:
+            run_rows(engine, rows)
+            engine.orders.follow(engine.orders.script(leaves))
+            for _ in leaves:
+                engine.step()
+            engine.add(*live)
+            assert engine.drain() == wanted
+        engine.orders.follow(None)
+        assert (
+            computed == [sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in (*rows, *live))] * LAYERS
+        )
+        assert scheduler.parking.count - parked >= 4
+        assert scheduler._offline_tokens.again == again
+        new = counts(engine) - before
+        assert bool(new["preemptions"]) == bool(leaves)
+        assert not new["tokens_redone"]
+        assert not new["tokens_wasted"]
+        engine.assert_nothing_is_left()
+        engine.forget()
+
+    def test_a_row_without_a_slot_loses_its_memory_where_live_requests_lack_it(self, engine: Any) -> None:
+        from tests.preempted_engine import Ask, greedy, prompt
+
+        rows = [Ask(f"off{n}", prompt(150, 800 + n), greedy(50)) for n in range(10)]
+        live = [Ask(f"on{n:02}", prompt(480, 850 + n), greedy(60), offline=False) for n in range(14)]
+        wanted = engine.undisturbed([*rows, *live])
+        scheduler = engine.scheduler
+        run_rows(engine, rows)
+        engine.orders.follow(engine.orders.script({1: [(2, -1)]}))
+        engine.step()
+        engine.add(*live)
+        lost = 0
+        while engine.busy:
+            held = {*scheduler.parking.names}
+            engine.step()
+            lost += len(held & {request.request_id for request in scheduler.waiting})
+            engine.overwrite_free()
+        answers, engine.answers = engine.answers, {}
+        engine.orders.follow(None)
+        assert answers == wanted
+        assert lost
         engine.assert_nothing_is_left()
         engine.forget()
 

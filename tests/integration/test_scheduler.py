@@ -201,7 +201,8 @@ class History:
         scheduler = self.engine.scheduler
         self.steps += 1
         assert len(scheduler.running) <= scheduler.max_num_running_reqs
-        here = [request.request_id for request in (*scheduler.running, *scheduler.waiting)]
+        waiting = (*scheduler.waiting, *scheduler.kv_holding_waiting)
+        here = [request.request_id for request in (*scheduler.running, *waiting)]
         assert sorted(here) == sorted(scheduler.requests), "a request is lost or there twice"
         if plan is None:
             return
@@ -213,7 +214,7 @@ class History:
         assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
         assert set(output.num_scheduled_tokens) <= set(plan.tokens)
         if output.num_scheduled_tokens != plan.tokens:
-            beyond = set(output.preempted_req_ids or ()) - set(plan.evicted)
+            beyond = set(output.preempted_req_ids or ()) - {*plan.evicted, *plan.parked}
             self.deviations.append((plan, output.num_scheduled_tokens, beyond))
 
     def drain(self, *, ahead: int = 0) -> None:

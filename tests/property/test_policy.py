@@ -177,11 +177,30 @@ def some_view_with_rows_that_come_back(choose: ByteChoices) -> View:
     )
 
 
+def some_view_without_slots(choose: ByteChoices) -> View:
+    """Live requests wait, and rows have all slots and need no more memory."""
+    view = some_view(choose)
+    arrivals = [
+        waiting(choose, f"arrival-{n}", view.block_tokens)._replace(restorable=0)
+        for n in range(choose.integer(1, 3))
+    ]
+    return replace(
+        view,
+        waiting_online=arrivals,
+        free_slots=0,
+        free_blocks=10_000,
+        max_tokens=2048,
+        model=usual,
+        slo=Slo(),
+    )
+
+
 BYTES = 320  # a view of the most requests takes fewer
 views = made_of_bytes(BYTES, some_view)
 full_views = made_of_bytes(BYTES, some_full_view)
 unhurried_views = made_of_bytes(BYTES, some_unhurried_view)
 views_with_room = made_of_bytes(BYTES, some_view_with_room)
+views_without_slots = made_of_bytes(BYTES, some_view_without_slots)
 views_of_one_prefix = made_of_bytes(BYTES, some_view_of_one_prefix)
 views_with_rows_that_come_back = made_of_bytes(BYTES, some_view_with_rows_that_come_back)
 
@@ -198,7 +217,8 @@ class Judged:
         self.online = [*view.online, *view.waiting_online]
         self.offline = {request.name for request in (*view.offline, *view.waiting_offline)}
         self.offline_tokens = sum(tokens for name, tokens in plan.tokens.items() if name in self.offline)
-        self.slots_left = view.free_slots + len(plan.evicted) - len(plan.admitted) - len(plan.restored)
+        freed_slots = len(plan.evicted) + len(plan.parked)
+        self.slots_left = view.free_slots + freed_slots - len(plan.admitted) - len(plan.restored)
         freed = sum(self.running[name].blocks for name in plan.evicted)
         taken = sum(map(self.blocks_taken, [*plan.tokens, *plan.restored]))
         self.blocks_left = view.free_blocks + freed - taken
@@ -261,7 +281,8 @@ class Judged:
 
     def next_in_order(self, kept: Iterable[Candidate], waiting: Iterable[Candidate]) -> Candidate | None:
         """The first request of phase 2 that did not get all it wanted; last those held out for their prefix."""
-        left = [request for request in kept if request.name not in self.plan.evicted]
+        gone = {*self.plan.evicted, *self.plan.parked}
+        left = [request for request in kept if request.name not in gone]
         ordered = sorted(left, key=lambda request: not request.decode)
         held, others = [], []
         for request in waiting:
@@ -285,6 +306,8 @@ class Judged:
             needed = self.blocks_for(request, request.tokens) + reserve
             return self.slots_left >= 1 and needed <= self.blocks_left
         later = prompts[prompts.index(request) + 1 :] if request in prompts else []
+        parked = [self.running[name] for name in self.plan.parked]
+        later = [*(r for r in later if r not in parked), *parked]
         room = self.blocks_left + sum(r.blocks for r in later if r.name not in self.plan.evicted)
         most = min(request.tokens, self.tokens_left)
         while self.ms(request, most) > limit_ms:
@@ -303,8 +326,9 @@ def test_no_plan_exceeds_what_there_is(view: View, policy: Policy) -> None:
     assert judged.slots_left >= 0
     assert len(set(plan.admitted)) == len(plan.admitted)
     assert list(plan.admitted) == [name for name in plan.tokens if name in judged.waiting]
-    assert not set(plan.evicted) & set(plan.tokens)
-    assert len(set(plan.evicted)) == len(plan.evicted)
+    gone = [*plan.evicted, *plan.parked]
+    assert not set(gone) & set(plan.tokens)
+    assert len(set(gone)) == len(gone)
     assert judged.blocks_left >= 0 or beyond_memory(judged, policy)
 
 
@@ -333,15 +357,18 @@ def beyond_memory(judged: Judged, policy: Policy) -> bool:
 @given(
     st.one_of(views(), full_views(), full_views(online=False)), st.sampled_from([Conserve(), OnlineOnly()])
 )
-def test_only_running_offline_requests_are_evicted_the_last_first(view: View, policy: Policy) -> None:
+def test_only_running_offline_requests_are_evicted_or_parked_the_last_first(
+    view: View, policy: Policy
+) -> None:
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
-    if not reached("rows are evicted", plan.evicted):
+    gone = {*plan.evicted, *plan.parked}
+    if not reached("rows are evicted", gone):
         return
-    assert set(plan.evicted) <= set(names)
+    assert gone <= set(names)
     for decode, saved in product((True, False), repeat=2):
         kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
-        lost = [name for name in kind if name in plan.evicted]
+        lost = [name for name in kind if name in gone]
         assert lost == kind[len(kind) - len(lost) :]
 
 
@@ -577,6 +604,27 @@ def test_none_is_evicted_for_nothing(view: View, policy: Policy) -> None:
 
 
 @settings(max_examples=EXAMPLES)
+@given(views_without_slots())
+def test_a_slot_alone_costs_no_row_its_memory(view: View) -> None:
+    judged = Judged(view, Conserve().plan(view))
+    plan = judged.plan
+    if reached("rows are parked", plan.parked):
+        assert judged.slots_left < 1
+        assert not plan.evicted
+    starts = [name for name in plan.admitted if name not in judged.offline]
+    assert len(starts) == len(plan.parked), "a row has no place that an arrival took"
+
+
+@settings(max_examples=EXAMPLES)
+@given(views_without_slots(), st.integers(0, 60))
+def test_rows_are_parked_only_with_memory_that_nobody_lacks(view: View, free: int) -> None:
+    judged = Judged(view, Conserve().plan(replace(view, free_blocks=free)))
+    if reached("rows are parked", judged.plan.parked):
+        assert judged.blocks_left >= 0
+        assert judged.slots_left < 1
+
+
+@settings(max_examples=EXAMPLES)
 @given(full_views(online=False))
 def test_a_row_survives_the_growth_of_others(view: View) -> None:
     plan = Judged(view, Conserve().plan(view)).plan
@@ -680,7 +728,7 @@ class Work:
 
 @dataclass(slots=True)
 class Engine:
-    """Applies plans to requests; keeps no prefix of an evicted one."""
+    """Applies plans to requests; keeps no prefix of an evicted one. Live requests come, and each stays a while."""
 
     policy: Policy
     model: LatencyModel
@@ -691,6 +739,9 @@ class Engine:
     max_tokens: int
     waiting: list[Work]
     running: list[Work] = field(default_factory=list)
+    live_waiting: list[Work] = field(default_factory=list)
+    live: list[Work] = field(default_factory=list)
+    parked: list[Work] = field(default_factory=list)
     computed: int = 0
     evictions: int = 0
 
@@ -698,42 +749,60 @@ class Engine:
         plan = self.policy.plan(self.view())
         assert plan is not None
         assert plan.tokens, "the engine stands still"
-        by_name = {work.name: work for work in (*self.running, *self.waiting)}
+        by_name = {work.name: work for work in (*self.running, *self.waiting, *self.parked)}
+        by_name |= {work.name: work for work in (*self.live, *self.live_waiting)}
+        for name in plan.parked:
+            self.running.remove(by_name[name])
+            self.parked.insert(0, by_name[name])
         for name in plan.evicted:
             victim = by_name[name]
             victim.blocks = victim.computed = 0
             self.evictions += 1
-            self.running.remove(victim)
+            (self.running if victim in self.running else self.parked).remove(victim)
             self.waiting.append(victim)
         for name in plan.admitted:
-            self.waiting.remove(by_name[name])
-            self.running.append(by_name[name])
+            self.start(by_name[name])
         for works in (self.waiting, self.running):
             works.sort(key=lambda work: int(work.name))
         for name, tokens in plan.tokens.items():
             self.compute(by_name[name], tokens)
         assert self.free_blocks() >= 0
+        assert len(self.running) + len(self.live) <= self.slots
+
+    def start(self, work: Work) -> None:
+        if work in self.live_waiting:
+            self.live_waiting.remove(work)
+            self.live.append(work)
+        else:
+            (self.waiting if work in self.waiting else self.parked).remove(work)
+            self.running.append(work)
 
     def compute(self, work: Work, tokens: int) -> None:
+        live = work in self.live
         work.computed += tokens
-        self.computed += tokens
+        self.computed += 0 if live else tokens
         work.blocks = max(work.blocks, ceil(work.computed / self.block_tokens))
         if work.wanted == 0:
             work.done += 1
         if work.done == work.output:
-            self.running.remove(work)
+            (self.live if live else self.running).remove(work)
 
     def free_blocks(self) -> int:
-        return self.blocks - sum(work.blocks for work in self.running)
+        return self.blocks - sum(work.blocks for work in (*self.running, *self.live, *self.parked))
 
     def view(self) -> View:
         return View(
+            online=[work.candidate() for work in self.live],
             offline=[work.candidate() for work in self.running],
-            waiting_offline=[work.candidate() for work in self.waiting],
+            waiting_online=[work.candidate() for work in self.live_waiting],
+            waiting_offline=[
+                work.candidate()._replace(decode=False) for work in (*self.parked, *self.waiting)
+            ],
+            held=[work.candidate() for work in self.parked],
             model=self.model,
             slo=self.slo,
             max_tokens=self.max_tokens,
-            free_slots=self.slots - len(self.running),
+            free_slots=self.slots - len(self.running) - len(self.live),
             free_blocks=self.free_blocks(),
             block_tokens=self.block_tokens,
         )
@@ -761,6 +830,46 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
     while engine.running or engine.waiting:
         engine.step()
         assert engine.computed <= 3 * work, f"{engine.evictions} evictions"
+    assert all(work.done == work.output for work in works)
+
+
+@settings(max_examples=examples(100))
+@given(st.data())
+def test_rows_that_give_way_to_live_requests_go_on_and_no_engine_stands_still(data: st.DataObject) -> None:
+    """Memory is large enough for each request, and mostly too small for all that want it."""
+    draw = data.draw
+    lengths = st.tuples(st.integers(1, 120), st.integers(1, 40))
+    works = [Work(str(n), *sizes) for n, sizes in enumerate(draw(st.lists(lengths, min_size=2, max_size=12)))]
+    arrivals = [
+        (at, Work(str(1000 + n), *sizes))
+        for n, (at, sizes) in enumerate(
+            draw(st.lists(st.tuples(st.integers(0, 60), lengths), min_size=1, max_size=12))
+        )
+    ]
+    slots, block_tokens = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 16]))
+    largest = max(ceil((work.prompt + work.output) / block_tokens) for work in works)
+    live = sorted((ceil((work.prompt + work.output) / block_tokens) for _, work in arrivals), reverse=True)
+    engine = Engine(
+        policy=Conserve(),
+        model=ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, 5.0),
+        slo=Slo(),
+        blocks=max(largest, sum(live[:slots]))
+        + draw(st.integers(0, 2 * largest)),  # none of the live ones is evicted
+        block_tokens=block_tokens,
+        slots=slots,
+        max_tokens=draw(st.sampled_from([16, 64, 512])),
+        waiting=works,
+    )
+    steps, parked = 0, False
+    while engine.running or engine.waiting or engine.parked or engine.live or engine.live_waiting or arrivals:
+        engine.live_waiting += [work for at, work in arrivals if at <= steps]
+        arrivals = [(at, work) for at, work in arrivals if at > steps]
+        if engine.running or engine.waiting or engine.parked or engine.live or engine.live_waiting:
+            engine.step()
+        parked = parked or bool(engine.parked)
+        steps += 1
+        assert steps < 20_000
+    reached("rows are parked", parked)
     assert all(work.done == work.output for work in works)
 
 

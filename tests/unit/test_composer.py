@@ -80,7 +80,7 @@ class TestRoom:
     def test_a_victim_for_each_missing_slot_is_enough(self) -> None:
         composer = Composer(view_of(free_slots=-1))
         assert composer.make_room([*ROWS[:2]], 0, slots=1)
-        assert (composer.evicted, composer.free_slots) == (["row1", "row0"], 1)
+        assert (composer.parked, composer.evicted, composer.free_slots) == (["row1", "row0"], [], 1)
 
     def test_a_running_request_needs_no_further_slot(self) -> None:
         composer = Composer(view_of(free_slots=0))

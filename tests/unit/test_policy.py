@@ -268,9 +268,15 @@ class TestMakingRoom:
     rows = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
 
     def evicted(self, **changes: Any) -> list[str]:
+        evicted, parked = self.gone(**changes)
+        assert not parked
+        return evicted
+
+    def gone(self, **changes: Any) -> tuple[list[str], list[str]]:
+        """Rows that are evicted, and rows that are parked."""
         plan = plan_of(waiting_online=[self.prompt], **changes)
         assert plan.admitted[:1] == ["prompt"]
-        return list(plan.evicted)
+        return list(plan.evicted), list(plan.parked)
 
     @pytest.mark.parametrize(
         ("free_blocks", "lost"),
@@ -295,12 +301,42 @@ class TestMakingRoom:
         ):
             assert self.evicted(offline=self.rows, held=held, free_blocks=free_blocks) == lost
 
-    def test_a_slot_costs_one_row(self) -> None:
-        assert self.evicted(offline=self.rows, free_slots=1) == []
-        assert self.evicted(offline=self.rows, free_slots=0) == ["row2"]
-        assert self.evicted(offline=self.rows, free_slots=-1) == ["row2", "row1"]
+    def test_a_slot_costs_one_row_its_place_and_not_its_memory(self) -> None:
+        assert self.gone(offline=self.rows, free_slots=1) == ([], [])
+        assert self.gone(offline=self.rows, free_slots=0) == ([], ["row2"])
+        assert self.gone(offline=self.rows, free_slots=-1) == ([], ["row2", "row1"])
         held = [Candidate("held", 1, 40, blocks=3, saved=True)]
-        assert self.evicted(offline=self.rows, held=held, free_slots=0) == ["row2"], "it has no slot to give"
+        assert self.gone(offline=self.rows, held=held, free_slots=0) == ([], ["row2"]), (
+            "it has no slot to give"
+        )
+
+    def test_a_row_that_is_evicted_for_its_memory_gives_its_slot_too(self) -> None:
+        assert self.gone(offline=self.rows, free_slots=0, free_blocks=6) == (["row2"], [])
+        assert self.gone(offline=self.rows, free_slots=-1, free_blocks=6) == (["row2"], ["row1"])
+
+    def test_the_memory_of_rows_that_are_parked_is_the_next_to_be_taken(self) -> None:
+        """The second prompt wants the blocks that the first one, which lacked a slot alone, had left."""
+        held = [Candidate("held", 1, 40, blocks=3, saved=True)]
+        both = [self.prompt, self.prompt._replace(name="second")]
+        for blocks, evicted, parked in (
+            (14, [], ["row2", "row1"]),
+            (12, ["held"], ["row2", "row1"]),
+            (10, ["held", "row2"], ["row1"]),
+        ):
+            plan = plan_of(
+                waiting_online=both, offline=self.rows, held=held, free_slots=0, free_blocks=blocks
+            )
+            assert plan.admitted == ["prompt", "second"]
+            assert (plan.evicted, plan.parked) == (evicted, parked)
+
+    def test_a_parked_row_takes_the_memory_of_those_behind_it_where_none_runs(self) -> None:
+        """Each is in the middle of its prompt, and wants three blocks that the others have."""
+        parked = [Candidate(f"row{n}", 48, 64, blocks=4) for n in range(3)]
+        held = [row._replace(tokens=1) for row in parked]
+        plan = plan_of(waiting_offline=parked, held=held, free_blocks=0)
+        assert (plan.evicted, plan.admitted) == (["row2"], ["row0"])
+        beside = plan_of(waiting_offline=parked, held=held, offline=[self.rows[0]], free_blocks=2)
+        assert (beside.evicted, beside.admitted) == ([], [])
 
     def test_the_watermark_stays_free_where_that_can_be_had(self) -> None:
         assert self.evicted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []

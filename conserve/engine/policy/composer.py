@@ -21,7 +21,7 @@ from conserve.profiles.batch import Batch, Slice
 
 
 class Composer:
-    """Adds requests to the next batch, and evicts others to make room for them."""
+    """Adds requests to the next batch, and evicts or parks others to make room for them."""
 
     def __init__(self, view: View) -> None:
         self._model = view.model
@@ -33,6 +33,7 @@ class Composer:
         self.admitted: list[str] = []
         self.restored: list[str] = []
         self.evicted: list[str] = []
+        self.parked: list[str] = []
         self.pushed: dict[str, int] = {}  # of the tokens, those beyond the usual limit
         self.surcharge_ms = 0.0  # of the batch's tokens beyond the model's prediction
         self._encodes = False  # the batch has an image
@@ -64,6 +65,7 @@ class Composer:
             admitted=self.admitted,
             restored=self.restored,
             evicted=self.evicted,
+            parked=self.parked,
             predicted_ms=predicted_ms,
             online_ms=self._online_ms if rows else predicted_ms,
             limit_ms=self.limit_ms if rows else None,
@@ -250,16 +252,22 @@ class Composer:
         return block < len(candidate.prefix) and candidate.prefix[block] in self._coming
 
     def has_its_own(self, candidate: Candidate) -> bool:
-        """True if this waiting request has its KV back on the device."""
+        """True if this waiting request has its KV on the device."""
         return any(held.name == candidate.name for held in self._held)
 
-    def take_back(self, blocks: int) -> None:
-        """Evict waiting requests that have their KV back, until `blocks` are free or none of them is left."""
-        while self._held and self.free_blocks < blocks:
-            self._free_blocks_of(self._held.pop())
+    def take_back(self, blocks: int, *, but: str = "") -> None:
+        """Evict waiting requests that have KV blocks, until `blocks` are free or none is left behind `but`."""
+        while self._held and self.free_blocks < blocks and self._held[-1].name != but:
+            victim = self._held.pop()
+            if victim.name in self.parked:
+                self.parked.remove(victim.name)
+            self._free_blocks_of(victim)
 
     def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
-        """Evict victims, the last first, until `blocks` and `slots` are free; none if all would not suffice."""
+        """Evict victims, the last first, until `blocks` are free, and park others until `slots` are.
+
+        False, and none of them is touched, if all would not suffice.
+        """
         missing = blocks - self.free_blocks
         if missing <= 0 and self.free_slots >= slots:
             return True
@@ -268,13 +276,23 @@ class Composer:
         if self.free_slots + len(victims) < slots:
             return False
         self.take_back(blocks)
-        while self.free_blocks < blocks or self.free_slots < slots:
+        while self.free_blocks < blocks:
             self.evict(victims.pop())
+        while self.free_slots < slots:
+            self.park(victims.pop())
         return True
 
     def evict(self, victim: Candidate) -> None:
         """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""
         self._free_blocks_of(victim)
+        self.free_slots += 1
+        if self._adapters is not None:
+            self._adapters.leave(victim.name)
+
+    def park(self, victim: Candidate) -> None:
+        """Free a running request's slot; it waits with its KV blocks, in front of others that have theirs."""
+        self.parked.append(victim.name)
+        self._held.insert(0, victim)
         self.free_slots += 1
         if self._adapters is not None:
             self._adapters.leave(victim.name)

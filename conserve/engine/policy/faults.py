@@ -17,7 +17,7 @@ def fault_of(plan: object, view: View) -> str | None:
 
 
 def _faults(plan: Plan, view: View) -> Iterator[str]:
-    lists: tuple[object, ...] = (plan.admitted, plan.restored, plan.evicted)
+    lists: tuple[object, ...] = (plan.admitted, plan.restored, plan.evicted, plan.parked)
     if not all(isinstance(names, Sequence) for names in lists):
         yield "its lists of requests can be read once only"
     limit_ms: object = plan.limit_ms
@@ -57,12 +57,16 @@ def _faulty_names(
     plan: Plan, view: View, running: Mapping[str, Candidate], waiting: Mapping[str, Candidate]
 ) -> Iterator[str]:
     evictable = {request.name for request in (*view.offline, *view.held)}
-    places = [*plan.evicted, *plan.restored, *plan.tokens]
+    places = [*plan.evicted, *plan.parked, *plan.restored, *plan.tokens]
     if twice := _twice(places) or _twice(plan.admitted):
         yield f"it names {twice} twice"
     for name in plan.evicted:
         if name not in evictable:
             yield f"it evicts {name}, which is no offline request with KV blocks"
+    rows = {request.name for request in view.offline}
+    for name in plan.parked:
+        if name not in rows:
+            yield f"it parks {name}, which is no offline request that runs"
     for name in (*plan.admitted, *plan.restored):
         if name not in waiting:
             yield f"it starts {name}, which does not wait"
@@ -86,7 +90,8 @@ def _faulty_tokens(plan: Plan, requests: Mapping[str, Candidate]) -> Iterator[st
 
 def _faulty_room(plan: Plan, view: View, requests: Mapping[str, Candidate]) -> Iterator[str]:
     offline = {request.name: request for request in view.offline}
-    started, freed = len(plan.admitted) + len(plan.restored), sum(name in offline for name in plan.evicted)
+    started = len(plan.admitted) + len(plan.restored)
+    freed = len(plan.parked) + sum(name in offline for name in plan.evicted)
     if not started and offline.keys().isdisjoint(plan.tokens):
         return  # vLLM cuts down, and evicts for, live requests that run already
     total = sum(plan.tokens.values()) + bool(plan.restored)  # vLLM starts no restore in a full iteration

@@ -30,16 +30,16 @@ def serve_offline(
     if steps.has(composer.add_decodes(steps, limit_ms, most=fitting) + 1):
         return running
     prompts = [request for request in running if not request.decode]
-    parked: list[Candidate] = []  # in front of an image that finds no time
+    passed_over: list[Candidate] = []  # in front of an image that finds no time
     while prompts:
         request = prompts.pop(0)
         tokens = composer.row_budget(request, limit_ms)
         passed = not composer.can_encode(request, limit_ms)
         if not tokens and passed:
-            parked.append(request)
+            passed_over.append(request)
             continue
         blocks = composer.blocks_for(request, tokens)
-        if not tokens or not (composer.make_room(prompts, blocks) or composer.make_room(parked, blocks)):
+        if not tokens or not (composer.make_room(prompts, blocks) or composer.make_room(passed_over, blocks)):
             return running
         composer.add(request, tokens)
         if tokens < request.tokens and not passed:
@@ -176,6 +176,8 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     # if the others leave room.
     # A request that was evicted in this plan waits again: do not admit it at once.
     waiting = (request for request in waiting if request.name not in composer.evicted)
+    if first:
+        waiting = _with_blocks_of_others(composer, waiting)
     deferred: list[Candidate] = []
     passed = 0
     for request in waiting:
@@ -219,6 +221,20 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
         composer.admit(request, tokens)
         if tokens < request.tokens:
             return
+
+
+def _with_blocks_of_others(composer: Composer, waiting: Iterator[Candidate]) -> Iterator[Candidate]:
+    """The waiting requests, of which the first has KV blocks taken back that it lacks and others have.
+
+    No row runs. Each that waits in the middle of its prompt might lack blocks that the others hold, for ever.
+    """
+    request = next(waiting, None)
+    if request is None:
+        return iter(())
+    if composer.has_its_own(request):
+        wanted = composer.blocks_for(request, request.tokens) + composer.watermark_blocks
+        composer.take_back(wanted, but=request.name)
+    return chain((request,), waiting)
 
 
 def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:

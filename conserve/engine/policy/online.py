@@ -17,7 +17,7 @@ class OnlineShare(NamedTuple):
 
     complete: bool  # every online request got all tokens it could use
     limit_ms: float  # longest iteration that the online requests in it can bear
-    running_offline: Sequence[Candidate]  # running offline requests that were not evicted
+    running_offline: Sequence[Candidate]  # running offline requests that were neither evicted nor parked
 
 
 def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None) -> OnlineShare:
@@ -92,10 +92,10 @@ def add_steps(composer: Composer, victims: Victims, decodes: list[Candidate]) ->
 
 
 def rows_left(view: View, composer: Composer) -> Sequence[Candidate]:
-    """Running offline requests that were not evicted, in serving order."""
-    if not composer.evicted:
+    """Running offline requests that were neither evicted nor parked, in serving order."""
+    if not (composer.evicted or composer.parked):
         return view.offline
-    gone = set(composer.evicted)
+    gone = {*composer.evicted, *composer.parked}
     return [request for request in view.offline if request.name not in gone]
 
 

@@ -252,6 +252,7 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
         "predicted_ms": plan.predicted_ms,
         "online_ms": plan.online_ms,
         "limit_ms": _ms(plan.limit_ms),
+        **({"parked": plan.parked} if plan.parked else {}),
         **({"pushed": plan.pushed} if plan.pushed else {}),
     }
 
@@ -265,6 +266,7 @@ def _plan_of(said: Mapping[str, Any] | None) -> Plan | None:
         admitted=said["admitted"],
         restored=said["restored"],
         evicted=said["evicted"],
+        parked=said.get("parked", []),
         predicted_ms=said["predicted_ms"],
         online_ms=said.get("online_ms", 0.0),
         limit_ms=None if said["limit_ms"] is None else float(said["limit_ms"]),

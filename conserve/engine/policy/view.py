@@ -226,7 +226,9 @@ class View:
     )
     used_blocks: int | None = None  # blocks that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
-    held: Sequence[Candidate] = ()  # waiting offline requests whose KV has come back; they can be evicted
+    held: Sequence[
+        Candidate
+    ] = ()  # waiting offline requests with KV blocks, restored or parked; they can be evicted
     coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them

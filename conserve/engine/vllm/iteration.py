@@ -50,7 +50,7 @@ class Iteration:
     """One pass of the model over a batch.
 
     The scheduler makes the record and puts it on vLLM's `SchedulerOutput`; it is filled in as the iteration goes
-    on. Pickled, on its way to a worker's process, it is its stamp alone.
+    on. Pickled, on its way to a worker's process, it is its stamp and `keeps` alone.
     """
 
     # Planned.
@@ -70,6 +70,9 @@ class Iteration:
     turns_away: bool = False  # vLLM had no room for a live request that the plan found room for
     # Stamped, if rows may leave.
     stamp: Stamp | None = None
+    keeps: frozenset[str] = (
+        frozenset()
+    )  # rows whose part of a chunk is theirs yet, though vLLM preempts or resumes them
     rows: Sequence[tuple[Request, int]] = ()  # the stamp's rows and their tokens
     spare_tokens: float = 0.0  # offline tokens that may be thrown away for an arrival's comfort
     asked: int = 0  # rows that were told to leave
@@ -138,11 +141,11 @@ class Iteration:
         return ms if ms is not None and ms >= LONG_MS and not held_up else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _for_worker, (self.stamp,)
+        return _for_worker, (self.stamp, self.keeps)
 
 
-def _for_worker(stamp: Stamp | None) -> Iteration:
-    return Iteration(stamp=stamp)
+def _for_worker(stamp: Stamp | None, keeps: frozenset[str]) -> Iteration:
+    return Iteration(stamp=stamp, keeps=keeps)
 
 
 def iteration_of(output: Any) -> Iteration:
@@ -155,6 +158,15 @@ def stamp_of(output: Any) -> Stamp | None:
     """The stamp of vLLM's `SchedulerOutput`; None where no row may leave, or another scheduler made it."""
     iteration: Iteration | None = getattr(output, NAME, None)
     return iteration.stamp if iteration is not None else None
+
+
+def forgotten(output: Any) -> set[str]:
+    """Requests of vLLM's `SchedulerOutput` whose part of a chunk is no longer theirs: finished or evicted ones."""
+    gone = {*output.finished_req_ids, *(output.preempted_req_ids or ())}
+    gone.update(output.scheduled_cached_reqs.resumed_req_ids)
+    gone.update(new.req_id for new in output.scheduled_new_reqs)
+    iteration: Iteration | None = getattr(output, NAME, None)
+    return gone - iteration.keeps if iteration is not None else gone
 
 
 def outcome_of(output: Any) -> IterationOutcome | None:

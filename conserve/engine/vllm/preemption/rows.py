@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from conserve.engine.runtime.leavers import behind, with_first
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.compat.metadata import watch_metadata
+from conserve.engine.vllm.iteration import forgotten
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
@@ -77,9 +78,7 @@ class RunnerRows:
     def begin(self, output: Any, *, watched: bool) -> None:
         """Begin an iteration; rows that finished or were evicted will not join one any more."""
         if self._suspended:
-            gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
-            gone += [*output.scheduled_cached_reqs.resumed_req_ids]
-            for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
+            for name in forgotten(output):
                 self._suspended.pop(name, None)
         self.left, self.joined = frozenset(), 0
         self._joining, self._absent, self._in = {}, set(), None

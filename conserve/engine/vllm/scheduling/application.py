@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from conserve.engine.policy.plan import Plan
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online, is_running
+from conserve.engine.vllm.scheduling.parking import goes_on, lose
 from conserve.profiles.batch import Batch, Slice
 
 RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
@@ -35,6 +36,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     if plan is None:
         with registered_late(scheduler.kv_cache_manager, on=iteration.registers_late):
             return schedule()
+    park(scheduler, plan.parked, iteration.started)
     evict(scheduler, plan.evicted, iteration.started)
     admitted = [scheduler.requests[name] for name in plan.admitted]
     restored = [scheduler.requests[name] for name in plan.restored]
@@ -107,18 +109,54 @@ def with_adapters(scheduler: Any, requests: Iterable[Request]) -> Iterator[Reque
 
 
 def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
-    """Free the KV blocks of requests that run, or that wait and have got their KV back."""
+    """Free the KV blocks of requests that run, or that wait and have KV blocks."""
     for name in names:
         request = scheduler.requests[name]
         if is_running(request):
             scheduler.running.remove(request)
             scheduler._preempt_request(request, now)
-        else:  # host memory still has its KV
+        else:
+            if name in scheduler.parking.names:  # of another one host memory still has the KV
+                scheduler.parking.names.remove(name)
+                lose(scheduler, request)
             scheduler.kv_holding_waiting.remove_requests([request])
             scheduler.kv_cache_manager.free(request)
             scheduler._inflight_prefills.discard(request)
             request.num_computed_tokens = 0
             scheduler.waiting.add_request(request)
+
+
+def park(scheduler: Any, names: Sequence[str], now: float) -> None:
+    """Free the slots of running rows; one that could not go on where it was loses its KV blocks too."""
+    for name in names:
+        request = scheduler.requests[name]
+        scheduler.running.remove(request)
+        computed = request.num_computed_tokens
+        if not computed or not goes_on(scheduler, request):
+            scheduler._preempt_request(request, now)
+            continue
+        with keeping_blocks(scheduler):
+            scheduler._preempt_request(request, now)
+        scheduler.waiting.remove_request(request)
+        request.num_computed_tokens = computed
+        scheduler.kv_holding_waiting.prepend_request(request)
+        scheduler.parking.names.add(name)
+        scheduler.parking.count += 1
+
+
+@contextlib.contextmanager
+def keeping_blocks(scheduler: Any) -> Iterator[None]:
+    """Have vLLM preempt requests and free no KV block of theirs."""
+    scheduler.parking.parks, scheduler._free_request_blocks = True, as_it_stays
+    try:
+        yield
+    finally:
+        scheduler.parking.parks = False
+        del scheduler._free_request_blocks
+
+
+def as_it_stays(request: Request) -> None:
+    """Stand in for `_free_request_blocks`."""
 
 
 @contextlib.contextmanager

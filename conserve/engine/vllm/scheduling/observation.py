@@ -154,6 +154,8 @@ class Picture:
                         return
                     continue
             tokens = max(1, request.num_tokens - context)
+            if request.request_id in scheduler.parking.names:
+                tokens = min(tokens, scheduler.arrival_monitor.chunk(request.request_id) or tokens)
             if tokens == 1:
                 tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
             yield self._prompt(request, tokens, context, blocks, restorable=restorable)
@@ -179,9 +181,19 @@ class Picture:
         return served
 
     def _held(self, holding: Sequence[Request]) -> list[Candidate]:
-        """Waiting offline requests whose KV has come back."""
+        """Waiting offline requests with KV blocks: host memory has the KV of those whose KV has come back."""
+        parked, checkpoints = self._scheduler.parking.names, self._scheduler.checkpoints
+        lost = (
+            parked if checkpoints is None else {name for name in parked if not checkpoints.has_all_of(name)}
+        )
         return [
-            Candidate(request.request_id, 1, context, blocks=self._blocks(request), saved=True)
+            Candidate(
+                request.request_id,
+                1,
+                context,
+                blocks=self._blocks(request),
+                saved=request.request_id not in lost,
+            )
             for request in holding
             if not is_online(request)
             and (context := request.num_computed_tokens)
@@ -250,7 +262,7 @@ class Picture:
 
     def _found(self, request: Request) -> tuple[int, int]:
         """KV blocks that a waiting request has, or would share with running ones, and its tokens in KV blocks."""
-        if context := request.num_computed_tokens:  # its KV was brought back
+        if context := request.num_computed_tokens:  # its KV was brought back, or it was parked
             return self._blocks(request), context
         if not self._manager.prefix_cache_lookup_enabled(request):
             return 0, 0

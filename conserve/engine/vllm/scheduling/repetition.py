@@ -93,7 +93,13 @@ class Repetition:
         scheduler, batch = self._scheduler, plan.batch
         if not getattr(scheduler._planner, "repeats", False) or scheduler._traffic.classified:
             return False
-        if scheduler.scheduler_config.async_scheduling or plan.admitted or plan.restored or plan.evicted:
+        if (
+            scheduler.scheduler_config.async_scheduling
+            or plan.admitted
+            or plan.restored
+            or plan.evicted
+            or plan.parked
+        ):
             return False
         if view.online_waited_ms or view.pushed:  # of this iteration alone: the next may be the rows' turn
             return False
@@ -107,7 +113,7 @@ class Repetition:
         scheduler, requests, last = self._scheduler, self._requests, self._scheduler.last_iteration
         if last.plan is not plan or last.tokens != plan.tokens:  # others came between, or vLLM did otherwise
             return False
-        if last.left or scheduler.kv_holding_waiting:
+        if last.left or len(scheduler.kv_holding_waiting) > len(scheduler.parking.names):
             return False
         if scheduler._grammars or scheduler._traffic.pushing.urgent:
             return False

@@ -40,6 +40,7 @@ from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_gr
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.own_time import OwnTime
+from conserve.engine.vllm.scheduling.parking import Parking, lose
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.repetition import Repetition
@@ -98,6 +99,7 @@ class CoServing:
         self.row_terms = RowTerms()
         self.own_time = OwnTime.of(vllm_config.parallel_config)
         self._repetition = Repetition(self)
+        self.parking = Parking()
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
         self.batches = True  # batching mode is allowed
@@ -160,6 +162,7 @@ class CoServing:
             names.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._grammars.pop(request.request_id, None)
+        self.parking.names.discard(request.request_id)
         aborted_at = time.monotonic() if request.status == RequestStatus.FINISHED_ABORTED else None
         self._finished[request.request_id] = aborted_at
         self._recordings.ended(request)
@@ -182,12 +185,8 @@ class CoServing:
         return known and len(self._offline) == len(self.requests) and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if request.request_id in self._offline:
-            self._offline_tokens.loses(request)
-        self.prefixes.end(request, now=time.monotonic())
-        self.arrival_monitor.lost_memory(request.request_id)
-        if self.checkpoints is not None:
-            self.checkpoints.evicting(request)
+        if not self.parking.parks:
+            lose(self, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     # An iteration: look, plan, apply; settle.
@@ -204,6 +203,7 @@ class CoServing:
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         output = apply(self, iteration, schedule)
+        self.parking.tell(self, iteration)
         if plan is not None and not plan.tokens:
             self.row_terms.rest()
         self._send(iteration, output)

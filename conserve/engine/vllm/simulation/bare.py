@@ -78,6 +78,7 @@ class Clock:
         "scheduling.iterations",
         "scheduling.observation",
         "scheduling.own_time",
+        "scheduling.parking",
         "scheduling.report",
         "scheduling.settlement",
         "preemption.arrivals",

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 from conserve.engine.runtime.leavers import behind, with_first
 from conserve.engine.runtime.safepoint import ALL_ROWS
-from conserve.engine.vllm.iteration import IterationOutcome, Stamp, put, stamp_of
+from conserve.engine.vllm.iteration import IterationOutcome, Stamp, forgotten, put, stamp_of
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone
 from conserve.engine.vllm.simulation.copies import SimulatedCopies, blocks_of
 from conserve.profiles.batch import Batch
@@ -238,9 +238,7 @@ class SimulatedEngine(SchedulerAlone):
 
     def _forget(self, output: SchedulerOutput) -> None:
         """Begin an iteration like `Rows.begin`: a row that finished or was evicted does not go on."""
-        gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
-        gone += output.scheduled_cached_reqs.resumed_req_ids
-        for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
+        for name in forgotten(output) if self._suspended else ():
             self._suspended.pop(name, None)
 
     def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> IterationOutcome:

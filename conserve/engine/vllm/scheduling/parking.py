@@ -1,0 +1,50 @@
+"""Parked rows: they wait without a slot, and keep their KV blocks and what their layers have computed.
+
+Where an arrival lacks a slot and no memory, a row that is evicted computes again the tokens behind its last full
+KV block, all of a chunk that it left in the middle, and whatever a long burst takes of its blocks meanwhile. A
+parked one does not: vLLM goes on with a waiting request that holds KV blocks where it was, as it does where a
+connector has brought KV. The workers forget a preempted request, and would forget a row's part of a chunk with it,
+so each iteration says which rows keep theirs. `application` parks and evicts.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.request import Request
+
+from conserve.engine.vllm.iteration import Iteration
+from conserve.engine.vllm.lane import is_running
+
+
+class Parking:
+    """The parked rows of a scheduler."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.count = 0  # since the start
+        self.parks = False  # a row is being parked, which vLLM preempts
+
+    def tell(self, scheduler: Any, iteration: Iteration) -> None:
+        """Say in the iteration's record which rows keep a part of a chunk: parked ones, and those that go on."""
+        if self.names:
+            iteration.keeps = frozenset(self.names)
+            self.names -= {name for name in self.names if is_running(scheduler.requests[name])}
+
+
+def goes_on(scheduler: Any, request: Request) -> bool:
+    """True if a row's state is in its KV blocks, and no token of it is under way."""
+    elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens or request.mm_features
+    return not (elsewhere or request.num_in_flight_tokens or request.num_output_placeholders)
+
+
+def lose(scheduler: Any, request: Request) -> None:
+    """Note that a request's KV blocks are freed now, and with them what its layers have computed."""
+    name = request.request_id
+    scheduler.prefixes.end(request, now=time.monotonic())
+    if name in scheduler._offline:
+        scheduler._offline_tokens.loses(request)
+    scheduler.arrival_monitor.lost_memory(name)
+    if scheduler.checkpoints is not None:
+        scheduler.checkpoints.evicting(request)
