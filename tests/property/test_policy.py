@@ -95,6 +95,7 @@ def some_view(choose: ByteChoices) -> View:
         prompt_tokens=choose.one_of([0, 30, 500]),
         max_tokens=choose.one_of([2048, 2048, 300, 20, 3]),
         free_slots=choose.one_of([50, 50, 2, 1, 0]),
+        parks=choose.yes(),
         free_blocks=choose.one_of([1000, choose.integer(0, 200), choose.integer(0, 3)]),
         watermark_blocks=choose.one_of([0, 0, 2]),
         block_tokens=block_tokens,
@@ -187,6 +188,7 @@ def some_view_without_slots(choose: ByteChoices) -> View:
     return replace(
         view,
         waiting_online=arrivals,
+        parks=True,
         free_slots=0,
         free_blocks=10_000,
         max_tokens=2048,
@@ -366,8 +368,9 @@ def test_only_running_offline_requests_are_evicted_or_parked_the_last_first(
     if not reached("rows are evicted", gone):
         return
     assert gone <= set(names)
-    for decode, saved in product((True, False), repeat=2):
-        kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
+    for decode, saved, begun in product((True, False), repeat=3):
+        alike = (decode, saved, begun)
+        kind = [r.name for r in view.offline if (r.decode, r.saved, bool(r.context)) == alike]
         lost = [name for name in kind if name in gone]
         assert lost == kind[len(kind) - len(lost) :]
 
@@ -803,6 +806,7 @@ class Engine:
             slo=self.slo,
             max_tokens=self.max_tokens,
             free_slots=self.slots - len(self.running) - len(self.live),
+            parks=True,
             free_blocks=self.free_blocks(),
             block_tokens=self.block_tokens,
         )

@@ -78,7 +78,7 @@ class TestRoom:
         assert (composer.evicted, composer.free_blocks) == (["row0"], 7)
 
     def test_a_victim_for_each_missing_slot_is_enough(self) -> None:
-        composer = Composer(view_of(free_slots=-1))
+        composer = Composer(view_of(free_slots=-1, parks=True))
         assert composer.make_room([*ROWS[:2]], 0, slots=1)
         assert (composer.parked, composer.evicted, composer.free_slots) == (["row1", "row0"], [], 1)
 

@@ -274,7 +274,7 @@ class TestMakingRoom:
 
     def gone(self, **changes: Any) -> tuple[list[str], list[str]]:
         """Rows that are evicted, and rows that are parked."""
-        plan = plan_of(waiting_online=[self.prompt], **changes)
+        plan = plan_of(**{"waiting_online": [self.prompt], "parks": True, **changes})
         assert plan.admitted[:1] == ["prompt"]
         return list(plan.evicted), list(plan.parked)
 
@@ -309,6 +309,12 @@ class TestMakingRoom:
         assert self.gone(offline=self.rows, held=held, free_slots=0) == ([], ["row2"]), (
             "it has no slot to give"
         )
+        assert self.gone(offline=self.rows, free_slots=-1, parks=False) == (["row2", "row1"], [])
+
+    def test_the_last_row_that_has_computed_something_is_parked(self) -> None:
+        rows = [*self.rows, Candidate("fresh", 480, 0, blocks=30)]
+        assert self.gone(offline=rows, free_slots=0) == ([], ["row2"])
+        assert self.gone(offline=rows, free_slots=-3) == ([], ["row2", "row1", "row0", "fresh"])
 
     def test_a_row_that_is_evicted_for_its_memory_gives_its_slot_too(self) -> None:
         assert self.gone(offline=self.rows, free_slots=0, free_blocks=6) == (["row2"], [])
@@ -324,7 +330,12 @@ class TestMakingRoom:
             (10, ["held", "row2"], ["row1"]),
         ):
             plan = plan_of(
-                waiting_online=both, offline=self.rows, held=held, free_slots=0, free_blocks=blocks
+                waiting_online=both,
+                offline=self.rows,
+                held=held,
+                parks=True,
+                free_slots=0,
+                free_blocks=blocks,
             )
             assert plan.admitted == ["prompt", "second"]
             assert (plan.evicted, plan.parked) == (evicted, parked)

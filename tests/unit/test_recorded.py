@@ -94,6 +94,7 @@ def test_images_are_recorded_in_lines_that_are_new_to_an_earlier_conserve() -> N
     seeing = {**BUSY, "waiting_offline": [ROW, FRESH._replace(images=IMAGES, prefix=SHARED)]}
     line = line_of(view_of(**seeing), None, policy="conserve", at=0.0)
     assert json.loads(line)["version"] == 7
+    assert json.loads(line_of(view_of(parks=True), None, policy="conserve", at=0.0))["version"] == 8
     row, fresh = recorded(line).view.waiting_offline
     assert (row.images, fresh.images, len(fresh.prefix)) == ((), IMAGES, 3)
     assert line_of(recorded(line).view, None, policy="conserve", at=0.0) == line
@@ -216,7 +217,7 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 7, not 99"):
+    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 8, not 99"):
         recorded(json.dumps({**said, "version": 99}).encode())
 
 

@@ -16,6 +16,7 @@ from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.steps import Steps
+from conserve.engine.policy.victims import last_begun
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
@@ -264,7 +265,7 @@ class Composer:
             self._free_blocks_of(victim)
 
     def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
-        """Evict victims, the last first, until `blocks` are free, and park others until `slots` are.
+        """Evict victims, the last first, until `blocks` are free, and park or evict others until `slots` are.
 
         False, and none of them is touched, if all would not suffice.
         """
@@ -279,7 +280,7 @@ class Composer:
         while self.free_blocks < blocks:
             self.evict(victims.pop())
         while self.free_slots < slots:
-            self.park(victims.pop())
+            self.park(last_begun(victims)) if self._view.parks else self.evict(victims.pop())
         return True
 
     def evict(self, victim: Candidate) -> None:

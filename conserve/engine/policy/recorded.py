@@ -31,7 +31,8 @@ VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
 VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
 VERSION_OF_IMAGES = 7  # of views with images or sounds to encode
-NEWEST = VERSION_OF_IMAGES
+VERSION_OF_PARKING = 8  # of views of engines whose rows may wait with their KV blocks
+NEWEST = VERSION_OF_PARKING
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
@@ -102,6 +103,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View, queues: Iterable[Iterable[Candidate]] = ()) -> int:
     """The oldest version that plans the view as this one; `queues` are the requests that are recorded."""
+    if view.parks:
+        return VERSION_OF_PARKING
     if any(one.images for queue in queues for one in queue):
         return VERSION_OF_IMAGES
     if view.kept_blocks:

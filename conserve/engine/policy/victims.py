@@ -1,11 +1,17 @@
-"""Offline requests that may be evicted."""
+"""Offline requests that may be evicted or parked."""
 
 from collections import UserList
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from functools import cached_property
 from operator import attrgetter
 
 from conserve.engine.policy.view import Candidate
+
+
+def last_begun(victims: MutableSequence[Candidate]) -> Candidate:
+    """Take the last request out that has computed tokens: the others could not go on where they are in a chunk."""
+    begun = (place for place in reversed(range(len(victims))) if victims[place].context)
+    return victims.pop(next(begun, -1))
 
 
 class Victims(UserList[Candidate]):

@@ -218,6 +218,7 @@ class View:
     own_ms: float = 0.0  # that our scheduling takes of an iteration: stock vLLM would be faster by it
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones
+    parks: bool = False  # a row that gives its slot up may wait with its KV blocks, and go on where it was
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
     free_blocks: int
     kept_blocks: int = 0  # of these, with KV that live requests may find: no row takes them

@@ -132,7 +132,7 @@ def park(scheduler: Any, names: Sequence[str], now: float) -> None:
         request = scheduler.requests[name]
         scheduler.running.remove(request)
         computed = request.num_computed_tokens
-        if not computed or not goes_on(scheduler, request):
+        if not goes_on(scheduler, request):
             scheduler._preempt_request(request, now)
             continue
         with keeping_blocks(scheduler):

@@ -213,6 +213,7 @@ class Picture:
             "prompt_tokens": typical,
             "rare_starts": self._traffic.rare_starts,
             "arrivals_per_s": self._traffic.arrivals_per_s(now=moment),
+            "parks": scheduler.parking.on,
             "free_slots": slots - len(scheduler.running) - loading,
             "reserved_slots": min(expected, slots // 2),
             "free_blocks": free_blocks,

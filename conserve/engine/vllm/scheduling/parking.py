@@ -21,7 +21,9 @@ from conserve.engine.vllm.lane import is_running
 class Parking:
     """The parked rows of a scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on: bool) -> None:
+        """`on`: rows may be parked at all."""
+        self.on = on
         self.names: set[str] = set()
         self.count = 0  # since the start
         self.parks = False  # a row is being parked, which vLLM preempts
@@ -33,10 +35,18 @@ class Parking:
             self.names -= {name for name in self.names if is_running(scheduler.requests[name])}
 
 
+def can_park(scheduler: Any) -> bool:
+    """True if the state of rows is in their KV blocks, and none has a token under way between two iterations."""
+    ahead = scheduler.scheduler_config.async_scheduling
+    return not (scheduler.kv_groups or scheduler.num_spec_tokens or ahead)
+
+
 def goes_on(scheduler: Any, request: Request) -> bool:
-    """True if a row's state is in its KV blocks, and no token of it is under way."""
-    elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens or request.mm_features
-    return not (elsewhere or request.num_in_flight_tokens or request.num_output_placeholders)
+    """True if a row is computed in part, and all that it needs to go on is in its KV blocks."""
+    elsewhere = request.mm_features or request.pooling_params
+    asks_of_prompt = request.request_id in scheduler._with_logprobs  # V2 has them of a whole prompt alone
+    under_way = request.num_in_flight_tokens
+    return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or under_way)
 
 
 def lose(scheduler: Any, request: Request) -> None:

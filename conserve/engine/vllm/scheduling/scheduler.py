@@ -40,7 +40,7 @@ from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_gr
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.own_time import OwnTime
-from conserve.engine.vllm.scheduling.parking import Parking, lose
+from conserve.engine.vllm.scheduling.parking import Parking, can_park, lose
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.repetition import Repetition
@@ -99,9 +99,9 @@ class CoServing:
         self.row_terms = RowTerms()
         self.own_time = OwnTime.of(vllm_config.parallel_config)
         self._repetition = Repetition(self)
-        self.parking = Parking()
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
+        self.parking = Parking(on=can_park(self))
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 
@@ -375,6 +375,8 @@ class CoServing:
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
         self.prefixes.forget()
+        if reset_running_requests:
+            evict(self, [*self.parking.names], time.monotonic())
         saves = self.checkpoints
         with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
             return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
