@@ -253,7 +253,8 @@ class Rows:
         """More live requests come than find a free slot, while some rows decode and one is in its prompt."""
         from tests.preempted_engine import Ask, greedy, prompt
 
-        rows = [Ask(f"off{n}", prompt(110 + 7 * n, 700 + n), greedy(24)) for n in range(10)]
+        lengths = [110 + 7 * n if n < 7 else 700 for n in range(10)]
+        rows = [Ask(f"off{n}", prompt(tokens, 700 + n), greedy(24)) for n, tokens in enumerate(lengths)]
         live = [Ask(f"on{n}", prompt(20, 750 + n), greedy(12), offline=False) for n in range(14)]
         wanted = engine.undisturbed([*rows, *live])
         scheduler = engine.scheduler

@@ -82,63 +82,6 @@ def test_rows_leave_a_slot_for_a_live_request_whatever_bounds_them(make: Make, s
     assert iterations_until_answered(engine, engine.add(64, 4)) <= 2
 
 
-def parked(make: Make, **params: Any) -> tuple[Any, list[Any]]:
-    """An engine whose rows have given all their slots to live requests, or such rows as can; and the rows."""
-    engine = make("conserve", slo={"harm": 0.1}, max_num_seqs=4)
-    rows = [engine.add(100 + n, 60, offline=True, **params) for n in range(3)]
-    while not all(row.num_output_tokens for row in rows[:2]):
-        engine.step()
-    for _ in range(4):
-        engine.add(20, 30)
-    engine.step()
-    return engine, rows
-
-
-def test_a_row_that_gives_its_slot_up_goes_on_where_it_was(make: Make) -> None:
-    engine, rows = parked(make)
-    scheduler = engine.scheduler
-    waiting = list(scheduler.kv_holding_waiting)
-    assert waiting
-    assert {row.request_id for row in waiting} == scheduler.parking.names
-    assert waiting == sorted(waiting), "the first goes on first"
-    computed = {row.request_id: row.num_computed_tokens for row in waiting}
-    assert all(computed.values())
-    while scheduler.parking.names:
-        engine.step()
-        for row in scheduler.kv_holding_waiting:
-            assert row.num_computed_tokens == computed[row.request_id]
-    assert not scheduler.kv_holding_waiting
-    assert all(row.num_computed_tokens >= computed[row.request_id] for row in waiting)
-    assert not scheduler._offline_tokens.again
-    while scheduler.requests:
-        engine.step()
-    assert [row.num_output_tokens for row in rows] == [60] * 3
-
-
-def test_what_vllm_would_not_go_on_with_is_evicted_for_a_slot(make: Make) -> None:
-    engine, rows = parked(make, prompt_logprobs=1)
-    assert not engine.scheduler.parking.count
-    assert any(not row.num_computed_tokens for row in rows)
-    assert not make("conserve", asynchronous=True).scheduler.parking.on
-    assert not make("conserve", windows=1).scheduler.parking.on
-
-
-def test_a_reset_of_the_cache_and_an_abort_leave_no_parked_row(make: Make) -> None:
-    engine, rows = parked(make)
-    scheduler = engine.scheduler
-    gone = next(row for row in rows if row.request_id in scheduler.parking.names)
-    engine.abort([gone])
-    assert gone.request_id not in scheduler.parking.names
-    assert scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert not scheduler.parking.names
-    assert not scheduler.kv_holding_waiting
-    while scheduler.requests:
-        engine.step()
-    assert [row.num_output_tokens for row in rows if row is not gone] == [60] * 2
-    pool = scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-
 @pytest.mark.parametrize("policy", ["conserve", "online-only"])
 def test_a_live_request_that_vllm_turns_away_takes_the_memory_of_rows(make: Make, policy: str) -> None:
     """vLLM keeps a watermark free beside rows, which the plan does not count on for so long a prompt."""

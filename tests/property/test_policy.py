@@ -773,6 +773,8 @@ class Engine:
         assert len(self.running) + len(self.live) <= self.slots
 
     def start(self, work: Work) -> None:
+        wanted = ceil((work.prompt + work.done) / self.block_tokens) - work.blocks
+        assert wanted <= self.free_blocks(), "vLLM takes a request in with blocks for all of it"
         if work in self.live_waiting:
             self.live_waiting.remove(work)
             self.live.append(work)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.policy.composer import Composer, revocable_blocks
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.conserve import (
     Conserve,
     arrival_limit_ms,
@@ -18,6 +18,7 @@ from conserve.engine.policy.conserve import (
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
+from conserve.engine.policy.victims import revocable_blocks
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, add_steps, decodes, fitting, plan_of, view_of
@@ -346,8 +347,17 @@ class TestMakingRoom:
         held = [row._replace(tokens=1) for row in parked]
         plan = plan_of(waiting_offline=parked, held=held, free_blocks=0)
         assert (plan.evicted, plan.admitted) == (["row2"], ["row0"])
-        beside = plan_of(waiting_offline=parked, held=held, offline=[self.rows[0]], free_blocks=2)
-        assert (beside.evicted, beside.admitted) == ([], [])
+        for room in (
+            {"offline": [self.rows[0]], "free_blocks": 2},  # one runs
+            {"free_slots": 0},
+            {"free_slots": 2, "reserved_slots": 2},
+            {"waiting_offline": [parked[0]._replace(tokens=200), *parked[1:]]},  # it wants more than all have
+        ):
+            plan = plan_of(**{"waiting_offline": parked, "held": held, "free_blocks": 0, **room})
+            assert (plan.evicted, plan.admitted) == ([], [])
+        live = [Candidate(f"live{n}", 1, 60, True, 5) for n in range(4)]
+        plan = plan_of(waiting_offline=parked, held=held, online=live, free_blocks=0, slo=Slo(tbt_ms=4.0))
+        assert (plan.evicted, plan.admitted) == ([], []), "live requests leave it no time"
 
     def test_the_watermark_stays_free_where_that_can_be_had(self) -> None:
         assert self.evicted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []
@@ -725,6 +735,8 @@ def test_blocks_that_several_rows_share_are_reserved_once() -> None:
     view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are shared
     assert revocable_blocks(view) == 16
     assert revocable_blocks(replace(view, used_blocks=40)) == 40
+    own = Candidate("parked", 1, 160, blocks=20)
+    assert revocable_blocks(replace(view, used_blocks=40, held=[own])) == 20, "what it has is its own"
     assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16
 
 

@@ -16,7 +16,7 @@ from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.steps import Steps
-from conserve.engine.policy.victims import last_begun
+from conserve.engine.policy.victims import last_begun, revocable_blocks
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
@@ -52,7 +52,6 @@ class Composer:
         self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
-        self._held = list(view.held)
         self._adapters = Adapters(view) if view.most_adapters is not None else None
         self._coming = set(view.coming)
 
@@ -79,6 +78,10 @@ class Composer:
         if not self._reserved_blocks:
             return 0
         return max(0, self._reserved_blocks - max(0, self._revocable_blocks - self._revoked_blocks))
+
+    @cached_property
+    def _held(self) -> list[Candidate]:
+        return list(self._view.held)
 
     @cached_property
     def _revocable_blocks(self) -> int:
@@ -264,6 +267,12 @@ class Composer:
                 self.parked.remove(victim.name)
             self._free_blocks_of(victim)
 
+    def blocks_behind(self, candidate: Candidate) -> int:
+        """KV blocks of the requests that wait with theirs behind this one; 0 if it has none itself."""
+        names = [held.name for held in self._held]
+        place = names.index(candidate.name) + 1 if candidate.name in names else len(names)
+        return sum(held.blocks for held in self._held[place:])
+
     def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
         """Evict victims, the last first, until `blocks` are free, and park or evict others until `slots` are.
 
@@ -291,7 +300,7 @@ class Composer:
             self._adapters.leave(victim.name)
 
     def park(self, victim: Candidate) -> None:
-        """Free a running request's slot; it waits with its KV blocks, in front of others that have theirs."""
+        """Free a running request's slot; it waits with its KV blocks, taken after those of others that wait."""
         self.parked.append(victim.name)
         self._held.insert(0, victim)
         self.free_slots += 1
@@ -371,19 +380,6 @@ class Composer:
         last = steps.requests[count - 1]
         wanted = Slice(last.tokens, last.context, last.decode)
         return self._model.can_schedule(batch, wanted, limit_ms - self.surcharge_ms) == last.tokens
-
-
-def revocable_blocks(view: View) -> int:
-    """KV blocks that can be evicted at no cost: offline rows hold them, and host memory has their contents.
-
-    Rows with equal beginnings share blocks, and evicting one row does not free a block that another holds. So the
-    number is at most the used blocks minus the blocks of all other rows.
-    """
-    if not view.reserved_blocks:
-        return 0
-    saved = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
-    others = sum(row.blocks for row in (*view.online, *view.offline) if not row.saved)
-    return saved if view.used_blocks is None else min(saved, max(0, view.used_blocks - others))
 
 
 def _most(largest: float, exceeds: Callable[[int], bool]) -> int:

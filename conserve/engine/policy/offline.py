@@ -176,8 +176,8 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     # if the others leave room.
     # A request that was evicted in this plan waits again: do not admit it at once.
     waiting = (request for request in waiting if request.name not in composer.evicted)
-    if first:
-        waiting = _with_blocks_of_others(composer, waiting)
+    if first and composer.free_slots > composer.reserved_slots:
+        waiting = _with_blocks_of_others(composer, waiting, limit_ms)
     deferred: list[Candidate] = []
     passed = 0
     for request in waiting:
@@ -223,16 +223,19 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             return
 
 
-def _with_blocks_of_others(composer: Composer, waiting: Iterator[Candidate]) -> Iterator[Candidate]:
-    """The waiting requests, of which the first has KV blocks taken back that it lacks and others have.
+def _with_blocks_of_others(
+    composer: Composer, waiting: Iterator[Candidate], limit_ms: float
+) -> Iterator[Candidate]:
+    """The waiting requests, of which the first has the KV blocks that it lacks, if others behind it have them.
 
     No row runs. Each that waits in the middle of its prompt might lack blocks that the others hold, for ever.
     """
     request = next(waiting, None)
     if request is None:
         return iter(())
-    if composer.has_its_own(request):
-        wanted = composer.blocks_for(request, request.tokens) + composer.watermark_blocks
+    wanted = composer.blocks_for(request, request.tokens) + _spare_blocks(composer, 0)
+    lacking = wanted - composer.free_blocks
+    if 0 < lacking <= composer.blocks_behind(request) and composer.row_budget(request, limit_ms):
         composer.take_back(wanted, but=request.name)
     return chain((request,), waiting)
 
@@ -243,9 +246,14 @@ def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:
     # request that has its KV back, or it would lose it again before it has computed a token.
     free_of_it = (first and not composer.admitted) or composer.has_its_own(request)
     reserved_blocks, kept = (0, 0) if free_of_it else (composer.reserved_blocks, composer.kept_blocks)
-    spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)
+    spare_blocks = _spare_blocks(composer, reserved_blocks)
     return (
         composer.free_slots > composer.reserved_slots
         and composer.adapter_fits(request)
         and composer.blocks_for(request, request.tokens) + spare_blocks + kept <= composer.free_blocks
     )
+
+
+def _spare_blocks(composer: Composer, reserved_blocks: int) -> int:
+    """KV blocks that stay free beside those of a request that begins."""
+    return max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)

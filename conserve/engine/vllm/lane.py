@@ -6,7 +6,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
 
-RUNNING = RequestStatus.RUNNING  # looking it up in its class takes as long as the comparison
+# Looking them up in their class takes as long as the comparison.
+RUNNING, PREEMPTED = RequestStatus.RUNNING, RequestStatus.PREEMPTED
 
 
 def is_online(request: Request) -> bool:
@@ -17,6 +18,11 @@ def is_online(request: Request) -> bool:
 def is_running(request: Request) -> bool:
     """True if the request takes part in iterations."""
     return request.status is RUNNING
+
+
+def has_kv(request: Request) -> bool:
+    """True if the KV of its computed tokens is in its blocks: it runs, or waits with them."""
+    return is_running(request) or bool(request.status is PREEMPTED and request.num_computed_tokens)
 
 
 def ttft_promise(request: Request) -> float | None:

@@ -25,7 +25,7 @@ from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.engine.vllm.checkpoint.restores import Copy, Restores
 from conserve.engine.vllm.checkpoint.saved_rows import SavedRows
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
-from conserve.engine.vllm.lane import is_online, is_running
+from conserve.engine.vllm.lane import has_kv, is_online, is_running
 
 log = logging.getLogger("vllm.conserve")
 SHARE = 0.05  # share of an iteration's time for the copies beside it, which lengthen it by 1.8 %
@@ -306,7 +306,7 @@ class Checkpoints:
         """Yield rows with blocks to copy in eviction order: the last admitted first."""
         size, saved = self.block_tokens, self.saved
         for name, request in reversed(self._running.items()):
-            if not is_running(request) or not saveable(request):
+            if not has_kv(request) or not saveable(request):
                 continue
             blocks = confirmed(request) // size - len(saved.blocks(name))
             if blocks > 0:
@@ -330,7 +330,7 @@ class Checkpoints:
         for request in sorted(self._spillable(), key=lambda one: one.num_tokens, reverse=True):
             name = request.request_id
             full = confirmed(request) // self.block_tokens - len(self.saved.blocks(name))
-            if full > 0 and is_running(request):
+            if full > 0 and has_kv(request):
                 fresh += self._begun(self.saved.extend(request, self._block_ids(name), full))
             for key, host in zip(self.saved.keys(request), self.saved.blocks(name), strict=False):
                 if isinstance(key, bytes):

@@ -45,7 +45,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     starts = bool(admitted or restored)
     late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
     waits, alone = alone_waiting(scheduler, [*restored, *admitted]), _spares_rows(scheduler, plan)
-    with waits, limited_to(scheduler, plan), late, live_alone(scheduler, on=alone):
+    with waits, limited_to(scheduler, plan, in_parts(scheduler, plan)), late, live_alone(scheduler, on=alone):
         output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
     if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
@@ -132,14 +132,14 @@ def park(scheduler: Any, names: Sequence[str], now: float) -> None:
         request = scheduler.requests[name]
         scheduler.running.remove(request)
         computed = request.num_computed_tokens
-        if not goes_on(scheduler, request):
+        if not goes_on(request):
             scheduler._preempt_request(request, now)
             continue
         with keeping_blocks(scheduler):
             scheduler._preempt_request(request, now)
         scheduler.waiting.remove_request(request)
         request.num_computed_tokens = computed
-        scheduler.kv_holding_waiting.prepend_request(request)
+        scheduler.kv_holding_waiting.add_request(request)
         scheduler.parking.names.add(name)
         scheduler.parking.count += 1
 
@@ -166,7 +166,8 @@ def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]
     with_kv = set(holding)
     here = [request for request in requests if request in with_kv]
     others = [request for request in requests if request not in with_kv]
-    holding.remove_requests(here)
+    if here:
+        holding.remove_requests(here)
     lanes.take(others)
     scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(others), FCFSRequestQueue(here)
     try:
@@ -204,11 +205,21 @@ def _spares_rows(scheduler: Any, plan: Plan) -> bool:
     return bool(wanted + scheduler.kv_cache_manager.watermark_blocks <= free)
 
 
+def in_parts(scheduler: Any, plan: Plan) -> Mapping[str, int]:
+    """The plan's tokens; a parked row goes on with no more of them than the part of a chunk that it has kept.
+
+    The plan counts KV blocks for all of its prompt, as vLLM does for a request that waits.
+    """
+    chunk_of, tokens = scheduler.arrival_monitor.chunk, plan.tokens
+    parts = {name: chunk_of(name) or tokens[name] for name in scheduler.parking.names & {*plan.admitted}}
+    return {**tokens, **{name: min(part, tokens[name]) for name, part in parts.items()}} if parts else tokens
+
+
 @contextlib.contextmanager
-def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
+def limited_to(scheduler: Any, plan: Plan, tokens: Mapping[str, int]) -> Iterator[None]:
     """Give vLLM the plan's total as its budget, cap each request, and let only the plan's restores begin."""
     most_tokens, checkpoints = scheduler.max_num_scheduled_tokens, scheduler.checkpoints
-    before_lookahead, aligned, before_encoders = caps(scheduler, plan.tokens)
+    before_lookahead, aligned, before_encoders = caps(scheduler, tokens)
     if all_step(scheduler, plan):
         before_lookahead = as_it_is
     scheduler.max_num_scheduled_tokens = min(most_tokens, plan.total + bool(plan.restored))

@@ -13,6 +13,7 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.traffic import Pause
 from conserve.engine.runtime.way import Beyond
+from conserve.engine.vllm.scheduling.application import evict
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
@@ -38,6 +39,8 @@ def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
     """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as named."""
     if "policy" in change:
         scheduler._follow(change["policy"])
+        if not scheduler._policy.decides:  # then vLLM would run parked rows before live requests
+            evict(scheduler, [*scheduler.parking.names], time.monotonic())
         scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
     if "preemption" in change:
         scheduler.arrival_monitor.follow(change["preemption"])

@@ -85,7 +85,7 @@ class Picture:
             live_busy=self._traffic.live_busy.share,
             own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
             max_tokens=scheduler.max_num_scheduled_tokens,
-            held=self._held(holding),
+            held=Lazy(self._held(holding)),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
             adapters=self._adapters(),
@@ -154,8 +154,6 @@ class Picture:
                         return
                     continue
             tokens = max(1, request.num_tokens - context)
-            if request.request_id in scheduler.parking.names:
-                tokens = min(tokens, scheduler.arrival_monitor.chunk(request.request_id) or tokens)
             if tokens == 1:
                 tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
             yield self._prompt(request, tokens, context, blocks, restorable=restorable)
@@ -180,25 +178,14 @@ class Picture:
             served[self._traffic.class_of.get(request.request_id, DEFAULT_CLASS)] += max(0, left)
         return served
 
-    def _held(self, holding: Sequence[Request]) -> list[Candidate]:
+    def _held(self, holding: Iterable[Request]) -> Iterator[Candidate]:
         """Waiting offline requests with KV blocks: host memory has the KV of those whose KV has come back."""
         parked, checkpoints = self._scheduler.parking.names, self._scheduler.checkpoints
-        lost = (
-            parked if checkpoints is None else {name for name in parked if not checkpoints.has_all_of(name)}
-        )
-        return [
-            Candidate(
-                request.request_id,
-                1,
-                context,
-                blocks=self._blocks(request),
-                saved=request.request_id not in lost,
-            )
-            for request in holding
-            if not is_online(request)
-            and (context := request.num_computed_tokens)
-            and not self._is_blocked(request)
-        ]
+        for request in holding:
+            name, context = request.request_id, request.num_computed_tokens
+            if context and not (is_online(request) or self._is_blocked(request)):
+                saved = name not in parked or (checkpoints is not None and checkpoints.has_all_of(name))
+                yield Candidate(name, 1, context, blocks=self._blocks(request), saved=saved)
 
     def _room(self, loading: int) -> dict[str, Any]:
         """Slots and KV blocks, with `loading` of the slots spoken for, and what arrivals will want of both."""

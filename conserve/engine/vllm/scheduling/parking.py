@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from conserve.engine.vllm.iteration import Iteration
@@ -28,23 +29,27 @@ class Parking:
         self.count = 0  # since the start
         self.parks = False  # a row is being parked, which vLLM preempts
 
-    def tell(self, scheduler: Any, iteration: Iteration) -> None:
-        """Say in the iteration's record which rows keep a part of a chunk: parked ones, and those that go on."""
+    def tell(self, scheduler: Any, iteration: Iteration, output: SchedulerOutput) -> None:
+        """Say in the iteration's record which rows keep a part of a chunk: those parked now, and that go on."""
         if self.names:
-            iteration.keeps = frozenset(self.names)
-            self.names -= {name for name in self.names if is_running(scheduler.requests[name])}
+            going_on = {name for name in self.names if is_running(scheduler.requests[name])}
+            iteration.keeps = frozenset(going_on | (self.names & (output.preempted_req_ids or set())))
+            self.names -= going_on
 
 
 def can_park(scheduler: Any) -> bool:
     """True if the state of rows is in their KV blocks, and none has a token under way between two iterations."""
-    ahead = scheduler.scheduler_config.async_scheduling
-    return not (scheduler.kv_groups or scheduler.num_spec_tokens or ahead)
+    ahead, elsewhere = (
+        scheduler.scheduler_config.async_scheduling,
+        getattr(scheduler, "aux_output_connector", None),
+    )
+    return not (scheduler.kv_groups or scheduler.num_spec_tokens or ahead or elsewhere is not None)
 
 
-def goes_on(scheduler: Any, request: Request) -> bool:
+def goes_on(request: Request) -> bool:
     """True if a row is computed in part, and all that it needs to go on is in its KV blocks."""
     elsewhere = request.mm_features or request.pooling_params
-    asks_of_prompt = request.request_id in scheduler._with_logprobs  # V2 has them of a whole prompt alone
+    asks_of_prompt = request.skip_reading_prefix_cache  # for logprobs, which V2 has of a whole prompt alone
     under_way = request.num_in_flight_tokens
     return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or under_way)
 

@@ -76,7 +76,7 @@ class CoServing:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         installed = EngineSettings.read(vllm_config)
-        self.waiting = Lanes()
+        self.waiting, self.kv_holding_waiting = Lanes(), Lanes()
         self._iterations = Iterations(installed, learns=vllm_config.model_config.runner_type == "generate")
         self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
         self._traffic.pushing.largest_scale = installed.push_slo_scale
@@ -158,11 +158,10 @@ class CoServing:
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
-        for names in (self._offline, self._traffic.pushing.rows, self._with_logprobs):
+        for names in (self._offline, self._traffic.pushing.rows, self._with_logprobs, self.parking.names):
             names.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._grammars.pop(request.request_id, None)
-        self.parking.names.discard(request.request_id)
         aborted_at = time.monotonic() if request.status == RequestStatus.FINISHED_ABORTED else None
         self._finished[request.request_id] = aborted_at
         self._recordings.ended(request)
@@ -203,7 +202,7 @@ class CoServing:
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         output = apply(self, iteration, schedule)
-        self.parking.tell(self, iteration)
+        self.parking.tell(self, iteration, output)
         if plan is not None and not plan.tokens:
             self.row_terms.rest()
         self._send(iteration, output)
@@ -375,10 +374,10 @@ class CoServing:
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
         self.prefixes.forget()
-        if reset_running_requests:
-            evict(self, [*self.parking.names], time.monotonic())
         saves = self.checkpoints
         with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
+            if reset_running_requests:
+                evict(self, [*self.parking.names], time.monotonic())
             return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
 
 

@@ -1,0 +1,223 @@
+"""Rows that give their slot to a live request: they go on where they were, and hold no other request up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.warned import OF_VLLM
+
+pytestmark = [
+    *OF_VLLM,
+    pytest.mark.engine,
+]
+
+BLOCK = 16  # tokens
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Any) -> Make:
+    """Engines of four slots, whose rows are these prompts and answers."""
+
+    def make(
+        rows: Sequence[tuple[int, int]],
+        *,
+        blocks: int = 4096,
+        chunk: int = 256,
+        copies: bool = False,
+        **settings: Any,
+    ) -> Any:
+        from conserve.engine.vllm.settings import WORKER
+        from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
+        from conserve.engine.vllm.simulation.engine import SimulatedEngine
+        from tests.bare_scheduler import MODEL, engine_config
+
+        host = HostCopies(blocks=500, block_ms=1.0) if copies else None
+        section = {"policy": "conserve", "preemption": "prompt", "harm": 0.1, "live_prefixes": 0, **settings}
+        flags = {
+            "block_size": BLOCK,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": chunk,
+            "max_model_len": 4096,
+        }
+        if host is not None:
+            section["block_ms"], flags["kv_transfer_config"] = [1.0, 1.0], checkpointing(host, BLOCK)
+        config = engine_config(tmp_path, section=section, **flags)
+        config.scheduler_config.async_scheduling = False
+        config.parallel_config.worker_cls = WORKER
+        return SimulatedEngine(
+            config,
+            clock=clock,
+            model=MODEL,
+            layers=8,
+            num_blocks=blocks,
+            offline=iter(rows),
+            window=4,
+            scatter=0.0,
+            seed=0,
+            copies=SimulatedCopies(host) if host is not None else None,
+        )
+
+    return make
+
+
+def parked(engine: Any, live: int = 4, answer: int = 30) -> Any:
+    """The scheduler of an engine whose rows have just given their slots to live requests."""
+    scheduler = engine.scheduler
+    while len(scheduler.running) < 4:
+        engine._iterate()
+    engine._iterate()
+    for _ in range(live):
+        scheduler.add_request(engine.request(20, answer))
+    while not scheduler.parking.names:
+        engine._iterate()
+    return scheduler
+
+
+def drain(engine: Any, most: int = 4000) -> None:
+    for _ in range(most):
+        if not engine.scheduler.requests:
+            return
+        engine._iterate()
+    raise AssertionError(f"{len(engine.scheduler.requests)} requests are left")
+
+
+def test_they_go_on_where_they_were(make: Make) -> None:
+    engine = make([(100, 60)] * 4)
+    scheduler = parked(engine)
+    waiting = list(scheduler.kv_holding_waiting)
+    assert {row.request_id for row in waiting} == scheduler.parking.names
+    computed = {row.request_id: row.num_computed_tokens for row in waiting}
+    assert all(computed.values())
+    while scheduler.parking.names:
+        engine._iterate()
+        for row in scheduler.kv_holding_waiting:
+            assert row.num_computed_tokens == computed[row.request_id]
+    drain(engine)
+    assert not scheduler._offline_tokens.again
+    assert scheduler.arrival_monitor.tokens_wasted == 0
+
+
+@pytest.mark.parametrize("seed", [39, 42, 54])
+def test_one_in_the_middle_of_its_prompt_gets_on_whatever_others_hold(make: Make, seed: int) -> None:
+    """Bursts, long prompts and little memory: a row left with a part of a chunk, and lacks blocks for the rest."""
+    dice = random.Random(seed)
+    long = dice.choice([900, 1200, 1500])
+    blocks = (long + 10) // BLOCK + 2 + dice.randint(0, 25)
+    rows = [(long, 10)] + [(dice.choice([100, 250]), 300) for _ in range(3)]
+    engine = make(rows, blocks=blocks)
+    arrivals, at_s = [], 0.05
+    for _ in range(dice.randint(1, 40)):
+        at_s += dice.uniform(0.005, 0.06)
+        arrivals.append(SimpleNamespace(at_s=at_s, input_tokens=20, output_tokens=dice.randint(1, 4)))
+    at_s += dice.uniform(0, 0.1)
+    arrivals += [
+        SimpleNamespace(at_s=at_s + dice.uniform(0, 0.02), input_tokens=20, output_tokens=20)
+        for _ in range(8)
+    ]
+    engine.play(arrivals, 0)
+    assert engine.scheduler.parking.count
+    drain(engine)
+
+
+def test_one_that_left_a_chunk_goes_on_with_the_part_that_it_kept() -> None:
+    """Otherwise the workers would compute the part's layers again."""
+    from conserve.engine.policy.plan import Plan
+    from conserve.engine.vllm.scheduling.application import in_parts
+    from conserve.profiles.batch import Batch
+
+    kept = {"left": 5, "left-all": 100, "runs": 3}
+    scheduler = SimpleNamespace(
+        parking=SimpleNamespace(names={"left", "left-all", "stopped", "waits"}),
+        arrival_monitor=SimpleNamespace(chunk=kept.get),
+    )
+    tokens = {"runs": 3, "left": 60, "left-all": 60, "stopped": 70, "new": 80}
+    plan = Plan(tokens=tokens, batch=Batch(), admitted=["left", "left-all", "stopped", "new"])
+    assert in_parts(scheduler, plan) == {**tokens, "left": 5}
+
+
+def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from conserve.engine.vllm.scheduling.parking import can_park, goes_on
+
+    engine = make([(100, 60)] * 4)
+    scheduler = parked(engine)
+    row = next(iter(scheduler.kv_holding_waiting))
+    assert goes_on(row)
+    for name, value in {
+        "skip_reading_prefix_cache": True,  # it wants logprobs of its prompt
+        "mm_features": ["an image"],
+        "pooling_params": object(),
+        "num_in_flight_tokens": 1,
+        "num_computed_tokens": 0,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(row, name, value)
+            assert not goes_on(row), name
+    assert can_park(scheduler)
+    for owner, name, value in (
+        (scheduler.scheduler_config, "async_scheduling", True),
+        (scheduler, "kv_groups", ["a window"]),
+        (scheduler, "num_spec_tokens", 2),
+        (scheduler, "aux_output_connector", object()),  # it forgets what a preempted request had
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not can_park(scheduler), name
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_reset_of_the_cache_and_an_abort_leave_none(make: Make, copies: bool) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = make([(20, 300)] * 4, blocks=200, copies=copies)
+    scheduler = parked(engine)
+    gone = min(scheduler.parking.names)
+    scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
+    assert gone not in scheduler.parking.names
+    assert scheduler.parking.names
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not scheduler.parking.names
+    assert not scheduler.kv_holding_waiting
+    drain(engine)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize(("policy", "left"), [("priority", 0), ("non-preemptive", 0), ("online-only", 4)])
+def test_where_no_policy_plans_they_hold_no_live_request_up(make: Make, policy: str, left: int) -> None:
+    """vLLM runs what waits with KV blocks before all arrivals."""
+    scheduler = parked(make([(100, 60)] * 4))
+    assert len(scheduler.parking.names) == 4
+    scheduler.conserve({"policy": policy})
+    assert len(scheduler.parking.names) == left
+
+
+def test_a_step_of_live_requests_alone_is_repeated_while_they_wait(make: Make) -> None:
+    engine = make([(100, 60)] * 4)
+    scheduler = parked(engine, answer=60)
+    for _ in range(6):
+        engine._iterate()
+    assert len(scheduler.running) == 4
+    plans = []
+    for _ in range(4):
+        engine._iterate()
+        plans.append(scheduler._repetition._left)
+    assert plans != [plans[0]] * 4, "plans are repeated"
+
+
+def test_copies_of_their_kv_are_made_while_they_wait(make: Make) -> None:
+    """Memory is short, and they are the next to lose theirs."""
+    engine = make([(200, 300)] * 4, blocks=62, copies=True)
+    scheduler = parked(engine, answer=60)
+    names = set(scheduler.parking.names)
+    saved = {name: len(scheduler.checkpoints.saved.blocks(name)) for name in names}
+    for _ in range(20):
+        engine._iterate()
+    still = names & scheduler.parking.names
+    assert any(len(scheduler.checkpoints.saved.blocks(name)) > saved[name] for name in still)
