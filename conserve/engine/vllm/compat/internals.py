@@ -160,6 +160,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "LoRAConfig.max_loras": "the same",
         "LoRARequest.lora_int_id": "the same",
         "Scheduler.kv_holding_waiting": "waiting requests with KV blocks",
+        "Scheduler.aux_output_connector": "outputs that a preempted request loses",
         "Scheduler._reserve_prefill_lookahead": "asked about every request before it is scheduled: the plan's cap",
         "Scheduler.{_try_schedule_encoder_inputs,_mamba_block_aligned_split}": "the same for images, and for states",
         "Scheduler.{_is_blocked_waiting_status,_handle_blocked_waiting_request}": "is a waiting request ready now",

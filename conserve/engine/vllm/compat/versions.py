@@ -85,6 +85,8 @@ DIFFERENCES = (
         since=(0, 31),
         instead="vllm.v1.core.sched.scheduler.Scheduler._try_promote_blocked_waiting_request",
     ),
+    # Before 0.31 no output of a request is lost with its place among the running ones.
+    VersionDifference(name="vllm.v1.core.sched.scheduler.Scheduler.aux_output_connector", since=(0, 31)),
     # Before 0.31 processes have the environment's log level: the steps of their start are not told.
     VersionDifference(name="vllm.config.VllmConfig.logging_config", since=(0, 31)),
     VersionDifference(name="vllm.config.LoggingConfig.log_level", since=(0, 31)),
