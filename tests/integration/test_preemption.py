@@ -579,6 +579,26 @@ class TestLittleMemory:
         assert lost
 
 
+@pytest.mark.full
+class TestFewSlots:
+    """Rows have all slots, and give them up in the middle of prompts and layers; memory is short now and then."""
+
+    flags: ClassVar = {
+        "max_num_seqs": 3,
+        "kv_cache_memory_bytes": 40 * LAYERS * BLOCK_BYTES,
+        "max_model_len": 512,
+    }
+
+    def test_a_storm_of_rows_that_leave(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            engine.scheduler._traffic, "expected", lambda **_: 0
+        )  # no slot is kept for arrivals
+        parked = engine.scheduler.parking.count
+        lost = storm(engine, 1500, kinds=16, longest=60, losing=0.02)
+        assert engine.scheduler.parking.count - parked > 20
+        assert lost
+
+
 class Attention:
     """No row leaves a model with safepoints in its attention calls alone; all leave, if all are offline."""
 
@@ -655,6 +675,10 @@ class TestV2LittleMemory(TestLittleMemory):
 
 
 @pytest.mark.full
+class TestV2FewSlots(TestFewSlots):
+    v2 = True
+
+
 class TestV2HiddenLayers(TestHiddenLayers):
     v2 = True
 
