@@ -56,6 +56,15 @@ GOOD = plan_of((LIVE, 1), (ROW, 1), (PROMPT, 100), admitted=["prompt"], restored
 def test_a_plan_without_faults() -> None:
     assert fault_of(GOOD, BUSY) is None
     assert fault_of(plan_of((LIVE, 1), evicted=["row"]), BUSY) is None
+    assert fault_of(plan_of((LIVE, 1), parked=["row"]), BUSY) is None
+    full = replace(BUSY, free_slots=0)
+    starts = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"])
+    assert "0 slots are free" in str(fault_of(starts, full))
+    assert fault_of(replace(starts, parked=["row"]), full) is None
+    assert "parks live, which is no offline request that runs" in str(
+        fault_of(plan_of((ROW, 1), parked=["live"]), BUSY)
+    )
+    assert "names row twice" in str(fault_of(plan_of((LIVE, 1), parked=["row"], evicted=["row"]), BUSY))
     assert fault_of(plan_of((PROMPT, 60), admitted=["prompt"]), view_of(waiting_online=[PROMPT])) is None
     assert fault_of(plan_of(), view_of(offline=[ROW])) is None, "rows may be held"
 

@@ -312,6 +312,21 @@ class TestMakingRoom:
         )
         assert self.gone(offline=self.rows, free_slots=-1, parks=False) == (["row2", "row1"], [])
 
+    def test_a_parked_row_computes_nothing_in_the_iteration(self) -> None:
+        plan = plan_of(waiting_online=[self.prompt], offline=self.rows, free_slots=0, parks=True)
+        assert plan.parked == ["row2"]
+        assert plan.tokens.keys() == {"prompt", "row0", "row1"}
+        assert plan.changes_something
+
+    @pytest.mark.parametrize(
+        ("free", "others", "gone"), [(0, 3, ["row1"]), (0, 2, []), (2, 1, ["row1"]), (3, 9, [])]
+    )
+    def test_a_parked_row_takes_exactly_what_it_lacks(self, free: int, others: int, gone: list[str]) -> None:
+        """Three blocks."""
+        parked = [Candidate("row0", 48, 64, blocks=4), Candidate("row1", 48, 64, blocks=others)]
+        plan = plan_of(waiting_offline=parked, held=parked, free_blocks=free)
+        assert (plan.evicted, plan.admitted[:1]) == (gone, ["row0"] if gone or free == 3 else [])
+
     def test_the_last_row_that_has_computed_something_is_parked(self) -> None:
         rows = [*self.rows, Candidate("fresh", 480, 0, blocks=30)]
         assert self.gone(offline=rows, free_slots=0) == ([], ["row2"])

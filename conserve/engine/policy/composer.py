@@ -259,9 +259,9 @@ class Composer:
         """True if this waiting request has its KV on the device."""
         return any(held.name == candidate.name for held in self._held)
 
-    def take_back(self, blocks: int, *, but: str = "") -> None:
-        """Evict waiting requests that have KV blocks, until `blocks` are free or none is left behind `but`."""
-        while self._held and self.free_blocks < blocks and self._held[-1].name != but:
+    def take_back(self, blocks: int) -> None:
+        """Evict waiting requests that have KV blocks, the last first, until `blocks` are free or none is left."""
+        while self._held and self.free_blocks < blocks:
             victim = self._held.pop()
             if victim.name in self.parked:
                 self.parked.remove(victim.name)

@@ -236,7 +236,7 @@ def _with_blocks_of_others(
     wanted = composer.blocks_for(request, request.tokens) + _spare_blocks(composer, 0)
     lacking = wanted - composer.free_blocks
     if 0 < lacking <= composer.blocks_behind(request) and composer.row_budget(request, limit_ms):
-        composer.take_back(wanted, but=request.name)
+        composer.take_back(wanted)
     return chain((request,), waiting)
 
 
