@@ -12,6 +12,7 @@ from conserve.bench.field import readings
 from conserve.bench.served import served_model
 from conserve.endpoints.window import total
 from conserve.errors import EndpointUnusable
+from conserve.hosts import split_login
 from conserve.profiles.worth import Worth
 
 PATH = "/metrics"
@@ -58,8 +59,14 @@ class StockServer:
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url, self._rows = url, rows
+        shown, login = split_login(url)
         self._client = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, transport=transport
+            base_url=shown,
+            headers=headers,
+            auth=login,
+            timeout=ANSWER_S,
+            trust_env=False,
+            transport=transport,
         )
 
     async def model(self) -> str:
@@ -71,7 +78,7 @@ class StockServer:
         try:
             answer = (await self._client.get(PATH)).raise_for_status()
         except httpx.HTTPError as error:
-            raise EndpointUnusable(f"{self.url} went away ({error!r}); see its log") from error
+            raise EndpointUnusable(f"{self._client.base_url} went away ({error!r}); see its log") from error
         return tokens_of(answer.text)
 
     async def watch(self, start_at: float) -> list[tuple[float, ServedTokens]]:

@@ -27,4 +27,5 @@ class StockBeside:
         return turn._replace(server=self.stock, target=self.target) if policy == ONLINE_ONLY else turn
 
     async def played(self, policy: str) -> None:
-        """The queue is the user's."""
+        """Look at the queue as for the plug-in's server alone."""
+        await self.plugged.played(policy)

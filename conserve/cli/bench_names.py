@@ -50,8 +50,6 @@ def which(
     beside, `online-only` is itself.
     """
     chosen = named(names, arms_too=mechanisms is not None, endpoint=endpoint)
-    if stock and names is None and ONLINE_ONLY not in chosen:
-        chosen = [ONLINE_ONLY if name == ONLINE_ONLY_PLANNED else name for name in chosen]
     if mechanisms is not None:
         chosen = [*(name for name in chosen if name != CONSERVE), *product(mechanisms)]
     for name in chosen:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -724,6 +725,10 @@ class Work:
     def wanted(self) -> int:
         return self.prompt + self.done - self.computed
 
+    def whole(self, block_tokens: int) -> int:
+        """KV blocks that it takes in the end."""
+        return ceil((self.prompt + self.output) / block_tokens)
+
     def candidate(self) -> Candidate:
         decode = self.computed >= self.prompt and self.wanted == 1
         return Candidate(self.name, self.wanted, self.computed, decode, self.blocks)
@@ -814,23 +819,43 @@ class Engine:
         )
 
 
+def some_works(draw: Any, first: int, most: int, longest: int) -> list[Work]:
+    """Requests with answers of so many tokens at most, named by numbers from `first` on."""
+    lengths = st.tuples(st.integers(1, 120), st.integers(1, longest))
+    drawn = draw(st.lists(lengths, min_size=1, max_size=most))
+    return [Work(str(first + n), *sizes) for n, sizes in enumerate(drawn)]
+
+
+def some_engine(
+    draw: Any, works: Sequence[Work], *, slots: int, live: Sequence[Work] = (), **given: Any
+) -> Engine:
+    """An engine with memory for the largest row, or for as many live requests as have slots, and for some more."""
+    block_tokens = draw(st.sampled_from([1, 4, 16]))
+    largest = max(work.whole(block_tokens) for work in works)
+    at_once = sum(sorted((work.whole(block_tokens) for work in live), reverse=True)[:slots])
+    base_ms = draw(st.sampled_from([5.0, 15.0]))
+    return Engine(
+        model=ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, base_ms),
+        blocks=max(largest, at_once) + draw(st.integers(0, 3 * largest)),
+        block_tokens=block_tokens,
+        slots=slots,
+        max_tokens=draw(st.sampled_from([16, 64, 512])),
+        waiting=[*works],
+        **given,
+    )
+
+
 @settings(max_examples=examples(100))
 @given(st.data())
 def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.DataObject) -> None:
     draw = data.draw
-    lengths = st.tuples(st.integers(1, 120), st.integers(1, 80))
-    works = [Work(str(n), *sizes) for n, sizes in enumerate(draw(st.lists(lengths, min_size=1, max_size=25)))]
-    block_tokens = draw(st.sampled_from([1, 4, 16]))
-    largest = max(ceil((work.prompt + work.output) / block_tokens) for work in works)
-    engine = Engine(
-        policy=draw(st.sampled_from([Conserve(), Paced()])),
-        model=ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, draw(st.sampled_from([5.0, 15.0]))),
-        slo=Slo(ttft_ms=draw(st.sampled_from([inf, 500.0])), tbt_ms=draw(st.sampled_from([inf, 100.0]))),
-        blocks=largest + draw(st.integers(0, 3 * largest)),
-        block_tokens=block_tokens,
+    works = some_works(draw, 0, 25, 80)
+    engine = some_engine(
+        draw,
+        works,
         slots=draw(st.integers(1, 16)),
-        max_tokens=draw(st.sampled_from([16, 64, 512])),
-        waiting=works,
+        policy=draw(st.sampled_from([Conserve(), Paced()])),
+        slo=Slo(ttft_ms=draw(st.sampled_from([inf, 500.0])), tbt_ms=draw(st.sampled_from([inf, 100.0]))),
     )
     work = sum(work.prompt + work.output - 1 for work in works)
     while engine.running or engine.waiting:
@@ -844,28 +869,9 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
 def test_rows_that_give_way_to_live_requests_go_on_and_no_engine_stands_still(data: st.DataObject) -> None:
     """Memory is large enough for each request, and mostly too small for all that want it."""
     draw = data.draw
-    lengths = st.tuples(st.integers(1, 120), st.integers(1, 40))
-    works = [Work(str(n), *sizes) for n, sizes in enumerate(draw(st.lists(lengths, min_size=2, max_size=12)))]
-    arrivals = [
-        (at, Work(str(1000 + n), *sizes))
-        for n, (at, sizes) in enumerate(
-            draw(st.lists(st.tuples(st.integers(0, 60), lengths), min_size=1, max_size=12))
-        )
-    ]
-    slots, block_tokens = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 16]))
-    largest = max(ceil((work.prompt + work.output) / block_tokens) for work in works)
-    live = sorted((ceil((work.prompt + work.output) / block_tokens) for _, work in arrivals), reverse=True)
-    engine = Engine(
-        policy=Conserve(),
-        model=ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, 5.0),
-        slo=Slo(),
-        blocks=max(largest, sum(live[:slots]))
-        + draw(st.integers(0, 2 * largest)),  # none of the live ones is evicted
-        block_tokens=block_tokens,
-        slots=slots,
-        max_tokens=draw(st.sampled_from([16, 64, 512])),
-        waiting=works,
-    )
+    works, live = some_works(draw, 0, 12, 40), some_works(draw, 1000, 12, 40)
+    arrivals = [(draw(st.integers(0, 60)), work) for work in live]
+    engine = some_engine(draw, works, live=live, slots=draw(st.integers(1, 6)), policy=Conserve(), slo=Slo())
     steps, parked = 0, False
     while engine.running or engine.waiting or engine.parked or engine.live or engine.live_waiting or arrivals:
         engine.live_waiting += [work for at, work in arrivals if at <= steps]

@@ -801,6 +801,7 @@ def test_a_stock_server_beside_one_that_runs_has_the_turns_of_online_only() -> N
         "non-preemptive/planned",
         "priority",
     ]
+    assert which("all", endpoint=True, stock=True)[:2] == ["conserve", "online-only"]
     with pytest.raises(SettingsError, match="add it to --policies"):
         which("conserve,online-only/planned", endpoint=True, stock=True)
     with pytest.raises(SettingsError, match="--stock-endpoint goes with --endpoint"):

@@ -343,10 +343,11 @@ def test_a_stock_server_that_does_not_answer_is_named(stopped: Run, monkeypatch:
         return httpx.Response(404) if request.url.host == "stock" else await serve(request)
 
     monkeypatch.setattr(world, "serve", only_ours)
-    servers = ("--endpoint", "http://plugged", "--stock-endpoint", "http://stock")
+    servers = ("--endpoint", "http://plugged", "--stock-endpoint", "http://me:secret@stock")
     done = stopped(world, *servers, "--policies", "online-only,conserve")
     assert done.returncode == 1
     assert "no OpenAI server answers at http://stock" in done.stderr
+    assert "secret" not in done.stderr
     assert "start it with: vllm serve" in done.stderr
 
 

@@ -330,13 +330,10 @@ class TestResults:
     ) -> None:
         def started(run: Run, step: str, kind: str, limit_s: float) -> None:
             one = Server.__new__(Server)
-            one.kind, one.size, one.url, one.stock_url = (
-                kind,
-                run.size,
-                "http://127.0.0.1:1",
-                "http://127.0.0.1:2",
+            where = {"log": tmp_path / "s/server-shared.log", "home": tmp_path / "s/home"}
+            one._stands(
+                kind, run.size, run.out, url="http://127.0.0.1:1", stock_url="http://127.0.0.1:2", **where
             )
-            one.log, one.home, one._out = tmp_path / "s/server-shared.log", tmp_path / "s/home", run.out
             one.log.parent.mkdir()
             one.log.write_text("words of the server")
             one.process, one.stock = (

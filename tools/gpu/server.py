@@ -42,11 +42,15 @@ class Server:
     def __init__(
         self, kind: str, size: Size, model: str, out: Path, scratch: Path, more: list[str], limit_s: float
     ) -> None:
-        self.kind, self.size = kind, size
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self.log, self.home = scratch / f"server-{kind}.log", scratch / f"home-{kind}"
-        self._out, self.stock_url = out, f"http://127.0.0.1:{free_port()}" if KINDS[kind].beside else None
-        self.environment = self._variables()
+        self._stands(
+            kind,
+            size,
+            out,
+            url=f"http://127.0.0.1:{free_port()}",
+            stock_url=f"http://127.0.0.1:{free_port()}" if KINDS[kind].beside else None,
+            log=scratch / f"server-{kind}.log",
+            home=scratch / f"home-{kind}",
+        )
         began, until = time.monotonic(), time.monotonic() + limit_s
         rows = children.start(self._rows(), self.log, self.environment)
         self.process: subprocess.Popen[bytes] | children.Kept = children.start(
@@ -77,9 +81,14 @@ class Server:
     def _stock_log(self) -> Path:
         return self.log.with_name(f"beside-{self.kind}.log")
 
-    def _variables(self) -> dict[str, str]:
-        own = {"CONSERVE_HOME": str(self.home), "CONSERVE_ENGINE_LOG": str(self.log)}
-        return {**self.size.environment(self.kind), **own}
+    def _stands(
+        self, kind: str, size: Size, out: Path, *, url: str, stock_url: str | None, log: Path, home: Path
+    ) -> None:
+        """Note where the processes are, or will be, and what their commands need."""
+        self.kind, self.size, self._out = kind, size, out
+        self.url, self.stock_url, self.log, self.home = url, stock_url, log, home
+        own = {"CONSERVE_HOME": str(home), "CONSERVE_ENGINE_LOG": str(log)}
+        self.environment = {**size.environment(kind), **own}
 
     def _hooked(self) -> dict[str, str]:
         """Variables of the server's processes alone: its iterations are noted, its warm-up waits for stock vLLM."""
@@ -223,10 +232,9 @@ class Server:
             return None
         found, one = json.loads(place.read_text()), cls.__new__(cls)
         place.unlink()
-        one.kind, one.size, one.url, one.stock_url = found["kind"], size, found["url"], found["stock_url"]
-        one.log, one.home, one._out = Path(found["log"]), Path(found["home"]), out
+        where = {"url": found["url"], "stock_url": found["stock_url"]}
+        one._stands(found["kind"], size, out, log=Path(found["log"]), home=Path(found["home"]), **where)
         one.started_s = one.rows_s = 0.0
-        one.environment = one._variables()
         own, stock = found["pids"]
         one.process, one.stock = children.Kept(own), children.Kept(stock) if stock is not None else None
         return one

@@ -43,6 +43,11 @@ class Run:
         default_factory=set
     )  # engines that did not start: a second try would take as long
 
+    def __post_init__(self) -> None:
+        """Go on with the server that an earlier call left."""
+        if self.kept is not None:
+            self.server = Server.left_at(self.kept, self.size, self.out)
+
     @property
     def out(self) -> Path:
         """Folder of results and logs."""
@@ -55,8 +60,6 @@ class Run:
 
     def serving(self, kind: str, step: str, limit_s: float) -> Server:
         """The server of this kind: the running one, or a new one."""
-        if self.server is None and self.kept is not None:
-            self.server = Server.left_at(self.kept, self.size, self.out)
         if self.server is not None and (self.server.kind != kind or not self.server.alive):
             self.stop_server()
         if self.server is None:

@@ -10,6 +10,7 @@ which all take about the same time, are added many at a time.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from functools import cached_property
+from itertools import dropwhile, islice
 from math import inf
 
 from conserve.engine.policy.adapters import Adapters
@@ -269,9 +270,8 @@ class Composer:
 
     def blocks_behind(self, candidate: Candidate) -> int:
         """KV blocks of the requests that wait with theirs behind this one; 0 if it has none itself."""
-        names = [held.name for held in self._held]
-        place = names.index(candidate.name) + 1 if candidate.name in names else len(names)
-        return sum(held.blocks for held in self._held[place:])
+        from_it = dropwhile(lambda held: held.name != candidate.name, self._held)
+        return sum(held.blocks for held in islice(from_it, 1, None))
 
     def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
         """Evict victims, the last first, until `blocks` are free, and park or evict others until `slots` are.
@@ -289,7 +289,10 @@ class Composer:
         while self.free_blocks < blocks:
             self.evict(victims.pop())
         while self.free_slots < slots:
-            self.park(last_begun(victims)) if self._view.parks else self.evict(victims.pop())
+            if self._view.parks:
+                self.park(last_begun(victims))
+            else:
+                self.evict(victims.pop())
         return True
 
     def evict(self, victim: Candidate) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,6 @@ FIELDS = (
     *("started", "took_ms", "lasted_ms", "batch_ms", "device_ms", "batch"),
     *("cold", "follows", "ahead", "overlapped", "stamped"),
     *("planned_ms", "online_ms", "limit_ms", "left", "refused", "predicted_ms", "scale"),
-)
-BATCH = (
-    "requests",
-    "tokens",
-    "context",
-    "square",
-    "product",
-    "prefills",
-    "prefill_tokens",
-    "prefill_context",
 )
 
 
@@ -61,7 +52,7 @@ def line(model: Any, one: Any) -> list[Any]:
     return [
         *(round(one.started, 5), round(1e3 * one.took_s, 3), short(one.lasted_ms), short(one.batch_ms)),
         [short(device.own_ms), short(device.since_last_ms)] if device is not None else None,
-        [getattr(batch, name) for name in BATCH] if batch is not None else None,
+        [*astuple(batch)] if batch is not None else None,
         *(one.cold, one.follows, one.ahead, one.overlapped, one.stamp is not None),
         *([short(plan.predicted_ms), short(plan.online_ms), short(plan.limit_ms)] if plan else [None] * 3),
         *(len(one.left), one.refused),

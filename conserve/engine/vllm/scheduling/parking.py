@@ -39,11 +39,9 @@ class Parking:
 
 def can_park(scheduler: Any) -> bool:
     """True if the state of rows is in their KV blocks, and none has a token under way between two iterations."""
-    ahead, elsewhere = (
-        scheduler.scheduler_config.async_scheduling,
-        getattr(scheduler, "aux_output_connector", None),
-    )
-    return not (scheduler.kv_groups or scheduler.num_spec_tokens or ahead or elsewhere is not None)
+    ahead = scheduler.scheduler_config.async_scheduling
+    elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens
+    return not (ahead or elsewhere) and getattr(scheduler, "aux_output_connector", None) is None
 
 
 def goes_on(request: Request) -> bool:

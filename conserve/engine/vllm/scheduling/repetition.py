@@ -93,13 +93,9 @@ class Repetition:
         scheduler, batch = self._scheduler, plan.batch
         if not getattr(scheduler._planner, "repeats", False) or scheduler._traffic.classified:
             return False
-        if (
-            scheduler.scheduler_config.async_scheduling
-            or plan.admitted
-            or plan.restored
-            or plan.evicted
-            or plan.parked
-        ):
+        if scheduler.scheduler_config.async_scheduling:
+            return False
+        if plan.admitted or plan.restored or plan.evicted or plan.parked:
             return False
         if view.online_waited_ms or view.pushed:  # of this iteration alone: the next may be the rows' turn
             return False
