@@ -78,10 +78,11 @@ async def on_server(
         plugged = OneServer(deployment=deployment, target=target, preemption=design.preemption)
         if stock is None:
             return plugged
-        beside = replace(target, base_url=stock.url, model=await stock.model())
+        beside = replace(target, base_url=stock.url, model=stock_model)
         return StockBeside(plugged=plugged, stock=stock, target=beside)
 
     try:
+        stock_model = await stock.model() if stock is not None else ""
         before = await deployment.regime()
         try:
             await measure(deployment, prepare, preset, design, measurement, wishes)

@@ -348,6 +348,7 @@ def test_a_stock_server_that_does_not_answer_is_named(stopped: Run, monkeypatch:
     assert done.returncode == 1
     assert "no OpenAI server answers at http://stock" in done.stderr
     assert "secret" not in done.stderr
+    assert not world.posted, "the other server is as it was"
     assert "start it with: vllm serve" in done.stderr
 
 
