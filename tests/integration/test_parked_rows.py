@@ -148,20 +148,23 @@ def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pyte
     engine = make([(100, 60)] * 4)
     scheduler = parked(engine)
     row = next(iter(scheduler.kv_holding_waiting))
-    assert goes_on(row)
+    assert goes_on(scheduler, row)
     for name, value in {
         "skip_reading_prefix_cache": True,  # it wants logprobs of its prompt
         "mm_features": ["an image"],
         "pooling_params": object(),
-        "num_in_flight_tokens": 1,
         "num_computed_tokens": 0,
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(row, name, value)
-            assert not goes_on(row), name
+            assert not goes_on(scheduler, row), name
+    with monkeypatch.context() as patch:
+        patch.setattr(row, "num_in_flight_tokens", 1)
+        assert goes_on(scheduler, row), "of an iteration that no row leaves"
+        patch.setattr(scheduler.ahead, "_in_flight", [SimpleNamespace(registers_late=True)])
+        assert not goes_on(scheduler, row)
     assert can_park(scheduler)
     for owner, name, value in (
-        (scheduler.scheduler_config, "async_scheduling", True),
         (scheduler, "kv_groups", ["a window"]),
         (scheduler, "num_spec_tokens", 2),
         (scheduler, "aux_output_connector", object()),  # it forgets what a preempted request had

@@ -354,6 +354,60 @@ class TestV2ScheduledAheadWithCheckpoints(TestV2WithCheckpoints):
     ahead = always = True
 
 
+class FewSlots:
+    """Iterations overlap beside live requests, and none leaves them: rows give slots up with tokens under way."""
+
+    v2: bool
+    ahead = True
+
+    @staticmethod
+    def flags() -> dict[str, Any]:
+        return {"max_num_seqs": 4}
+
+    def test_rows_go_on_with_the_tokens_that_were_under_way(
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from conserve.engine.vllm.scheduling import ahead, application
+        from tests.preempted_engine import Ask, greedy, prompt
+
+        scheduler, under_way, park = engine.scheduler, list[str](), application.park
+
+        def parking(of: Any, names: Any, now: float) -> None:
+            under_way.extend(name for name in names if of.requests[name].num_in_flight_tokens)
+            park(of, names, now)
+
+        monkeypatch.setattr(application, "park", parking)
+        monkeypatch.setattr(ahead, "pays", lambda *_: True)
+        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)  # no slot is kept for arrivals
+        lengths = [300 if n == 3 else 40 + 7 * n for n in range(12)]
+        rows = [
+            Ask(f"off{n}", prompt(tokens, 900 + n), greedy(12 + 9 * n)) for n, tokens in enumerate(lengths)
+        ]
+        live = [Ask(f"on{n:02}", prompt(20, 950 + n), greedy(9), offline=False) for n in range(24)]
+        wanted = engine.undisturbed([*rows, *live])
+        before, again = scheduler.parking.count, scheduler._offline_tokens.again
+        with engine.counting_tokens() as computed:
+            engine.add(*rows)
+            for n, ask in enumerate(live):
+                for _ in range(4 if n % 2 else 14):  # the second one of two finds iterations that overlap
+                    engine.step()
+                engine.add(ask)
+            assert engine.drain() == wanted
+        assert (
+            computed == [sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in (*rows, *live))] * LAYERS
+        )
+        assert scheduler.parking.count - before >= len(under_way) > 5
+        assert scheduler._offline_tokens.again == again
+
+
+class TestV1FewSlots(FewSlots):
+    v2 = False
+
+
+class TestV2FewSlots(FewSlots):
+    v2 = True
+
+
 class TestOutputs:
     """Attaching an outcome to each kind of output that vLLM's workers return."""
 

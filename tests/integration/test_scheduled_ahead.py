@@ -461,6 +461,101 @@ class TestBesideOnlineRequests:
             assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
 
 
+class TestFewSlots:
+    """Live requests come in bursts and find a row in each slot, some with a token under way."""
+
+    @staticmethod
+    def bursts(engine: Any, seed: int, steps: int, *, losing: float = 0.0) -> list[Any]:
+        dice, asked, scheduler = Random(seed), list[Any](), engine.scheduler
+        slots = scheduler.max_num_running_reqs
+
+        def ask(length: int, most: int, *, offline: bool) -> None:
+            asked.append(engine.request(length, most, offline=offline))
+            scheduler.add_request(asked[-1])
+
+        for _ in range(steps):
+            while len(scheduler._offline) < slots + 2:
+                ask(int(10 ** dice.uniform(0, 2.6)), dice.randint(1, 60), offline=True)
+            live = len(scheduler.requests) - len(scheduler._offline)
+            if dice.random() < 0.08 and live < 2 * slots:
+                for _ in range(dice.randint(1, slots)):
+                    ask(int(10 ** dice.uniform(0, 2)), dice.randint(1, 12), offline=False)
+            if scheduler.running and dice.random() < losing:
+                engine.evict(dice.choice(scheduler.running))
+            if dice.random() < losing / 5:
+                engine.abort([dice.choice(list(scheduler.requests.values()))])
+            engine.step()
+        for _ in range(20_000):
+            if not engine.busy:
+                break
+            engine.step()
+        return asked
+
+    @pytest.mark.parametrize("depth", [2, 3])
+    @pytest.mark.parametrize(("blocks", "losing"), [(4096, 0.0), (60, 0.05)])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_rows_go_on_where_they_were(
+        self,
+        seed: int,
+        blocks: int,
+        losing: float,
+        depth: int,
+        tmp_path: Path,
+        clock: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Also with three iterations in flight, as with pipeline parallelism, where no row leaves any."""
+        from conserve.engine.vllm.scheduling import application
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=blocks, seed=seed, slots=4, tbt_ms=12.0, depth=depth)
+        scheduler, under_way, park = engine.scheduler, list[str](), application.park
+        if depth > 2:
+            scheduler.conserve({"preemption": "off"})
+
+        def parking(of: Any, names: Any, now: float) -> None:
+            under_way.extend(name for name in names if of.requests[name].num_in_flight_tokens)
+            park(of, names, now)
+
+        monkeypatch.setattr(application, "park", parking)
+        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)  # no slot is kept for arrivals
+        asked = self.bursts(engine, seed, 900, losing=losing)
+        assert_settled(engine, asked)
+        assert scheduler.parking.count > 30
+        assert len(under_way) > 2
+        if not losing:
+            assert scheduler._traffic.offline_tokens == engine.offline_computed, "no token is computed twice"
+
+    @pytest.mark.parametrize("way", ["policy", "reset"])
+    def test_one_may_lose_its_memory_while_its_token_is_under_way(
+        self, way: str, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between two steps it may be so where more than two iterations are in flight. The token comes."""
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=1, slots=4, tbt_ms=12.0)
+        scheduler = engine.scheduler
+        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)
+        evicted = 0
+
+        def take_in() -> None:
+            nonlocal evicted
+            names = scheduler.parking.names
+            if any(scheduler.requests[name].num_in_flight_tokens for name in names):
+                evicted += 1
+                if way == "policy":
+                    scheduler.conserve({"policy": "priority"})
+                    scheduler.conserve({"policy": "conserve"})
+                else:
+                    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                assert not names
+            ScheduledAhead.take_in(engine)
+
+        monkeypatch.setattr(engine, "take_in", take_in)
+        assert_settled(engine, self.bursts(engine, 1, 900))
+        assert evicted > 2
+
+
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:
     """A prefix is registered when its iteration is settled, and the next one is planned before that."""
     from tests.scheduled_ahead import BLOCK, ScheduledAhead

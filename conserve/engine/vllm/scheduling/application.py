@@ -122,7 +122,9 @@ def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
             scheduler.kv_holding_waiting.remove_requests([request])
             scheduler.kv_cache_manager.free(request)
             scheduler._inflight_prefills.discard(request)
-            request.num_computed_tokens = 0
+            request.num_computed_tokens = request.num_output_placeholders = 0
+            # Tokens under way are delivered, and not counted as computed, as in vLLM's evictions.
+            request.num_stale_output_tokens = request.num_in_flight_tokens
             scheduler.waiting.add_request(request)
 
 
@@ -131,14 +133,15 @@ def park(scheduler: Any, names: Sequence[str], now: float) -> None:
     for name in names:
         request = scheduler.requests[name]
         scheduler.running.remove(request)
-        computed = request.num_computed_tokens
-        if not goes_on(request):
+        computed, under_way = request.num_computed_tokens, request.num_output_placeholders
+        if not goes_on(scheduler, request):
             scheduler._preempt_request(request, now)
             continue
         with keeping_blocks(scheduler):
             scheduler._preempt_request(request, now)
         scheduler.waiting.remove_request(request)
-        request.num_computed_tokens = computed
+        request.num_computed_tokens, request.num_output_placeholders = computed, under_way
+        request.num_stale_output_tokens = 0  # the KV of tokens under way counts
         scheduler.kv_holding_waiting.add_request(request)
         scheduler.parking.names.add(name)
         scheduler.parking.count += 1

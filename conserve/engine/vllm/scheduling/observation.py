@@ -140,8 +140,8 @@ class Picture:
         for request in requests:
             if self._is_blocked(request):
                 continue
-            if request.num_stale_output_tokens and not request.drop_stale_output:
-                continue  # evicted with a token under way, which has to arrive first
+            if request.num_in_flight_tokens and not request.drop_stale_output:
+                continue  # evicted or parked with a token under way, which has to arrive first
             blocks, context = self._found(request)
             restorable = 0
             if checkpoints is not None and not request.num_computed_tokens:

@@ -5,6 +5,9 @@ KV block, all of a chunk that it left in the middle, and whatever a long burst t
 parked one does not: vLLM goes on with a waiting request that holds KV blocks where it was, as it does where a
 connector has brought KV. The workers forget a preempted request, and would forget a row's part of a chunk with it,
 so each iteration says which rows keep theirs. `application` parks and evicts.
+
+Where iterations are scheduled ahead, one that no row can leave may be under way: a row in it is parked with the
+token that it brings, and goes on once that has come.
 """
 
 from __future__ import annotations
@@ -38,18 +41,17 @@ class Parking:
 
 
 def can_park(scheduler: Any) -> bool:
-    """True if the state of rows is in their KV blocks, and none has a token under way between two iterations."""
-    ahead = scheduler.scheduler_config.async_scheduling
+    """True if the state of rows is in their KV blocks."""
     elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens
-    return not (ahead or elsewhere) and getattr(scheduler, "aux_output_connector", None) is None
+    return not elsewhere and getattr(scheduler, "aux_output_connector", None) is None
 
 
-def goes_on(request: Request) -> bool:
-    """True if a row is computed in part, and all that it needs to go on is in its KV blocks."""
+def goes_on(scheduler: Any, request: Request) -> bool:
+    """True if a row is computed in part, and all that it needs to go on is, or will be, in its KV blocks."""
     elsewhere = request.mm_features or request.pooling_params
     asks_of_prompt = request.skip_reading_prefix_cache  # for logprobs, which V2 has of a whole prompt alone
-    under_way = request.num_in_flight_tokens
-    return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or under_way)
+    may_leave = request.num_in_flight_tokens and scheduler.ahead.refusable  # only running rows are rewound
+    return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or may_leave)
 
 
 def lose(scheduler: Any, request: Request) -> None:
