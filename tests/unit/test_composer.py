@@ -82,6 +82,16 @@ class TestRoom:
         assert composer.make_room([*ROWS[:2]], 0, slots=1)
         assert (composer.parked, composer.evicted, composer.free_slots) == (["row1", "row0"], [], 1)
 
+    @pytest.mark.parametrize("gives_up", ["park", "evict"])
+    def test_a_row_that_gives_its_slot_up_gives_up_its_adapter(self, gives_up: str) -> None:
+        adapters = {"row0": 1, "row1": 1, "wants": 2}
+        composer = Composer(view_of(offline=ROWS[:2], adapters=adapters, most_adapters=1))
+        wants = Candidate("wants", 10, 0)
+        for row in ROWS[:2]:
+            assert not composer.adapter_fits(wants)
+            getattr(composer, gives_up)(row)
+        assert composer.adapter_fits(wants)
+
     def test_a_running_request_needs_no_further_slot(self) -> None:
         composer = Composer(view_of(free_slots=0))
         assert composer.make_room([*ROWS], 7)
@@ -106,6 +116,15 @@ class TestTime:
         composer = Composer(view_of())
         composer.add(DEAR, 10)
         assert composer.predicted_ms == composer.plan().predicted_ms == 10 + 10 + 40
+
+    def test_a_plan_says_what_its_live_requests_would_take_alone(self) -> None:
+        composer = Composer(view_of())
+        composer.add(Candidate("live", 30, 0), 30)
+        assert composer.plan().online_ms == composer.plan().predicted_ms == 10 + 30
+        composer.begin_offline(inf)
+        composer.add(ROWS[0], 1)
+        plan = composer.plan()
+        assert (plan.online_ms, plan.predicted_ms) == (40, 41)
 
     @pytest.mark.parametrize(("limit_ms", "cheap", "dear"), [(59.0, 0, 0), (60.0, 0, 0), (75.0, 15, 3)])
     def test_tokens_fit_into_the_time_that_the_batch_and_its_surcharges_leave(

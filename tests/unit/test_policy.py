@@ -19,7 +19,7 @@ from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.victims import revocable_blocks
-from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View
+from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Image, Slo, View
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, add_steps, decodes, fitting, plan_of, view_of
 
@@ -367,12 +367,24 @@ class TestMakingRoom:
             {"free_slots": 0},
             {"free_slots": 2, "reserved_slots": 2},
             {"waiting_offline": [parked[0]._replace(tokens=200), *parked[1:]]},  # it wants more than all have
+            {
+                "waiting_offline": parked[:2],
+                "held": held[:2],
+                "watermark_blocks": 2,
+            },  # and so do both beside it
         ):
             plan = plan_of(**{"waiting_offline": parked, "held": held, "free_blocks": 0, **room})
             assert (plan.evicted, plan.admitted) == ([], [])
         live = [Candidate(f"live{n}", 1, 60, True, 5) for n in range(4)]
         plan = plan_of(waiting_offline=parked, held=held, online=live, free_blocks=0, slo=Slo(tbt_ms=4.0))
         assert (plan.evicted, plan.admitted) == ([], []), "live requests leave it no time"
+
+    def test_a_row_before_an_image_that_finds_no_time_gives_its_memory_to_one_behind(self) -> None:
+        seeing = Candidate("seeing", 100, 0, blocks=2, images=(Image(0, 40.0),))
+        other = Candidate("other", 20, 16, blocks=1)
+        live = [Candidate("live", 1, 60, True, 4)]
+        plan = plan_of(online=live, offline=[seeing, other], free_blocks=1, slo=Slo(tbt_ms=40.0))
+        assert (plan.tokens, plan.evicted) == ({"live": 1, "other": 20}, ["seeing"])
 
     def test_the_watermark_stays_free_where_that_can_be_had(self) -> None:
         assert self.evicted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []

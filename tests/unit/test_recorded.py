@@ -127,6 +127,19 @@ def test_the_plan_is_the_same_again(policy: str) -> None:
     assert (again.policy, again.at) == ("conserve", 12.75)
 
 
+def test_lists_that_came_later_are_recorded_where_there_is_something_in_them() -> None:
+    plan = Plan(tokens={"row": 3}, batch=Batch(), admitted=[], restored=[], evicted=[], parked=[])
+    assert {"parked", "pushed"}.isdisjoint(
+        json.loads(line_of(view_of(), plan, policy="conserve", at=0.0))["plan"]
+    )
+    assert through(view_of(), plan).plan == plan
+    said = json.loads(line_of(view_of(), plan, policy="conserve", at=0.0))
+    del said["plan"]["online_ms"]
+    assert recorded(json.dumps(said).encode()).plan == plan
+    both = replace(plan, parked=["other"], pushed={"row": 2})
+    assert through(view_of(), both).plan == both
+
+
 def corrected() -> CorrectedModel:
     """A model that is off by an odd factor, and knows it."""
     model = CorrectedModel(MS_PER_TOKEN, [Residual(20.0 + n, 1 + n / 3000) for n in range(400)])
@@ -193,6 +206,7 @@ def test_what_was_read_of_a_queue_is_read_again_without_looking_further() -> Non
         ({"tokens": {"live": 1}}, True),
         ({"restored": ["row"]}, True),
         ({"evicted": ["row"]}, True),
+        ({"parked": ["row"]}, True),
     ],
 )
 def test_a_plan_changes_something_where_a_request_computes_comes_back_or_goes(
