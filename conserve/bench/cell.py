@@ -9,8 +9,8 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, compare
-from conserve.bench.names import alone_of
+from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates, compare
+from conserve.bench.names import CONSERVE, alone_of
 from conserve.bench.points import Cell
 
 RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
@@ -28,6 +28,7 @@ class PlayedCell:
     bound_rows_per_s: float | None  # None where the engine's speed is unknown
     slo: LatencyLimits | None  # that policies promised; None where online-only answered no request
     tuned: Sequence[str] = ()  # sentences on the baselines' parameters
+    equal: Mapping[str, bool] | None = None  # baselines tuned to ConServe's P99s: which have them
 
 
 def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
@@ -48,6 +49,16 @@ def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
         "tuned": list(played.tuned),
         "steps": comparison.steps.document() if comparison.steps else None,
         "policies": {name: _policy(name, comparison, played) for name in comparison.policies},
+        **({"at_equal_p99": _at_equal(rates, played.equal)} if played.equal is not None else {}),
+    }
+
+
+def _at_equal(rates: Mapping[str, RowRates], kept: Mapping[str, bool]) -> dict[str, Any]:
+    """ConServe's rows to those of each baseline that has its P99s; no ratio where that has next to none."""
+    ours, least = rates[CONSERVE].rows_per_s, least_room(rates)
+    return {
+        name: {"kept": has, "times": over(ours, rates[name].rows_per_s, least) if has else None}
+        for name, has in kept.items()
     }
 
 

@@ -1,6 +1,5 @@
 """A sweep over operating points: cells one after the other, each kept as soon as it is measured."""
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,28 +13,20 @@ from conserve.bench import cell as cells
 from conserve.bench import points
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
+from conserve.bench.cell_tuning import CellAim, tuned
 from conserve.bench.compare import limits
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, DISTSERVE_P, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
+from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY
 from conserve.bench.points import Cell
-from conserve.bench.profiler import DEFAULT, LEAST, MOST, RunLatencies, TestRun
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
-from conserve.bench.tune import latencies
-from conserve.bench.tuning import TERMS, TuningWorkload, sentence, token_budget, tuned_term
 from conserve.errors import InputError
-from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.fit import Samples, fit
-from conserve.profiles.hygen import HyGenModel
-from conserve.profiles.model import LinearModel
 from conserve.words import count, duration
 
 FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
-PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
-TUNED_ON = 2  # first blocks of a cell, of test runs
 FIGURES = (
     2  # of cells: one more with each change of what is played or counted, so that none is beside another's
 )
@@ -56,6 +47,7 @@ class SweepPlan:
     engine: str  # what is measured
     anew: bool = False  # servers start for each cell: the same server started twice differs by some percent
     machine: str = ""  # digest of a simulated engine: a profile that is measured again keeps its name
+    equal_p99: bool = False  # baselines are tuned to ConServe's P99s on the reported blocks
 
     def wanted(self) -> list[Cell]:
         """The cells, in their order."""
@@ -73,6 +65,7 @@ class SweepPlan:
             "engine": self.engine,
             "figures": FIGURES,
             **({"machine": self.machine} if self.simulated else {"slo": AHEAD, "servers": self._servers}),
+            **({"equal_p99": True} if self.equal_p99 else {}),
         }
 
     @property
@@ -166,23 +159,18 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     rate, traces = arrivals(cell, plan, simulator)
     alone = simulator.play(ONLINE_ONLY, traces)
     slo = limits(alone, cell.scale)
-    tokens, terms, told = _tuned(cell, plan, simulator, traces, alone)
-    blocks: list[Block] = [*alone]
+    ours = simulator.play(CONSERVE, traces, slo) if CONSERVE in plan.policies else []
+    aim = CellAim.of_equal(traces, ours) if plan.equal_p99 else CellAim.of_slo(traces, alone, cell.scale)
+    baselines = tuned(plan.policies, simulator, aim, plan.seed)
+    blocks: list[Block] = [*alone, *ours]
     for name in plan.policies:
         if name == DISTSERVE_P:
             if slo is not None:
                 played, best = simulator.play_pool(traces, slo)
                 blocks += played
-                told.append(best.sentence())
-        elif name != ONLINE_ONLY:
-            blocks += simulator.play(
-                name,
-                traces,
-                slo,
-                promises={"hygen": terms["predictor"].coefficients} if name in TERMS else None,
-                terms=terms.get(name),
-                tokens=tokens if name == SARATHI_P else None,
-            )
+                baselines.told.append(best.sentence())
+        elif name not in (ONLINE_ONLY, CONSERVE):
+            blocks += simulator.play(name, traces, slo, **baselines.settings(name))
     bound = rows_per_s(traces, engine, plan.block_s, slo, mix) if slo else None
     found = PlayedCell(
         cell=cell,
@@ -192,7 +180,8 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
         left_ms=left_by_policy(blocks, engine, shared_tokens=traces[0].shared_tokens),
         bound_rows_per_s=bound,
         slo=slo,
-        tuned=told,
+        tuned=baselines.told,
+        equal=baselines.kept if plan.equal_p99 else None,
     )
     return cells.document(found, seed=plan.seed)
 
@@ -208,62 +197,6 @@ def arrivals(cell: Cell, plan: SweepPlan, simulator: Simulator) -> tuple[float, 
 
 def _mix(simulator: Simulator) -> Mix:
     return Mix.of(simulator.machine.rows(1000, seed=simulator.seed), simulator.machine.engine)
-
-
-def _tuned(
-    cell: Cell, plan: SweepPlan, simulator: Simulator, traces: Sequence[Trace], alone: Sequence[Block]
-) -> tuple[int | None, dict[str, Any], list[str]]:
-    """Parameters of the baselines in this cell: Sarathi's token budget, HyGen's terms; and sentences on them.
-
-    Test runs are first blocks of the cell, simulated as those that are reported. `alone` are online-only's blocks.
-    """
-    machine, first = simulator.machine, traces[:TUNED_ON]
-    predictor = predictor_of(machine.model, plan.seed)
-    workload = TuningWorkload(
-        engine=machine.engine,
-        traces=first,
-        block_s=plan.block_s,
-        lengths=machine.rows(512, seed=plan.seed),
-        window=machine.window,
-    )
-    promised = [one._replace(tolerance=min(MOST, max(LEAST, cell.scale - 1))) for one in DEFAULT]
-    told, tokens, reference = [], None, latencies(alone[:TUNED_ON])
-
-    def budgeted(most: int) -> tuple[RunLatencies, float]:
-        blocks = simulator.play(SARATHI_P, first, tokens=most)
-        rate = sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
-        return latencies(blocks), rate
-
-    def run_of(name: str) -> TestRun:
-        async def run(value: float) -> RunLatencies:
-            promises = {"hygen": predictor.coefficients}
-            return latencies(simulator.play(name, first, promises=promises, terms={TERMS[name]: value}))
-
-        return run
-
-    if SARATHI_P in plan.policies:
-        budget = token_budget(workload, promised, beside=budgeted, alone=reference)
-        tokens, told = budget.tokens, [budget.sentence()]
-    terms: dict[str, Any] = {"predictor": predictor}
-    for name in (HYGEN_STAR, HYGEN):
-        if name in plan.policies:
-            found = asyncio.run(tuned_term(name, workload, predictor, promised, run_of(name), reference))
-            terms[name] = {TERMS[name]: found.value}
-            told.append(sentence(name, found, promised, "simulated"))
-    return tokens, terms, told
-
-
-def predictor_of(model: LinearModel, seed: int) -> HyGenModel:
-    """HyGen's predictor, fitted to random batches of this engine."""
-    import numpy as np
-
-    dice = np.random.default_rng(seed)
-    batches = []
-    for _ in range(PREDICTED_OVER):
-        prompts = [Slice(int(n), 0) for n in np.exp(dice.uniform(2, 7, dice.integers(0, 4)))]
-        steps = [Slice(1, int(c), True) for c in dice.integers(8, 1000, dice.integers(1, 100))]
-        batches.append(Batch.of([*prompts, *steps]))
-    return fit(HyGenModel, Samples.of(batches, [model.predict(batch) for batch in batches]))
 
 
 def ranked(measured: Iterable[Mapping[str, Any]], policy: str = CONSERVE) -> list[Mapping[str, Any]]:

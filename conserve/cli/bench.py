@@ -150,6 +150,14 @@ def bench(
             min=1, metavar="N", help="Simulated cells at a time; by default one a core, up to eight."
         ),
     ] = None,
+    equal_p99: Annotated[
+        bool,
+        typer.Option(
+            "--equal-p99",
+            help="Tune the baselines of a simulated sweep to conserve's P99s, within 5%, on the blocks that "
+            "are reported.",
+        ),
+    ] = False,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -187,7 +195,7 @@ def bench(
     context: Context = ctx.obj
     if endpoint is None and not simulated:
         refuse_ours(engine_flags(context.settings(), words[1:]), "conserve bench")
-    if sweep is not None or cells is not None or simulated or processes is not None:
+    if sweep is not None or cells is not None or processes is not None or simulated or equal_p99:
         raise typer.Exit(sweeping(context, words, SweepFlags.of(ctx.params), as_json=as_json))
     if endpoint is None:
         require_engine(OR_A_SERVER)

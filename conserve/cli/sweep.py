@@ -43,6 +43,7 @@ class SweepFlags:
     block_s: float | None
     simulated: bool
     processes: int | None
+    equal_p99: bool
     preset: str
     folder: Path | None
 
@@ -50,13 +51,16 @@ class SweepFlags:
     def of(cls, flags: Mapping[str, Any]) -> Self:
         """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
         if flags["sweep"] is None:
-            raise SettingsError("--cells, --simulated and --processes are for --sweep; add --sweep quick")
+            raise SettingsError(
+                "--cells, --simulated, --processes and --equal-p99 are for --sweep; add --sweep quick"
+            )
         if said := [flag for name, (flag, usual) in SETS.items() if flags[name] != usual]:
             raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
         if flags["processes"] is not None and not flags["simulated"]:
             raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
-        same = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "processes", "preset")
-        return cls(size=flags["sweep"], folder=flags["out"], **{name: flags[name] for name in same})
+        if flags["equal_p99"] and not flags["simulated"]:
+            raise SettingsError("--equal-p99 plays the same blocks again and again; it goes with --simulated")
+        return cls(size=flags["sweep"], folder=flags["out"], **{name: flags[name] for name in SAME})
 
 
 class Size(NamedTuple):
@@ -74,6 +78,7 @@ REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
 MOST_PROCESSES = 8  # unless more are asked for; each takes 0.7 GB
 FILE = "cells.jsonl"
+SAME = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "processes", "equal_p99", "preset")
 SETS = {
     "trace": ("--trace", None),
     "gamma": ("--gamma", None),
@@ -127,11 +132,12 @@ def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
         requests=REQUESTS if wanted.simulated and wanted.rounds is None else 0,
         simulated=wanted.simulated,
         engine=engine,
+        equal_p99=wanted.equal_p99,
     )
 
 
 def policies_of(wanted: SweepFlags) -> list[str]:
-    """Policies of the sweep; raises `SettingsError` if online-only, their yardstick, is not among them."""
+    """Policies of the sweep; raises `SettingsError` if their yardsticks are not among them."""
     from conserve.bench.names import CONSERVE, HARM, HYGENS, ONLINE_ONLY, USUAL
 
     if wanted.policies is None:
@@ -140,6 +146,8 @@ def policies_of(wanted: SweepFlags) -> list[str]:
     named = which(wanted.policies, simulated=wanted.simulated)
     if ONLINE_ONLY not in named:
         raise SettingsError(f"a sweep compares with {ONLINE_ONLY}; add it to --policies")
+    if wanted.equal_p99 and CONSERVE not in named:
+        raise SettingsError(f"--equal-p99 tunes baselines to the P99s of {CONSERVE}; add it to --policies")
     if wanted.simulated and (unknown := [name for name in named if not simulable(name)]):
         raise SettingsError(f"{', '.join(unknown)} cannot be simulated; leave it out of --policies")
     return named
@@ -328,6 +336,10 @@ def show(measured: Any, policies: list[str]) -> None:
     table = reports.first_table(measured, policies)
     output.data(f"{reports.sentence(measured, policies)}\n")
     output.data("\n".join(output.columns(table.header, table.rows, right=range(2, len(table.header)))))
+    if (equal := reports.equal_table(measured)) is not None:
+        output.data(
+            "\n" + "\n".join(output.columns(equal.header, equal.rows, right=range(1, len(equal.header))))
+        )
 
 
 def facts(ledger: "CellLedger") -> dict[str, str]:

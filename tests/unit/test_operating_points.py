@@ -1,7 +1,7 @@
 """Operating points, their bound, the sweep's ledger and tables: all on made-up engines and made-up cells."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -176,15 +176,20 @@ def test_work_of_rows_is_what_their_tokens_take() -> None:
 def made_up(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
     """Gaps of 20 ms alone, ten times as long first come first served, and a tenth longer under our policy."""
     slow = {"online-only": 1.0, "non-preemptive": 10.0}.get(policy, 1.1)
-    report = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
+    rows = policy != "online-only"
     for trace in blocks:
-        answers = [
-            Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
-            for one in trace
-        ]
-        none = {"tokens": 0, "decode_steps": 0}
-        some = none if policy == "online-only" else {"tokens": round(1000 * slow), "decode_steps": 100}
-        yield MadeUp(100.0, 130.0, answers, {**report, "offline": none}, {**report, "offline": some})
+        yield block_of(trace, slow, round(1000 * slow) * rows, 100 * rows)
+
+
+def block_of(trace: Trace, slow: float, tokens: int, steps: int) -> MadeUp:
+    """A block whose latencies are so many times the shortest ones."""
+    report = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
+    answers = [
+        Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
+        for one in trace
+    ]
+    none, some = {"tokens": 0, "decode_steps": 0}, {"tokens": tokens, "decode_steps": steps}
+    return MadeUp(100.0, 130.0, answers, {**report, "offline": none}, {**report, "offline": some})
 
 
 def simulator() -> Simulator:
@@ -226,6 +231,65 @@ def test_where_live_work_fills_the_time_no_ratio_is_told() -> None:
     assert found["policies"]["non-preemptive"]["rows_per_s"] < 0
     assert {one["of_non_preemptive"] for one in found["policies"].values()} == {None}
     assert found["policies"]["conserve"]["of_bound"] > 0
+
+
+def at_equal_p99(slow_of: Callable[[float], float]) -> tuple[dict[str, Any], list[float]]:
+    """A cell whose baselines are tuned to conserve's P99s, and the budgets that HyGen had, the reported one last.
+
+    HyGen's latencies are so many times online-only's by its budget, and its rows are more with a larger one.
+    """
+    budgets: list[float] = []
+
+    def shared(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
+        if policy != "hygen/off":
+            yield from made_up(machine, policy, blocks, **given)
+            return
+        budgets.append(given["terms"]["budget_ms"])
+        for trace in blocks:
+            yield block_of(trace, slow_of(budgets[-1]), round(10 * budgets[-1]), 0)
+
+    plan = replace(PLAN, policies=[*PLAN.policies, "hygen", "hygen-star", "sarathi-p"], equal_p99=True)
+    return sweep.simulated(CELL, plan, replace(simulator(), simulate=shared)), budgets
+
+
+def test_baselines_are_tuned_to_our_p99s_on_the_reported_blocks() -> None:
+    found, budgets = at_equal_p99(lambda budget: 1.0 + budget / 1000)
+    reported = budgets.pop()
+    kept = [budget for budget in budgets if 1.0 + budget / 1000 <= 1.05 * 1.1]
+    assert len(kept) > 1
+    assert reported == max(kept), "the one with the most rows"
+    rows = {name: one["rows_per_s"] for name, one in found["policies"].items()}
+    assert found["at_equal_p99"]["hygen"] == {
+        "kept": True,
+        "times": pytest.approx(rows["conserve"] / rows["hygen"]),
+    }
+    assert found["at_equal_p99"]["hygen-star"]["times"] == found["at_equal_p99"]["sarathi-p"]["times"] == 1.0
+    assert any("to conserve's, on the reported blocks" in said for said in found["tuned"])
+
+
+def test_a_baseline_that_has_our_p99s_with_no_setting_has_no_ratio() -> None:
+    found, _ = at_equal_p99(lambda budget: 1.2 + budget / 1000)
+    assert found["at_equal_p99"]["hygen"] == {"kept": False, "times": None}
+    least, _ = at_equal_p99(lambda budget: 1.1 if budget < 20 else 2.0)
+    assert least["at_equal_p99"]["hygen"] == {"kept": True, "times": None}, "with next to no rows"
+
+
+def test_cells_without_such_a_baseline_count_as_above_any_ratio() -> None:
+    measured = [told(cell, 1.0) for cell in PLAN.wanted()]
+    assert sweep_report.equal_table(measured) is None
+    assert "At equal P99s" not in sweep_report.page(measured, PLAN.policies, {})
+    found = [(True, 1.5), (True, 1.1), (False, None), (True, 2.0)]
+    for one, (kept, ratio) in zip(measured, found, strict=True):
+        hygen = {"kept": kept, "times": ratio}
+        one["at_equal_p99"] = {"hygen": hygen, "hygen-star": {"kept": kept, "times": None}}
+    table = sweep_report.equal_table(measured)
+    assert table is not None
+    assert table.rows == [
+        ["hygen", "3 of 4", "3", "1.50", "1.10", "2.00", "1.75"],
+        ["hygen-star", "3 of 4", "0", "-", "-", "-", "above any"],
+    ]
+    assert "At equal P99s" in sweep_report.page(measured, PLAN.policies, {})
+    assert "| hygen | 3 of 4 | 3 | 1.50 |" in sweep_report.markdown(measured, PLAN.policies, {})
 
 
 def left_rows_per_s(slow: float) -> float:
@@ -411,6 +475,7 @@ FLAGS: dict[str, Any] = {
     "block_s": None,
     "simulated": True,
     "processes": None,
+    "equal_p99": False,
     "preset": "full",
     "out": None,
 }
@@ -425,10 +490,14 @@ def test_a_sweep_sets_the_arrivals_itself() -> None:
         SettingsError, match=r"a sweep sets --tolerance, --no-preemption, --kv-checkpoint itself"
     ):
         SweepFlags.of({**FLAGS, "tolerance": "mean-tbt=10%", "preemption": False, "kv_checkpoint": "off"})
-    with pytest.raises(SettingsError, match=r"--cells, --simulated and --processes are for --sweep; add"):
+    with pytest.raises(
+        SettingsError, match=r"--cells, --simulated, --processes and --equal-p99 are for --sweep; add"
+    ):
         SweepFlags.of({**FLAGS, "sweep": None})
     with pytest.raises(SettingsError, match=r"one cell at a time; --processes goes with --simulated"):
         SweepFlags.of({**FLAGS, "processes": 2, "simulated": False})
+    with pytest.raises(SettingsError, match=r"--equal-p99 .*; it goes with --simulated"):
+        SweepFlags.of({**FLAGS, "equal_p99": True, "simulated": False})
 
 
 def test_every_policy_plays_unless_some_are_named() -> None:
@@ -439,6 +508,8 @@ def test_every_policy_plays_unless_some_are_named() -> None:
     assert quick == ["conserve", "conserve/harm", "online-only", "non-preemptive", "sarathi-p"]
     with pytest.raises(SettingsError, match="add it to --policies"):
         policies_of(SweepFlags.of({**FLAGS, "policies": "conserve"}))
+    with pytest.raises(SettingsError, match=r"to the P99s of conserve; add it to --policies"):
+        policies_of(SweepFlags.of({**FLAGS, "equal_p99": True, "policies": "online-only,hygen"}))
     with pytest.raises(SettingsError, match="conserve/-order cannot be simulated"):
         policies_of(SweepFlags.of({**FLAGS, "policies": "online-only,conserve/-order"}))
     arms = ["online-only", "conserve/-preemption", "conserve/-checkpoints", "conserve/recompute"]

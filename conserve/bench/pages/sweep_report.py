@@ -32,6 +32,15 @@ QUEUE = {
 }
 WORST = {"computed_twice": max}
 HEADER = ["", "policy", *LATENCIES.values(), "TTFT in SLO", "TBT in SLO", "failed", *QUEUE.values()]
+EQUAL = [
+    "tuned to conserve's P99s",
+    "has them in cells",
+    "with rows in",
+    "conserve's rows to its there, middle",
+    "least",
+    "most",
+    "middle of all cells",
+]
 NOTE = (
     "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, "
     "and of token gaps, within the cell's SLO. Failed: live requests without an answer. Rows/s: offline work per "
@@ -81,6 +90,32 @@ def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) 
         [f"worst of {over}" if name == lead else "", name, *_over(measured, name, None)] for name in order
     ]
     return CellTable(HEADER, rows)
+
+
+def equal_table(measured: Sequence[Mapping[str, Any]]) -> CellTable | None:
+    """ConServe's rows to each baseline's that is tuned to its P99s; None where none was.
+
+    A cell in which no setting has these P99s, or only one with next to no rows, has no ratio: over all cells, it
+    counts as above any.
+    """
+    told = [one["at_equal_p99"] for one in measured if "at_equal_p99" in one]
+    rows = []
+    for name in dict.fromkeys(name for one in told for name in one):
+        found = [one[name] for one in told]
+        ratios = sorted(one["times"] for one in found if one["times"] is not None)
+        middle = statistics.median([*ratios, *[inf] * (len(found) - len(ratios))])
+        rows.append(
+            [
+                name,
+                f"{sum(one['kept'] for one in found)} of {len(found)}",
+                str(len(ratios)),
+                times(statistics.median(ratios) if ratios else None),
+                times(ratios[0] if ratios else None),
+                times(ratios[-1] if ratios else None),
+                "above any" if middle == inf else times(middle),
+            ]
+        )
+    return CellTable(EQUAL, rows) if rows else None
 
 
 def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> CellTable:
@@ -187,6 +222,7 @@ def markdown(measured: Sequence[Mapping[str, Any]], policies: Sequence[str], fac
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),
         NOTE,
         _piped(first_table(measured, policies)),
+        *(_piped(equal) for equal in (equal_table(measured),) if equal is not None),
         _piped(every_cell(measured, policies)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -215,6 +251,7 @@ def page(
         stopped=stopped,
         tables=[
             ("The worst cell, medians and worst figures", first_table(measured, policies)),
+            *([("At equal P99s, within 5 %", equal)] if (equal := equal_table(measured)) is not None else []),
             ("Every cell, the worst first", every_cell(measured, policies)),
         ],
         maps=heat_maps(measured, policies),

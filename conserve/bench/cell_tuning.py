@@ -1,0 +1,130 @@
+"""Parameters of the baselines in one simulated cell, tuned by test runs on the simulation that is reported.
+
+Each keeps the cell's SLO on the first blocks, as its authors would tune it. Or each is given the P99s that ConServe
+has on the reported blocks themselves: then its rows are compared at equal P99s, and no setting is better for it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from conserve.bench.measure import Block
+from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
+from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, TestRun, excess
+from conserve.bench.simulated import Simulator
+from conserve.bench.traces import Trace
+from conserve.bench.tune import latencies
+from conserve.bench.tuning import TERMS, TuningWorkload, sentence, token_budget, tuned_term
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.fit import Samples, fit
+from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.model import LinearModel
+
+PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
+TUNED_ON = 2  # first blocks of a cell, of test runs
+
+
+class CellAim(NamedTuple):
+    """Latencies that the baselines are to keep, and the blocks on which they are to."""
+
+    traces: Sequence[Trace]
+    reference: RunLatencies
+    promised: Sequence[Promise]
+    told: str  # how a parameter was found, for the user
+
+    @classmethod
+    def of_slo(cls, traces: Sequence[Trace], alone: Sequence[Block], scale: float) -> "CellAim":
+        """The cell's SLO, so many times the P99s of online-only's blocks, on the first blocks."""
+        tolerance = min(MOST, max(LEAST, scale - 1))
+        promised = [one._replace(tolerance=tolerance) for one in DEFAULT]
+        return cls(traces[:TUNED_ON], latencies(alone[:TUNED_ON]), promised, "simulated")
+
+    @classmethod
+    def of_equal(cls, traces: Sequence[Trace], ours: Sequence[Block]) -> "CellAim":
+        """P99s at most 5 % above those of ConServe's blocks, on all blocks."""
+        return cls(traces, latencies(ours), DEFAULT, "to conserve's, on the reported blocks")
+
+
+@dataclass(slots=True)
+class TunedCell:
+    """What the baselines are played with."""
+
+    predictor: HyGenModel
+    tokens: int | None = None  # Sarathi's token budget
+    terms: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    kept: dict[str, bool] = field(default_factory=dict)  # policy -> it keeps what it was tuned to
+    told: list[str] = field(default_factory=list)  # a sentence on each
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Arguments of `Simulator.play` for a policy."""
+        return {
+            "promises": {"hygen": self.predictor.coefficients} if name in TERMS else None,
+            "terms": self.terms.get(name),
+            "tokens": self.tokens if name == SARATHI_P else None,
+        }
+
+
+def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int) -> TunedCell:
+    """Tune those of the policies that have a parameter."""
+    machine = simulator.machine
+    found = TunedCell(predictor_of(machine.model, seed))
+    workload = TuningWorkload(
+        engine=machine.engine,
+        traces=aim.traces,
+        block_s=simulator.block_s,
+        lengths=machine.rows(512, seed=seed),
+        window=machine.window,
+    )
+
+    def budgeted(most: int) -> tuple[RunLatencies, float]:
+        blocks = simulator.play(SARATHI_P, aim.traces, tokens=most)
+        return latencies(blocks), tokens_per_s(blocks)
+
+    if SARATHI_P in policies:
+        budget = token_budget(workload, aim.promised, beside=budgeted, alone=aim.reference)
+        found.tokens, found.kept[SARATHI_P] = budget.tokens, budget.kept
+        found.told.append(budget.sentence())
+    for name in (HYGEN_STAR, HYGEN):
+        if name in policies:
+            term = _term(name, workload, simulator, aim, found.predictor)
+            found.terms[name], found.kept[name] = {TERMS[name]: term.value}, term.kept
+            found.told.append(sentence(name, term, aim.promised, aim.told))
+    return found
+
+
+def _term(
+    name: str, workload: TuningWorkload, simulator: Simulator, aim: CellAim, predictor: HyGenModel
+) -> Found:
+    """HyGen's parameter: of the values its search tries and that keep the aim, the one with the most rows."""
+    kept: list[tuple[float, float]] = []  # tokens per second, value
+
+    async def run(value: float) -> RunLatencies:
+        promises = {"hygen": predictor.coefficients}
+        blocks = simulator.play(name, aim.traces, promises=promises, terms={TERMS[name]: value})
+        heard = latencies(blocks)
+        if excess(heard, aim.reference, aim.promised) <= 1:
+            kept.append((tokens_per_s(blocks), value))
+        return heard
+
+    searched: TestRun = run
+    found = asyncio.run(tuned_term(name, workload, predictor, aim.promised, searched, aim.reference))
+    return found._replace(value=max(kept)[1]) if kept else found
+
+
+def tokens_per_s(blocks: Sequence[Block]) -> float:
+    """Offline tokens per second of these blocks."""
+    return sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
+
+
+def predictor_of(model: LinearModel, seed: int) -> HyGenModel:
+    """HyGen's predictor, fitted to random batches of this engine."""
+    import numpy as np
+
+    dice = np.random.default_rng(seed)
+    batches = []
+    for _ in range(PREDICTED_OVER):
+        prompts = [Slice(int(n), 0) for n in np.exp(dice.uniform(2, 7, dice.integers(0, 4)))]
+        steps = [Slice(1, int(c), True) for c in dice.integers(8, 1000, dice.integers(1, 100))]
+        batches.append(Batch.of([*prompts, *steps]))
+    return fit(HyGenModel, Samples.of(batches, [model.predict(batch) for batch in batches]))
