@@ -40,7 +40,7 @@ def beside_online_requests() -> Iterator[None]:
 
 
 class ScheduledAhead(BareEngine):
-    """Steps as vLLM's engine core does with a queue of batches."""
+    """Steps as vLLM's engine core does with a queue of two batches."""
 
     def __init__(
         self,
@@ -54,12 +54,10 @@ class ScheduledAhead(BareEngine):
         refuses: bool = True,
         tbt_ms: float | None = None,
         slots: int = 12,
-        depth: int = 2,
     ) -> None:
         """Rows leave iterations with the probability `often`; if it `refuses`, one in ten is refused.
 
-        With a `tbt_ms` as short as a few iterations, these are scheduled ahead beside online requests too. The
-        queue has `depth` iterations, more than two with pipeline parallelism.
+        With a `tbt_ms` as short as a few iterations, these are scheduled ahead beside online requests too.
         """
         config = engine_config(
             folder,
@@ -84,7 +82,7 @@ class ScheduledAhead(BareEngine):
         self._encoded: set[str] = set()  # images in the encoder cache on the device
         self._unsettled: dict[str, int] = {}
         self._dice, self._often, self._separable = random.Random(seed), often, separable
-        self._refuses, self._depth = refuses, depth
+        self._refuses = refuses
 
     @property
     def busy(self) -> bool:
@@ -103,7 +101,7 @@ class ScheduledAhead(BareEngine):
             self.clock.now += 1e-3
             self.run(output, refused=self._refused(output), left=self._leaving(output))
             self.most_in_flight = max(self.most_in_flight, len(self._queue))
-            if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
+            if len(self._queue) < 2 and output.total_num_scheduled_tokens:
                 return
         if self._queue:
             self.take_in()

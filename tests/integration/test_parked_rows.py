@@ -143,26 +143,28 @@ def test_one_that_left_a_chunk_goes_on_with_the_part_that_it_kept() -> None:
 
 
 def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from conserve.engine.vllm.scheduling.parking import can_park, goes_on
+    from conserve.engine.vllm.scheduling.parking import Parking, can_park
 
     engine = make([(100, 60)] * 4)
     scheduler = parked(engine)
     row = next(iter(scheduler.kv_holding_waiting))
-    assert goes_on(scheduler, row)
+    assert scheduler.parking.keeps(row)
     for name, value in {
         "skip_reading_prefix_cache": True,  # it wants logprobs of its prompt
         "mm_features": ["an image"],
         "pooling_params": object(),
         "num_computed_tokens": 0,
+        "num_stale_output_tokens": 1,
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(row, name, value)
-            assert not goes_on(scheduler, row), name
+            assert not scheduler.parking.keeps(row), name
     with monkeypatch.context() as patch:
         patch.setattr(row, "num_in_flight_tokens", 1)
-        assert goes_on(scheduler, row), "of an iteration that no row leaves"
+        assert scheduler.parking.keeps(row), "of an iteration that no row leaves"
+        assert not Parking(scheduler, settles=False).keeps(row)
         patch.setattr(scheduler.ahead, "_in_flight", [SimpleNamespace(registers_late=True)])
-        assert not goes_on(scheduler, row)
+        assert not scheduler.parking.keeps(row)
     assert can_park(scheduler)
     for owner, name, value in (
         (scheduler, "kv_groups", ["a window"]),
@@ -172,6 +174,27 @@ def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             assert not can_park(scheduler), name
+
+
+def test_none_is_parked_for_requests_that_a_paused_engine_takes_in_later(make: Make) -> None:
+    """vLLM lets what runs end (`/pause`), parked rows too."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = make([(100, 60)] * 4)
+    scheduler = parked(engine, live=2, answer=5)
+    count = scheduler.parking.count
+    for _ in range(3):
+        scheduler.add_request(engine.request(20, 5))
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    iterations = 0
+    while scheduler.running or scheduler.kv_holding_waiting:
+        engine._iterate()
+        iterations += 1
+        assert iterations < 200
+    assert scheduler.parking.count == count
+    assert len(scheduler.waiting) == len(scheduler.requests) >= 3
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    drain(engine)
 
 
 @pytest.mark.parametrize("copies", [False, True])

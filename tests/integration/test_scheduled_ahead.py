@@ -491,7 +491,6 @@ class TestFewSlots:
             engine.step()
         return asked
 
-    @pytest.mark.parametrize("depth", [2, 3])
     @pytest.mark.parametrize(("blocks", "losing"), [(4096, 0.0), (60, 0.05)])
     @pytest.mark.parametrize("seed", range(2))
     def test_rows_go_on_where_they_were(
@@ -499,19 +498,15 @@ class TestFewSlots:
         seed: int,
         blocks: int,
         losing: float,
-        depth: int,
         tmp_path: Path,
         clock: Any,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Also with three iterations in flight, as with pipeline parallelism, where no row leaves any."""
         from conserve.engine.vllm.scheduling import application
         from tests.scheduled_ahead import ScheduledAhead
 
-        engine = ScheduledAhead(tmp_path, clock, blocks=blocks, seed=seed, slots=4, tbt_ms=12.0, depth=depth)
+        engine = ScheduledAhead(tmp_path, clock, blocks=blocks, seed=seed, slots=4, tbt_ms=12.0)
         scheduler, under_way, park = engine.scheduler, list[str](), application.park
-        if depth > 2:
-            scheduler.conserve({"preemption": "off"})
 
         def parking(of: Any, names: Any, now: float) -> None:
             under_way.extend(name for name in names if of.requests[name].num_in_flight_tokens)
@@ -525,35 +520,6 @@ class TestFewSlots:
         assert len(under_way) > 2
         if not losing:
             assert scheduler._traffic.offline_tokens == engine.offline_computed, "no token is computed twice"
-
-    @pytest.mark.parametrize("way", ["policy", "reset"])
-    def test_one_may_lose_its_memory_while_its_token_is_under_way(
-        self, way: str, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Between two steps it may be so where more than two iterations are in flight. The token comes."""
-        from tests.scheduled_ahead import ScheduledAhead
-
-        engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=1, slots=4, tbt_ms=12.0)
-        scheduler = engine.scheduler
-        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)
-        evicted = 0
-
-        def take_in() -> None:
-            nonlocal evicted
-            names = scheduler.parking.names
-            if any(scheduler.requests[name].num_in_flight_tokens for name in names):
-                evicted += 1
-                if way == "policy":
-                    scheduler.conserve({"policy": "priority"})
-                    scheduler.conserve({"policy": "conserve"})
-                else:
-                    assert scheduler.reset_prefix_cache(reset_running_requests=True)
-                assert not names
-            ScheduledAhead.take_in(engine)
-
-        monkeypatch.setattr(engine, "take_in", take_in)
-        assert_settled(engine, self.bursts(engine, 1, 900))
-        assert evicted > 2
 
 
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:

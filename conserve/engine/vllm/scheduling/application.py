@@ -24,7 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 from conserve.engine.policy.plan import Plan
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online, is_running
-from conserve.engine.vllm.scheduling.parking import goes_on, lose
+from conserve.engine.vllm.scheduling.observation import admits
+from conserve.engine.vllm.scheduling.parking import lose
 from conserve.profiles.batch import Batch, Slice
 
 RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
@@ -70,8 +71,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
 def takes_in(scheduler: Any, schedule: Callable[[], SchedulerOutput]) -> bool:
     """True if vLLM takes waiting requests in: it is not paused, and not told to hold prompts back."""
     told = [*getattr(schedule, "args", ()), *getattr(schedule, "keywords", {}).values()]
-    paused = getattr(scheduler, "pause_state", None)
-    return (paused is None or paused.name == "UNPAUSED") and not any(told)
+    return admits(scheduler) and not any(told)
 
 
 def make_ready(scheduler: Any) -> None:
@@ -122,9 +122,7 @@ def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
             scheduler.kv_holding_waiting.remove_requests([request])
             scheduler.kv_cache_manager.free(request)
             scheduler._inflight_prefills.discard(request)
-            request.num_computed_tokens = request.num_output_placeholders = 0
-            # Tokens under way are delivered, and not counted as computed, as in vLLM's evictions.
-            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.num_computed_tokens = 0
             scheduler.waiting.add_request(request)
 
 
@@ -134,7 +132,7 @@ def park(scheduler: Any, names: Sequence[str], now: float) -> None:
         request = scheduler.requests[name]
         scheduler.running.remove(request)
         computed, under_way = request.num_computed_tokens, request.num_output_placeholders
-        if not goes_on(scheduler, request):
+        if not scheduler.parking.keeps(request):
             scheduler._preempt_request(request, now)
             continue
         with keeping_blocks(scheduler):

@@ -63,15 +63,16 @@ class Picture:
         offline = Lazy(self._running([one for one in running if one.priority >= OFFLINE_PRIORITY]))
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
+        queued = (lanes.online, lanes.offline) if admits(scheduler) else ((), ())
         ahead = scheduler.ahead.beside
         rows_leave = scheduler.arrival_monitor.acts and not (ahead or scheduler.online_grammars_compile)
         rows_join = rows_leave and scheduler.arrival_monitor.separable
         return View(
             online=online,
             offline=offline,
-            waiting_online=Lazy(self._waiting(chain(online_waits, self._in_turn(lanes.online)))),
-            waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), lanes.offline))),
-            queued_online=len(lanes.online),
+            waiting_online=Lazy(self._waiting(chain(online_waits, self._in_turn(queued[0])))),
+            waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), queued[1]))),
+            queued_online=len(queued[0]),
             model=model,
             slo=slo,
             slos=self._traffic.bounds_by_class(),
@@ -140,8 +141,8 @@ class Picture:
         for request in requests:
             if self._is_blocked(request):
                 continue
-            if request.num_in_flight_tokens and not request.drop_stale_output:
-                continue  # evicted or parked with a token under way, which has to arrive first
+            if request.num_stale_output_tokens and not request.drop_stale_output:
+                continue  # evicted with a token under way, which has to arrive first
             blocks, context = self._found(request)
             restorable = 0
             if checkpoints is not None and not request.num_computed_tokens:
@@ -295,6 +296,12 @@ class Picture:
     def _is_blocked(self, request: Request) -> bool:
         """True if the request waits for a grammar, for its KV or for input."""
         return bool(self._scheduler._is_blocked_waiting_status(request.status))
+
+
+def admits(scheduler: Any) -> bool:
+    """True if vLLM takes in waiting requests that hold no KV blocks: it is not paused."""
+    paused = getattr(scheduler, "pause_state", None)
+    return paused is None or paused.name == "UNPAUSED"
 
 
 def slots_of(scheduler: Any) -> int:

@@ -6,8 +6,8 @@ parked one does not: vLLM goes on with a waiting request that holds KV blocks wh
 connector has brought KV. The workers forget a preempted request, and would forget a row's part of a chunk with it,
 so each iteration says which rows keep theirs. `application` parks and evicts.
 
-Where iterations are scheduled ahead, one that no row can leave may be under way: a row in it is parked with the
-token that it brings, and goes on once that has come.
+Where iterations are scheduled ahead, a row may have a token under way. The row is parked all the same if no row can
+leave that iteration: the token comes before the next plan.
 """
 
 from __future__ import annotations
@@ -25,17 +25,28 @@ from conserve.engine.vllm.lane import is_running
 class Parking:
     """The parked rows of a scheduler."""
 
-    def __init__(self, *, on: bool) -> None:
-        """`on`: rows may be parked at all."""
-        self.on = on
+    def __init__(self, scheduler: Any, *, settles: bool) -> None:
+        """`settles`: at most one iteration is under way while another is planned: no pipeline parallelism."""
+        self.on = can_park(scheduler)  # rows may be parked at all
+        self._scheduler, self._settles = scheduler, settles
         self.names: set[str] = set()
         self.count = 0  # since the start
         self.parks = False  # a row is being parked, which vLLM preempts
 
-    def tell(self, scheduler: Any, iteration: Iteration, output: SchedulerOutput) -> None:
+    def keeps(self, request: Request) -> bool:
+        """True if a row is computed in part, and its KV blocks will have all that it needs when it goes on."""
+        elsewhere = request.mm_features or request.pooling_params
+        asks_of_prompt = request.skip_reading_prefix_cache  # logprobs, which V2 has of a whole prompt alone
+        lost = request.num_stale_output_tokens  # computed for KV blocks that the row had before
+        # A token under way comes before the next plan, and only running rows are rewound.
+        comes = self._settles and not self._scheduler.ahead.refusable
+        late = request.num_in_flight_tokens and not comes
+        return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or lost or late)
+
+    def tell(self, iteration: Iteration, output: SchedulerOutput) -> None:
         """Say in the iteration's record which rows keep a part of a chunk: those parked now, and that go on."""
         if self.names:
-            going_on = {name for name in self.names if is_running(scheduler.requests[name])}
+            going_on = {name for name in self.names if is_running(self._scheduler.requests[name])}
             iteration.keeps = frozenset(going_on | (self.names & (output.preempted_req_ids or set())))
             self.names -= going_on
 
@@ -44,14 +55,6 @@ def can_park(scheduler: Any) -> bool:
     """True if the state of rows is in their KV blocks."""
     elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens
     return not elsewhere and getattr(scheduler, "aux_output_connector", None) is None
-
-
-def goes_on(scheduler: Any, request: Request) -> bool:
-    """True if a row is computed in part, and all that it needs to go on is, or will be, in its KV blocks."""
-    elsewhere = request.mm_features or request.pooling_params
-    asks_of_prompt = request.skip_reading_prefix_cache  # for logprobs, which V2 has of a whole prompt alone
-    may_leave = request.num_in_flight_tokens and scheduler.ahead.refusable  # only running rows are rewound
-    return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or may_leave)
 
 
 def lose(scheduler: Any, request: Request) -> None:

@@ -40,7 +40,7 @@ from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_gr
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.own_time import OwnTime
-from conserve.engine.vllm.scheduling.parking import Parking, can_park, lose
+from conserve.engine.vllm.scheduling.parking import Parking, lose
 from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.repetition import Repetition
@@ -101,7 +101,7 @@ class CoServing:
         self._repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
-        self.parking = Parking(on=can_park(self))
+        self.parking = Parking(self, settles=vllm_config.max_concurrent_batches <= 2)
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 
@@ -202,7 +202,7 @@ class CoServing:
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         output = apply(self, iteration, schedule)
-        self.parking.tell(self, iteration, output)
+        self.parking.tell(iteration, output)
         if plan is not None and not plan.tokens:
             self.row_terms.rest()
         self._send(iteration, output)
