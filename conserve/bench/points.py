@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from conserve.bench import traces
 from conserve.bench.forecast import EngineModel, play
 from conserve.bench.traces import Trace
-from conserve.errors import InputError
+from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Batch, Slice
 
 
@@ -77,6 +77,21 @@ def grid() -> list[Cell]:
         Cell(busy=busy, cv=cv, lengths=lengths, scale=scale)
         for (lengths, cv), busy, scale in itertools.product(kinds, BUSY, SCALES)
     ]
+
+
+def named(name: str) -> Cell:
+    """The cell of this name, however it is spaced and spelled; raises `SettingsError`."""
+    wanted = _spelled(name)
+    for cell in grid():
+        if _spelled(cell.name) == wanted:
+            return cell
+    raise SettingsError(
+        f"there is no operating point {name!r}; name one as the tables of a sweep do, such as {grid()[0].name!r}"
+    )
+
+
+def _spelled(name: str) -> str:
+    return "".join(name.split()).lower()
 
 
 def spread(seed: int) -> Iterator[Cell]:

@@ -39,6 +39,7 @@ class SweepPlan:
 
     seed: int
     cells: int
+    only: Cell | None = None  # this cell in place of them
     policies: Sequence[str]
     blocks: int  # of each policy in a cell, at least
     requests: int = 0  # live ones in a cell, at least: a P99 of forty is the slowest one
@@ -51,6 +52,8 @@ class SweepPlan:
 
     def wanted(self) -> list[Cell]:
         """The cells, in their order."""
+        if self.only is not None:
+            return [self.only]
         return list(islice(points.spread(self.seed), self.cells))
 
     def document(self) -> Document:

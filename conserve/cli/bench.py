@@ -137,6 +137,12 @@ def bench(
     cells: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Operating points of the sweep, spread evenly.")
     ] = None,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="One operating point, by its name in the tables, to play it again."
+        ),
+    ] = None,
     simulated: Annotated[
         bool,
         typer.Option(
@@ -195,7 +201,7 @@ def bench(
     context: Context = ctx.obj
     if endpoint is None and not simulated:
         refuse_ours(engine_flags(context.settings(), words[1:]), "conserve bench")
-    if sweep is not None or cells is not None or processes is not None or simulated or equal_p99:
+    if any(value is not None for value in (sweep, cells, cell, processes)) or simulated or equal_p99:
         raise typer.Exit(sweeping(context, words, SweepFlags.of(ctx.params), as_json=as_json))
     if endpoint is None:
         require_engine(OR_A_SERVER)

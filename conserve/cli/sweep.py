@@ -37,6 +37,7 @@ class SweepFlags:
 
     size: str
     cells: int | None
+    cell: str | None
     seed: int
     policies: str | None
     rounds: int | None
@@ -52,10 +53,12 @@ class SweepFlags:
         """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
         if flags["sweep"] is None:
             raise SettingsError(
-                "--cells, --simulated, --processes and --equal-p99 are for --sweep; add --sweep quick"
+                "--cells, --cell, --simulated, --processes and --equal-p99 are for --sweep; add --sweep quick"
             )
         if said := [flag for name, (flag, usual) in SETS.items() if flags[name] != usual]:
             raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
+        if flags["cell"] is not None and flags["cells"] is not None:
+            raise SettingsError("--cell is one operating point, and --cells are several; give one of the two")
         if flags["processes"] is not None and not flags["simulated"]:
             raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
         if flags["equal_p99"] and not flags["simulated"]:
@@ -78,7 +81,18 @@ REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
 MOST_PROCESSES = 8  # unless more are asked for; each takes 0.7 GB
 FILE = "cells.jsonl"
-SAME = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "processes", "equal_p99", "preset")
+SAME = (
+    "cells",
+    "cell",
+    "seed",
+    "policies",
+    "rounds",
+    "block_s",
+    "simulated",
+    "processes",
+    "equal_p99",
+    "preset",
+)
 SETS = {
     "trace": ("--trace", None),
     "gamma": ("--gamma", None),
@@ -115,6 +129,7 @@ def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json:
 
 def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
     """The plan of a sweep by its flags."""
+    from conserve.bench.points import named
     from conserve.bench.sweep import SweepPlan
 
     rounds, cells, block_s = (
@@ -126,6 +141,7 @@ def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
         anew=wanted.size == "full",
         seed=wanted.seed,
         cells=wanted.cells or cells,
+        only=named(wanted.cell) if wanted.cell is not None else None,
         policies=policies_of(wanted),
         blocks=wanted.rounds or rounds,
         block_s=wanted.block_s or block_s,
@@ -245,7 +261,7 @@ def on_servers(
         require_engine()
         made = partial(own_plan, settings, flags, seed=plan.seed)
         sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
-        quick = wanted.size == "quick" and wanted.cells is None
+        quick = wanted.size == "quick" and wanted.cells is None and wanted.cell is None
         with interruptible():
             asyncio.run(until_stopped(sweep.run(as_many_as_fit=quick)))
         ledger = sweep.ledger

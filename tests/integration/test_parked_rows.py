@@ -172,7 +172,7 @@ def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pyte
         (scheduler, "aux_output_connector", object()),  # it forgets what a preempted request had
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
+            patch.setattr(owner, name, value, raising=False)  # vLLM 0.30 has no such connector
             assert not can_park(scheduler), name
 
 

@@ -469,6 +469,7 @@ FLAGS: dict[str, Any] = {
     **{name: usual for name, (_, usual) in SETS.items()},
     "sweep": "quick",
     "cells": None,
+    "cell": None,
     "seed": 0,
     "policies": None,
     "rounds": None,
@@ -490,14 +491,25 @@ def test_a_sweep_sets_the_arrivals_itself() -> None:
         SettingsError, match=r"a sweep sets --tolerance, --no-preemption, --kv-checkpoint itself"
     ):
         SweepFlags.of({**FLAGS, "tolerance": "mean-tbt=10%", "preemption": False, "kv_checkpoint": "off"})
-    with pytest.raises(
-        SettingsError, match=r"--cells, --simulated, --processes and --equal-p99 are for --sweep; add"
-    ):
+    with pytest.raises(SettingsError, match=r"--cells, --cell, .* and --equal-p99 are for --sweep; add"):
         SweepFlags.of({**FLAGS, "sweep": None})
     with pytest.raises(SettingsError, match=r"one cell at a time; --processes goes with --simulated"):
         SweepFlags.of({**FLAGS, "processes": 2, "simulated": False})
     with pytest.raises(SettingsError, match=r"--equal-p99 .*; it goes with --simulated"):
         SweepFlags.of({**FLAGS, "equal_p99": True, "simulated": False})
+
+
+def test_one_operating_point_is_played_by_its_name() -> None:
+    name = "agents, 60 % busy, cv 4, slo x1.25"
+    plan = plan_of(SweepFlags.of({**FLAGS, "cell": name}), SIZES["quick"], "an engine")
+    assert plan.wanted() == [Cell(busy=0.6, cv=4.0, lengths="agents", scale=1.25)]
+    assert all(points.named(cell.name) == cell for cell in grid())
+    with pytest.raises(
+        SettingsError, match=r"no operating point 'agents'; name one .* 'chat, 20% busy, CV 0.5, SLO"
+    ):
+        plan_of(SweepFlags.of({**FLAGS, "cell": "agents"}), SIZES["quick"], "an engine")
+    with pytest.raises(SettingsError, match=r"--cell is one operating point"):
+        SweepFlags.of({**FLAGS, "cell": name, "cells": 3})
 
 
 def test_every_policy_plays_unless_some_are_named() -> None:
