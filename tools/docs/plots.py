@@ -273,7 +273,7 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 24 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[11], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
+        lambda found: swept(found[12], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
         {"a": "median of 24 cells", "b": "worst of 24 cells"},
         RATIOS,
     ),
