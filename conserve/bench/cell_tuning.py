@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from conserve.bench.measure import Block
 from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
-from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, TestRun, excess
+from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.bench.tune import latencies
@@ -107,8 +107,7 @@ def _term(
             kept.append((tokens_per_s(blocks), value))
         return heard
 
-    searched: TestRun = run
-    found = asyncio.run(tuned_term(name, workload, predictor, aim.promised, searched, aim.reference))
+    found = asyncio.run(tuned_term(name, workload, predictor, aim.promised, run, aim.reference))
     return found._replace(value=max(kept)[1]) if kept else found
 
 
