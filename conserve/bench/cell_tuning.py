@@ -15,7 +15,7 @@ from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLat
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.bench.tune import latencies
-from conserve.bench.tuning import TERMS, TuningWorkload, sentence, token_budget, tuned_term
+from conserve.bench.tuning import ROWS, TERMS, TuningWorkload, sentence, token_budget, tuned_term
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.hygen import HyGenModel
@@ -48,7 +48,7 @@ class CellAim(NamedTuple):
 
 @dataclass(slots=True)
 class TunedCell:
-    """What the baselines are played with."""
+    """Parameters that the baselines are played with."""
 
     predictor: HyGenModel
     tokens: int | None = None  # Sarathi's token budget
@@ -73,12 +73,13 @@ def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int
         engine=machine.engine,
         traces=aim.traces,
         block_s=simulator.block_s,
-        lengths=machine.rows(512, seed=seed),
+        lengths=machine.rows(ROWS, seed=seed),
         window=machine.window,
     )
 
     def budgeted(most: int) -> tuple[RunLatencies, float]:
-        blocks = simulator.play(SARATHI_P, aim.traces, tokens=most)
+        found.tokens = most
+        blocks = simulator.play(SARATHI_P, aim.traces, **found.settings(SARATHI_P))
         return latencies(blocks), tokens_per_s(blocks)
 
     if SARATHI_P in policies:
@@ -87,28 +88,28 @@ def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int
         found.told.append(budget.sentence())
     for name in (HYGEN_STAR, HYGEN):
         if name in policies:
-            term = _term(name, workload, simulator, aim, found.predictor)
+            term = _searched(name, workload, simulator, aim, found)
             found.terms[name], found.kept[name] = {TERMS[name]: term.value}, term.kept
             found.told.append(sentence(name, term, aim.promised, aim.told))
     return found
 
 
-def _term(
-    name: str, workload: TuningWorkload, simulator: Simulator, aim: CellAim, predictor: HyGenModel
+def _searched(
+    name: str, workload: TuningWorkload, simulator: Simulator, aim: CellAim, found: TunedCell
 ) -> Found:
     """HyGen's parameter: of the values its search tries and that keep the aim, the one with the most rows."""
     kept: list[tuple[float, float]] = []  # tokens per second, value
 
     async def run(value: float) -> RunLatencies:
-        promises = {"hygen": predictor.coefficients}
-        blocks = simulator.play(name, aim.traces, promises=promises, terms={TERMS[name]: value})
+        found.terms[name] = {TERMS[name]: value}
+        blocks = simulator.play(name, aim.traces, **found.settings(name))
         heard = latencies(blocks)
         if excess(heard, aim.reference, aim.promised) <= 1:
             kept.append((tokens_per_s(blocks), value))
         return heard
 
-    found = asyncio.run(tuned_term(name, workload, predictor, aim.promised, run, aim.reference))
-    return found._replace(value=max(kept)[1]) if kept else found
+    term = asyncio.run(tuned_term(name, workload, found.predictor, aim.promised, run, aim.reference))
+    return term._replace(value=max(kept)[1]) if kept else term
 
 
 def tokens_per_s(blocks: Sequence[Block]) -> float:

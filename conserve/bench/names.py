@@ -17,12 +17,7 @@ HYGENS = (SARATHI_PP, HYGEN_STAR, HYGEN)
 TUNED = (SARATHI_P, HYGEN_STAR, HYGEN)  # each has a parameter that its authors tune to the workload
 USUAL = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)
 ALL = (*USUAL, *HYGENS)
-ON_ONE_SERVER = (
-    CONSERVE,
-    ONLINE_ONLY,
-    NON_PREEMPTIVE,
-    PRIORITY,
-)  # all of `--endpoint`, where two are `PLUGGED`
+ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)  # of `--endpoint`, where two are `PLUGGED`
 RECOMPUTE, OFF = "recompute", "off"
 HARM, HARM_PERCENT = "harm", 10  # `conserve/harm` promises what `conserve serve` does without an SLO
 

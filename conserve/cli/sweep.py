@@ -63,7 +63,8 @@ class SweepFlags:
             raise SettingsError("an engine measures one cell at a time; --processes goes with --simulated")
         if flags["equal_p99"] and not flags["simulated"]:
             raise SettingsError("--equal-p99 plays the same blocks again and again; it goes with --simulated")
-        return cls(size=flags["sweep"], folder=flags["out"], **{name: flags[name] for name in SAME})
+        own = {name: flags[name] for name in cls.__dataclass_fields__ if name in flags}
+        return cls(size=flags["sweep"], folder=flags["out"], **own)
 
 
 class Size(NamedTuple):
@@ -81,18 +82,6 @@ REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
 MOST_PROCESSES = 8  # unless more are asked for; each takes 0.7 GB
 FILE = "cells.jsonl"
-SAME = (
-    "cells",
-    "cell",
-    "seed",
-    "policies",
-    "rounds",
-    "block_s",
-    "simulated",
-    "processes",
-    "equal_p99",
-    "preset",
-)
 SETS = {
     "trace": ("--trace", None),
     "gamma": ("--gamma", None),

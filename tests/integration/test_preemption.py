@@ -18,6 +18,7 @@ import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from tests.asked_orders import Asking
+from tests.few_slots import keep_no_slot
 from tests.tiers import in_full
 from tests.tiny_models import FEW_LAYERS as LAYERS
 from tests.warned import OF_VLLM
@@ -590,9 +591,7 @@ class TestFewSlots:
     }
 
     def test_a_storm_of_rows_that_leave(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            engine.scheduler._traffic, "expected", lambda **_: 0
-        )  # no slot is kept for arrivals
+        keep_no_slot(engine.scheduler, monkeypatch)
         parked = engine.scheduler.parking.count
         lost = storm(engine, 1500, kinds=16, longest=60, losing=0.02)
         assert engine.scheduler.parking.count - parked > 20
@@ -679,6 +678,7 @@ class TestV2FewSlots(TestFewSlots):
     v2 = True
 
 
+@pytest.mark.full
 class TestV2HiddenLayers(TestHiddenLayers):
     v2 = True
 

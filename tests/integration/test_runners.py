@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.vllm.compat.versions import minor_of
+from tests.few_slots import keep_no_slot, parked_under_way
 from tests.integration.test_preemption import CLOSE, assert_close, counts, shared_prefixes, storm
 from tests.tiny_models import FEW_LAYERS as LAYERS
 from tests.warned import OF_VLLM
@@ -367,18 +368,12 @@ class FewSlots:
     def test_rows_go_on_with_the_tokens_that_were_under_way(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from conserve.engine.vllm.scheduling import ahead, application
+        from conserve.engine.vllm.scheduling import ahead
         from tests.preempted_engine import Ask, greedy, prompt
 
-        scheduler, under_way, park = engine.scheduler, list[str](), application.park
-
-        def parking(of: Any, names: Any, now: float) -> None:
-            under_way.extend(name for name in names if of.requests[name].num_in_flight_tokens)
-            park(of, names, now)
-
-        monkeypatch.setattr(application, "park", parking)
+        scheduler, under_way = engine.scheduler, parked_under_way(monkeypatch)
+        keep_no_slot(scheduler, monkeypatch)
         monkeypatch.setattr(ahead, "pays", lambda *_: True)
-        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)  # no slot is kept for arrivals
         lengths = [300 if n == 3 else 40 + 7 * n for n in range(12)]
         rows = [
             Ask(f"off{n}", prompt(tokens, 900 + n), greedy(12 + 9 * n)) for n, tokens in enumerate(lengths)

@@ -13,6 +13,7 @@ import pytest
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.runtime.stopwatch import DeviceTime
+from tests.few_slots import keep_no_slot, parked_under_way
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -37,16 +38,26 @@ def storm(
             if decorate is not None:
                 decorate(asked[-1])
             engine.scheduler.add_request(asked[-1])
-        if engine.scheduler.running and dice.random() < losing:
-            engine.evict(dice.choice(engine.scheduler.running))
-        if engine.scheduler.requests and dice.random() < losing / 5:
-            engine.abort([dice.choice(list(engine.scheduler.requests.values()))])
-        engine.step()
+        step_losing(engine, dice, losing)
+    end(engine)
+    return asked
+
+
+def step_losing(engine: Any, dice: Random, losing: float) -> None:
+    """One step, before which a request may lose its memory, or be aborted."""
+    if engine.scheduler.running and dice.random() < losing:
+        engine.evict(dice.choice(engine.scheduler.running))
+    if engine.scheduler.requests and dice.random() < losing / 5:
+        engine.abort([dice.choice(list(engine.scheduler.requests.values()))])
+    engine.step()
+
+
+def end(engine: Any) -> None:
+    """Step until nothing is left to do; `assert_settled` says whether all is done."""
     for _ in range(20_000):
         if not engine.busy:
             break
         engine.step()
-    return asked
 
 
 def assert_settled(engine: Any, asked: list[Any]) -> None:
@@ -480,15 +491,8 @@ class TestFewSlots:
             if dice.random() < 0.08 and live < 2 * slots:
                 for _ in range(dice.randint(1, slots)):
                     ask(int(10 ** dice.uniform(0, 2)), dice.randint(1, 12), offline=False)
-            if scheduler.running and dice.random() < losing:
-                engine.evict(dice.choice(scheduler.running))
-            if dice.random() < losing / 5:
-                engine.abort([dice.choice(list(scheduler.requests.values()))])
-            engine.step()
-        for _ in range(20_000):
-            if not engine.busy:
-                break
-            engine.step()
+            step_losing(engine, dice, losing)
+        end(engine)
         return asked
 
     @pytest.mark.parametrize(("blocks", "losing"), [(4096, 0.0), (60, 0.05)])
@@ -502,18 +506,11 @@ class TestFewSlots:
         clock: Any,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from conserve.engine.vllm.scheduling import application
         from tests.scheduled_ahead import ScheduledAhead
 
         engine = ScheduledAhead(tmp_path, clock, blocks=blocks, seed=seed, slots=4, tbt_ms=12.0)
-        scheduler, under_way, park = engine.scheduler, list[str](), application.park
-
-        def parking(of: Any, names: Any, now: float) -> None:
-            under_way.extend(name for name in names if of.requests[name].num_in_flight_tokens)
-            park(of, names, now)
-
-        monkeypatch.setattr(application, "park", parking)
-        monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)  # no slot is kept for arrivals
+        scheduler, under_way = engine.scheduler, parked_under_way(monkeypatch)
+        keep_no_slot(scheduler, monkeypatch)
         asked = self.bursts(engine, seed, 900, losing=losing)
         assert_settled(engine, asked)
         assert scheduler.parking.count > 30

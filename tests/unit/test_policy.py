@@ -367,11 +367,8 @@ class TestMakingRoom:
             {"free_slots": 0},
             {"free_slots": 2, "reserved_slots": 2},
             {"waiting_offline": [parked[0]._replace(tokens=200), *parked[1:]]},  # it wants more than all have
-            {
-                "waiting_offline": parked[:2],
-                "held": held[:2],
-                "watermark_blocks": 2,
-            },  # and so do both beside it
+            # It wants more than the other has, with the blocks that stay free.
+            {"waiting_offline": parked[:2], "held": held[:2], "watermark_blocks": 2},
         ):
             plan = plan_of(**{"waiting_offline": parked, "held": held, "free_blocks": 0, **room})
             assert (plan.evicted, plan.admitted) == ([], [])

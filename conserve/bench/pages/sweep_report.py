@@ -124,6 +124,16 @@ def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -
     return CellTable(HEADER, [_row(Cell.of(one).name, lead, one) for one in ranked(measured, lead)])
 
 
+def _tables(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> list[tuple[str, CellTable]]:
+    """All tables of a report, each behind its heading."""
+    found = {
+        "The worst cell, medians and worst figures": first_table(measured, policies),
+        "At equal P99s, within 5 %": equal_table(measured),
+        "Every cell, the worst first": every_cell(measured, policies),
+    }
+    return [(heading, table) for heading, table in found.items() if table is not None]
+
+
 def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
     said = measured["policies"][policy]
     latencies = [interval((said["ratios"] or {}).get(name)) for name in RATIOS]
@@ -221,9 +231,7 @@ def markdown(measured: Sequence[Mapping[str, Any]], policies: Sequence[str], fac
     parts = [
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),
         NOTE,
-        _piped(first_table(measured, policies)),
-        *(_piped(equal) for equal in (equal_table(measured),) if equal is not None),
-        _piped(every_cell(measured, policies)),
+        *(_piped(table) for _, table in _tables(measured, policies)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -249,11 +257,7 @@ def page(
         answer=sentence(measured, policies),
         note=NOTE,
         stopped=stopped,
-        tables=[
-            ("The worst cell, medians and worst figures", first_table(measured, policies)),
-            *([("At equal P99s, within 5 %", equal)] if (equal := equal_table(measured)) is not None else []),
-            ("Every cell, the worst first", every_cell(measured, policies)),
-        ],
+        tables=_tables(measured, policies),
         maps=heat_maps(measured, policies),
         facts=facts,
     )

@@ -63,16 +63,16 @@ class Picture:
         offline = Lazy(self._running([one for one in running if one.priority >= OFFLINE_PRIORITY]))
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
-        queued = (lanes.online, lanes.offline) if admits(scheduler) else ((), ())
+        online_lane, offline_lane = (lanes.online, lanes.offline) if admits(scheduler) else ((), ())
         ahead = scheduler.ahead.beside
         rows_leave = scheduler.arrival_monitor.acts and not (ahead or scheduler.online_grammars_compile)
         rows_join = rows_leave and scheduler.arrival_monitor.separable
         return View(
             online=online,
             offline=offline,
-            waiting_online=Lazy(self._waiting(chain(online_waits, self._in_turn(queued[0])))),
-            waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), queued[1]))),
-            queued_online=len(queued[0]),
+            waiting_online=Lazy(self._waiting(chain(online_waits, self._in_turn(online_lane)))),
+            waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), offline_lane))),
+            queued_online=len(online_lane),
             model=model,
             slo=slo,
             slos=self._traffic.bounds_by_class(),
