@@ -69,7 +69,8 @@ async def on_server(
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
     stock = None
     if wishes.stock_endpoint is not None:
-        stock = StockServer(server_url(wishes.stock_endpoint), rows=None, api_key=settings.api_key)
+        stock_url = server_url(wishes.stock_endpoint, given_as="--stock-endpoint")
+        stock = StockServer(stock_url, rows=None, api_key=settings.api_key)
 
     async def prepare(sized: Sized, engine: EngineModel | None, tokens: int | None) -> Field:
         target = LoadTarget(

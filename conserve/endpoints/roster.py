@@ -124,10 +124,10 @@ def roster_of(source: str) -> Roster:
 def urls_in(text: str) -> list[str]:
     """URLs in the text of a list; raises `SettingsError` for a line that is none."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return list(dict.fromkeys(server_url(line) for line in lines if line))
+    return list(dict.fromkeys(server_url(line, given_as="a list of servers") for line in lines if line))
 
 
-def server_url(text: str) -> str:
+def server_url(text: str, *, given_as: str = "--endpoint") -> str:
     """Address of a server without a slash or /v1 at its end; raises `SettingsError` if it is none."""
     url = text.strip().rstrip("/").removesuffix("/v1")
     try:
@@ -137,7 +137,7 @@ def server_url(text: str) -> str:
         known = False
     if not known:
         raise SettingsError(
-            f"--endpoint takes an http:// or https:// address, not {without_login(text)!r}{about_login(text)}"
+            f"{given_as} takes an http:// or https:// address, not {without_login(text)!r}{about_login(text)}"
         )
     return url
 

@@ -352,6 +352,13 @@ def test_a_stock_server_that_does_not_answer_is_named(stopped: Run, monkeypatch:
     assert "start it with: vllm serve" in done.stderr
 
 
+def test_an_address_that_is_none_is_told_by_its_own_flag(stopped: Run) -> None:
+    servers = ("--endpoint", "http://plugged", "--stock-endpoint", "stock:8000")
+    done = stopped(World(), *servers, "--policies", "online-only,conserve")
+    assert done.returncode == 2
+    assert "--stock-endpoint takes an http:// or https:// address, not 'stock:8000'" in done.stderr
+
+
 def test_a_server_that_hangs_does_not_hold_the_end_up(stopped: Run, tmp_path: Path) -> None:
     world = World(stop_in=1, hangs=True)
     done = stopped(world, "--endpoint", "http://host")

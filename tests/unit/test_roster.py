@@ -69,7 +69,7 @@ def test_a_file_that_is_gone_or_wrong_changes_nothing_and_says_so(tmp_path: Path
     assert joined.failure is None
     write(path, "b:8000\n")
     assert look(joined) == ["http://c:8000", "http://a:8000"]
-    assert "takes an http:// or https:// address, not 'b:8000'" in str(joined.failure)
+    assert "a list of servers takes an http:// or https:// address, not 'b:8000'" in str(joined.failure)
     path.unlink()
     assert look(joined) == ["http://c:8000", "http://a:8000"]
     assert f"the list of servers {path} cannot be read" in str(joined.failure)
