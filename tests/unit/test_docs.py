@@ -18,7 +18,7 @@ from tools.docs import mechanisms, queue_drawings
 from tools.docs.dots import Axis, Dot, Plot, Row, draw
 from tools.docs.drawings import Arrow, Box, Drawing, faults
 from tools.docs.generated import DOCS, FILES
-from tools.docs.tables import numbers, tables
+from tools.docs.tables import numbers, tables, under
 
 DRAWINGS = {**mechanisms.DRAWINGS, **queue_drawings.DRAWINGS}
 REPOSITORY = DOCS.parent
@@ -213,6 +213,14 @@ def test_a_table_is_read_from_its_page(tmp_path: Path) -> None:
     assert other.rows == [["y"]]
     with pytest.raises(LookupError):
         one.row("z")
+
+
+def test_a_table_is_found_under_its_heading_whatever_tables_come_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n\n| a |\n|---|\n| x |\n\n## Two\n\n| b |\n|---|\n\ntext\n\n| c |\n|---|\n")
+    assert [under(tables(page), "Two", place).header for place in (0, 1)] == [["b"], ["c"]]
+    with pytest.raises(LookupError, match="2 tables are under 'Two'"):
+        under(tables(page), "Two", 2)
 
 
 def test_the_readme_names_every_extra_of_users() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conserve.bench.pages import svg
-from tools.docs.tables import Table, numbers, tables
+from tools.docs.tables import Table, numbers, tables, under
 
 WIDTH = 720.0
 LETTER = 7.5  # pixels of a letter, about
@@ -89,7 +89,7 @@ def first(table: Table, beginning: str, column: int, number: int = 0) -> float:
 
 def live_and_queue(found: list[Table]) -> list[Panel]:
     """P99 TTFT of live requests, beside the offline tokens/s, by policy."""
-    table = found[0]
+    table = under(found, "Bursty traffic")
     policies = (
         ("online-only", "no queue", "bar"),
         ("conserve", "ConServe", "ours"),
@@ -106,7 +106,7 @@ def live_and_queue(found: list[Table]) -> list[Panel]:
 
 def on_off(found: list[Table]) -> list[Panel]:
     """P99 TTFT and TBT by policy over ON/OFF phases."""
-    table = found[2]
+    table = under(found, "ON/OFF phases")
     names = (
         ("online-only", "no queue", "bar"),
         ("conserve", "ConServe", "ours"),

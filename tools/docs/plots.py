@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tools.docs.charts import Bar, Chart, Panel
 from tools.docs.dots import Axis, Dot, Plot, Row
-from tools.docs.tables import Table, numbers
+from tools.docs.tables import Table, numbers, under
 
 SETTINGS = {
     "a": "ON/OFF",
@@ -64,7 +64,7 @@ def exchange(found: list[Table]) -> list[Row]:
 def late(found: list[Table]) -> list[Row]:
     """Rows late by their order: the median day, with the least and the most."""
     rows = []
-    for row in found[0].rows:
+    for row in under(found, "Late work").rows:
         days = [[Dot(v, "small") for v in numbers(row[column])[1:]] for column in (1, 4)]
         rows.append(Row(row[0].strip("*"), together(days, cells(row, (1, 4)))))
     return rows
@@ -72,7 +72,7 @@ def late(found: list[Table]) -> list[Row]:
 
 def late_axes(found: list[Table]) -> list[Axis]:
     """An axis for each trace; dashed is the goal, half of first come's late rows."""
-    first = found[0].row("first come")
+    first = under(found, "Late work").row("first come")
     names = ("azure_conv, late rows", "BurstGPT, late rows")
     return [
         Axis(name, low=0.0, high=38.0, limits=[numbers(first[column])[0] / 2], unit=" %")
@@ -84,7 +84,7 @@ def forecasts(found: list[Table]) -> list[Row]:
     """Jobs done by their forecasts, by trace."""
     return [
         Row(row[0].replace("`", ""), together(cells(row, (1,)), cells(row, (2,), "b")))
-        for row in found[1].rows
+        for row in under(found, "Calibration").rows
     ]
 
 
@@ -130,7 +130,7 @@ def swept(table: Table, first: str, second: str, columns: Sequence[int]) -> list
 
 def turned(found: list[Table]) -> list[Row]:
     """Ways of taking turns, with the figures of two kinds of arrivals."""
-    table = found[8]
+    table = under(found, "Where rows cannot leave alone")
     return [
         Row(
             name,
@@ -146,7 +146,7 @@ def turned(found: list[Table]) -> list[Row]:
 def busier(found: list[Table]) -> list[Row]:
     """P99 TTFT and TBT to online-only's, and offline tokens, by policy."""
     rows = []
-    for row in found[4].rows:
+    for row in under(found, "More live traffic, shorter iterations").rows:
         ttft, tbt = numbers(row[4])
         policy = row[0].partition(":")[0]
         rows.append(Row(policy, [[Dot(ttft)], [Dot(tbt)], [Dot(numbers(row[5])[0])]]))
@@ -155,7 +155,7 @@ def busier(found: list[Table]) -> list[Row]:
 
 def busier_axes(found: list[Table]) -> list[Axis]:
     """Axes of these; dashed is the target of both latencies."""
-    target = numbers(found[3].row("P99 TTFT, TBT to online-only")[1])
+    target = numbers(under(found, "Against the targets").row("P99 TTFT, TBT to online-only")[1])
     return [
         Axis("P99 TTFT, times", low=0.9, high=1.9, limits=target),
         Axis("P99 TBT, times", low=0.9, high=1.9, limits=target),
@@ -166,7 +166,7 @@ def busier_axes(found: list[Table]) -> list[Axis]:
 def stock(found: list[Table]) -> list[Row]:
     """P50 and P99 to stock vLLM's, and offline tokens/s, by policy."""
     rows = []
-    for row in found[6].rows:
+    for row in under(found, "Beside stock vLLM, and with the default promise").rows:
         ttft, tbt = ([Dot(v, m) for v, m in zip(numbers(row[n]), "ab", strict=True)] for n in (3, 4))
         rows.append(Row(row[0], [ttft, tbt, [Dot(numbers(row[5])[0], "c")]]))
     return rows
@@ -187,7 +187,7 @@ def reactions(found: list[Table]) -> list[Row]:
 def window(found: list[Table]) -> list[Row]:
     """Longest wait with its bound, and tokens reused, by utility."""
     rows = []
-    for utility, wait, bound, reused, clogged in found[2].rows:
+    for utility, wait, bound, reused, clogged in under(found, "Across jobs", 1).rows:
         never = wait.startswith("over")
         waits = [Dot(numbers(wait)[0], "a", "never" if never else "")]
         waits += [Dot(most, "b") for most in numbers(bound)]
@@ -273,7 +273,9 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 24 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[12], "median of 24 cells", "worst of 24 cells", (3, 5, 9)),
+        lambda found: swept(
+            under(found, "Other baselines"), "median of 24 cells", "worst of 24 cells", (3, 5, 9)
+        ),
         {"a": "median of 24 cells", "b": "worst of 24 cells"},
         RATIOS,
     ),
@@ -281,7 +283,9 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline rows by policy, in the middle and in the worst of 216 cells",
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
-        lambda found: swept(found[2], "median of 216 cells", "worst of 216 cells", (3, 5, 9)),
+        lambda found: swept(
+            under(found, "Over operating points"), "median of 216 cells", "worst of 216 cells", (3, 5, 9)
+        ),
         {"a": "median of 216 cells", "b": "worst of 216 cells"},
         RATIOS,
     ),
@@ -289,7 +293,9 @@ PLOTS = {
         "simulation.md",
         "P99 TTFT and TBT and offline tokens by policy, in the middle of 24 cells and in the worst one",
         fixed(*LATENCIES),
-        lambda found: swept(found[7], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
+        lambda found: swept(
+            under(found, "Over operating points", 5), "median of 24 cells", "**the worst cell**", (3, 5, 6)
+        ),
         {"a": "median of 24 cells", "b": "the worst cell"},
         RATIOS,
     ),
