@@ -44,9 +44,12 @@ def test_an_arrival_waits_for_two_iterations_in_half_of_its_slack() -> None:
     assert ahead_limit_ms(view, 12.0, 110.0) == 55.0
 
 
-def test_rows_add_a_fiftieth_of_the_ttft_promise_to_the_two_whatever_they_take_alone() -> None:
-    view = view_of(slo=Slo(ttft_ms=50), prompt_tokens=100)
-    assert ahead_limit_ms(view, 12.0, 110.0) == 12.0 + 0.02 * 50 / 2
+@pytest.mark.parametrize(("ttft_ms", "online_ms"), [(50.0, 12.0), (10.0, 0.0)])
+def test_rows_add_a_fiftieth_of_the_ttft_promise_to_the_two_whatever_they_take_alone(
+    ttft_ms: float, online_ms: float
+) -> None:
+    view = view_of(slo=Slo(ttft_ms=ttft_ms), prompt_tokens=100)
+    assert ahead_limit_ms(view, online_ms, 110.0) == online_ms + 0.02 * ttft_ms / 2
 
 
 def test_without_a_ttft_promise_there_is_no_limit() -> None:

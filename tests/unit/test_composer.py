@@ -64,6 +64,28 @@ class TestRoom:
         assert composer.free_blocks == 1000 - 7
         assert (composer.tokens_left, composer.free_slots) == (2048 - 20, 49)
 
+    @pytest.mark.parametrize(("limit_ms", "tokens"), [(20.0, 20), (60.0, 50), (200.0, 100)])
+    def test_a_prompt_that_gets_more_tokens_keeps_the_blocks_that_it_has(
+        self, limit_ms: float, tokens: int
+    ) -> None:
+        composer = Composer(view_of())
+        composer.admit(FRESH, 20)
+        composer.extend(FRESH, limit_ms)
+        assert composer.tokens == {"fresh": tokens}
+        assert (composer.free_blocks, composer.tokens_left) == (1000 - 7, 2048 - tokens)
+
+    def test_a_running_prompt_gets_the_tokens_that_it_has_blocks_for(self) -> None:
+        running = FRESH._replace(name="running", blocks=2)
+        composer = Composer(view_of(free_blocks=3))
+        composer.add(running, 20)
+        assert composer.free_blocks == 3
+        composer.extend(running, 200.0)
+        assert (composer.tokens, composer.free_blocks) == ({"running": 20}, 3)
+        composer = Composer(view_of(free_blocks=5))
+        composer.add(running, 20)
+        composer.extend(running, 200.0)
+        assert (composer.tokens, composer.free_blocks) == ({"running": 100}, 0)
+
     def test_each_restored_request_takes_a_slot_and_all_of_them_take_one_token(self) -> None:
         composer = Composer(view_of())
         for count in (1, 2):
@@ -107,6 +129,13 @@ class TestRoom:
         assert composer.reserved_blocks == 6
         composer.evict(rows[victim])
         assert composer.reserved_blocks == reserved
+
+    @pytest.mark.parametrize(("wanted", "reserved"), [(5, 1), (4, 0), (3, 0)])
+    def test_no_block_is_reserved_where_those_of_saved_rows_are_enough(
+        self, wanted: int, reserved: int
+    ) -> None:
+        view = view_of(reserved_blocks=wanted, offline=[ROWS[0]._replace(saved=True)])
+        assert Composer(view).reserved_blocks == reserved
 
 
 class TestTime:
@@ -198,6 +227,23 @@ class TestTime:
             add_steps(composer, decodes(20, "row"))
             assert composer.can_encode(SEEING, limit_ms) == fits
             assert composer.can_encode(FRESH, limit_ms)
+
+    def test_the_longest_of_its_images_is_what_a_row_needs_time_for(self) -> None:
+        two = SEEING._replace(images=(Image(20, 10.0), Image(60, 40.0)))
+        composer = Composer(view_of())
+        add_steps(composer, decodes(3))
+        composer.begin_offline(50.0)
+        assert not composer.can_encode(two, 50.0)
+        assert composer.can_encode(two._replace(images=two.images[:1]), 50.0)
+
+    def test_one_image_alone_may_take_longer_whatever_rows_without_one_are_beside(self) -> None:
+        plain, other = Candidate("plain", 5, 0), SEEING._replace(name="other")
+        for first, tokens, budget in ((SEEING, 40, 20), (SEEING, 20, 55)):  # with its image, and up to it
+            composer = Composer(view_of())
+            composer.begin_offline(50.0)
+            composer.add(first, tokens)
+            composer.add(plain, 5)
+            assert composer.row_budget(other, 10 + tokens + 40 * (tokens > 20) + 5 + 55) == budget
 
     def test_an_image_of_a_live_request_takes_the_time_of_rows(self) -> None:
         composer = Composer(view_of())

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.conserve import Conserve, harmless_wait_ms
+from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import offline_turn_ms
 from conserve.engine.policy.view import Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import FrozenModel, limit_ms_for, step_of
-from tests.policy_views import MS_PER_TOKEN, decodes, view_of
+from tests.policy_views import MS_PER_TOKEN, add_steps, decodes, view_of
 
 HARM = Slo(harm=0.5)
 ROWS = [Candidate(f"row{n}", 400, 0) for n in range(8)]
@@ -53,6 +55,13 @@ def test_what_scheduling_takes_of_ours_counts_as_added(own_ms: float, tokens: in
     """Stock vLLM would take 18 ms where we take 2 of 20, and half of that again is 27."""
     assert offline_tokens(beside(own_ms=own_ms)) == tokens
     assert len(Conserve().plan(beside(own_ms=own_ms)).tokens) >= 10, "the live requests are not held up"
+
+
+def test_where_our_scheduling_takes_the_whole_share_there_is_no_limit_to_stay_below() -> None:
+    view = beside(own_ms=30.0)
+    composer = Composer(view)
+    add_steps(composer, view.online)
+    assert harm_limit_ms(composer, view) == 0.0
 
 
 @pytest.mark.parametrize(("busy", "tokens"), [(0.0, 10), (0.5, 4), (0.9, 0)])

@@ -94,6 +94,13 @@ class TestPhases:
         assert found.restored == (["row"] if comes else [])
         assert found.tokens == {"decode0": 1}, "its tokens are copied back, not computed"
 
+    def test_one_whose_lora_adapter_live_requests_keep_away_holds_up_no_other(self) -> None:
+        wants, other = Candidate("wants", 10, 0), Candidate("other", 20, 0)
+        queue = {"online": decodes(1), "waiting_online": [wants, other], "budget_ms": 150.0}
+        adapters = {"decode0": 1, "wants": 2}
+        assert plan(**queue, adapters=adapters, most_adapters=1) == {"decode0": 1, "other": 20}
+        assert plan(**queue, adapters=adapters, most_adapters=2) == {"decode0": 1, "wants": 10, "other": 20}
+
     def test_one_that_comes_back_holds_up_no_other(self) -> None:
         view = view_of(waiting_online=[ROW, FRESH], waiting_offline=ROWS[:1], budget_ms=150.0)
         found = hygen().plan(view)

@@ -29,6 +29,8 @@ class TestASequenceThatIsMadeAsItIsRead:
         assert (lazy[0], lazy.known) == (0, 6)
         assert lazy.has(7)
         assert lazy.known == 7
+        one = Lazy(iter("a"))
+        assert (bool(one), one.known) == (True, 1)
         assert bool(Lazy(count()))
 
     @pytest.mark.parametrize("read_before", [0, 2, 4])

@@ -1,7 +1,7 @@
 """Phases of a plan: online requests first, then offline requests in order as far as they fit."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -9,7 +9,7 @@ from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.policies import BENCHED, CONSERVE, POLICIES, SERVING
-from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo
+from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Image, Slo
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
 
@@ -154,6 +154,55 @@ class TestOfflineShare:
     def test_only_the_first_row_of_an_idle_engine_may_take_reserved_blocks(self) -> None:
         plan = plan_of(waiting_offline=[FRESH, SMALL], reserved_blocks=999)
         assert plan.admitted == ["fresh"]
+
+
+class TestImages:
+    """A waiting row does not begin before its images find time, and others pass it."""
+
+    seeing = FRESH._replace(name="seeing", images=(Image(20, 1000.0),))
+    beside: ClassVar[dict[str, Any]] = {"online": decodes(1, "live"), "slo": Slo(tbt_ms=60.0)}
+
+    @pytest.mark.parametrize("rows", [1, 2, MOST_DEFERRED - 1, MOST_DEFERRED, MOST_DEFERRED + 1])
+    def test_so_many_are_passed(self, rows: int) -> None:
+        """The look at waiting rows ends with the last of them; it goes on if the next one may begin."""
+        waiting = [self.seeing._replace(name=f"seeing{n}") for n in range(rows)]
+        admitted = plan_of(**self.beside, waiting_offline=[*waiting, SMALL]).admitted
+        assert admitted == ([] if rows > MOST_DEFERRED else ["small"])
+
+    def test_one_begins_where_its_images_find_time(self) -> None:
+        row = self.seeing._replace(images=(Image(20, 10.0),))
+        assert plan_of(**self.beside, waiting_offline=[row, SMALL]).tokens == {"live0": 1, "seeing": 39}
+
+    def test_none_is_passed_where_no_token_finds_time(self) -> None:
+        late = Candidate("late", 1, 0, restorable=1)
+        full = {**self.beside, "slo": Slo(tbt_ms=11.0)}
+        plan = plan_of(**full, waiting_offline=[self.seeing, late])
+        assert (plan.tokens, plan.restored) == ({"live0": 1}, [])
+        assert plan_of(**self.beside, waiting_offline=[self.seeing, late]).restored == ["late"]
+
+
+class TestDecodeStepsFirst:
+    """Rows' decode steps come before their prompts, and a step that finds no time ends the iteration."""
+
+    by_context = ConServeModel.of(1, 0, 0, 0.25, 0, 0, 0, 10)  # a prompt's token 1.25 ms, a decode step 6.25
+
+    @pytest.mark.parametrize(("steps", "tokens"), [(2, 3), (3, 0), (4, 0)])
+    def test_no_prompt_overtakes_a_step_that_was_left_out(self, steps: int, tokens: int) -> None:
+        prompt = Candidate("prompt", 50, 0, blocks=4)
+        rows = [*decodes(steps, "row"), prompt]
+        live = [Candidate("live", 1, 20, True, 2)]
+        plan = plan_of(model=self.by_context, online=live, offline=rows, slo=Slo(tbt_ms=33.0))
+        assert plan.tokens.get("prompt", 0) == tokens
+        assert len(plan.tokens.keys() - {"prompt"}) == 1 + 2
+
+    def test_rows_are_evicted_for_the_blocks_of_steps_that_find_time(self) -> None:
+        """The first row needs a block. So do the last two, for whose steps there is no time."""
+        grows = Candidate("grows", 1, 16, True, 1)
+        rows = [grows, *decodes(1, "row"), grows._replace(name="third"), grows._replace(name="fourth")]
+        live = [Candidate("live", 1, 20, True, 2)]
+        plan = plan_of(online=live, offline=rows, free_blocks=0, slo=Slo(tbt_ms=13.0))
+        assert plan.evicted == ["fourth"]
+        assert plan.tokens == {"live": 1, "grows": 1, "row0": 1}
 
 
 class TestDeferred:

@@ -113,6 +113,8 @@ class TestDefault:
             {"tbt_slo_ms": 100, "harm": None},
         ):
             assert written(said).promises.default_harm is None
+        for promises in (Promises(harm=0.3), Promises.of({"ttft_ms": 1500, "harm": 0.3})):
+            assert promises.with_default_harm() == promises
 
     def test_harm_can_be_promised_beside_an_slo_and_switched_off(self) -> None:
         assert written({"ttft_slo_ms": 1500, "harm": 0.05}).promises.harm == 0.05

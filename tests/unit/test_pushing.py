@@ -157,6 +157,38 @@ def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_tenth(
     )
 
 
+def test_a_limit_of_nothing_has_no_share_that_a_push_could_fall_short_of() -> None:
+    assert policy.worth_ms(0.0, 20.0, 15.0) == 20.0
+
+
+def test_urgent_rows_push_in_a_turn_of_rows_alone() -> None:
+    """Rows cannot leave an iteration beside live requests here, so these wait for one of rows alone."""
+    live = [Candidate("live", 1, 100, True, 7, answered=True)]
+    rows = [Candidate("other", 4000, 0), Candidate("urgent", 4000, 0)]
+    slo = Slo(ttft_ms=1000.0, tbt_ms=200.0)
+    engine = {"online": live, "offline": rows, "slo": slo, "rows_leave": True, "max_tokens": 9000}
+    usual, longer = plan_of(**engine), plan_of(**engine, pushed={"urgent"}, push_scale=1.5)
+    assert usual.tokens.keys() == {"other"}
+    assert longer.tokens["other"] == usual.tokens["other"]
+    assert longer.pushed == {"urgent": longer.tokens["urgent"]}
+    assert longer.predicted_ms == pytest.approx(1.5 * usual.predicted_ms, abs=1.0)
+
+
+def test_without_live_requests_rows_push_beyond_what_an_arrival_may_wait_for() -> None:
+    rows = [Candidate("other", 4000, 0), Candidate("urgent", 4000, 0)]
+    engine = {"offline": rows, "slo": Slo(harm=0.5), "prompt_tokens": 190, "max_tokens": 9000}
+    usual, longer = plan_of(**engine), plan_of(**engine, pushed={"urgent"}, push_scale=1.5)
+    assert usual.predicted_ms == 100.0, "half of the 200 ms of a typical prompt"
+    assert (longer.predicted_ms, longer.pushed) == (150.0, {"urgent": 50})
+
+
+def test_an_urgent_row_waits_until_its_lora_adapter_fits() -> None:
+    waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0)]
+    queue = {"waiting_offline": waiting, "most_adapters": 1}
+    assert pushed({"urgent"}, **queue, adapters={"live0": 1, "urgent": 1}).pushed == {"urgent": 20}
+    assert pushed({"urgent"}, **queue, adapters={"live0": 1, "urgent": 2}).pushed == {}
+
+
 def test_rows_that_left_the_iteration_are_not_counted() -> None:
     pushing = Pushing(largest_scale=1.5, rows={"a", "b"})
     pushing.computed({"a": 30, "b": 12}, but=frozenset({"a"}))
@@ -208,6 +240,8 @@ def test_serve_says_what_a_push_may_do(scale: float, policy: str, says: str) -> 
 def test_a_plan_that_pushes_more_than_it_computes_is_at_fault() -> None:
     view = view_of(offline=[Candidate("row", 5, 0)])
     plan = Conserve().plan(view)
-    wrong = Plan(tokens=plan.tokens, batch=plan.batch, predicted_ms=plan.predicted_ms, pushed={"row": 6})
     assert fault_of(plan, view) is None
-    assert fault_of(wrong, view) == "it pushes what it does not compute"
+    wrong: Any
+    for wrong in ({"row": 6}, {"row": 2.5}, {"gone": 1}, ["row"]):
+        pushing = Plan(tokens=plan.tokens, batch=plan.batch, predicted_ms=plan.predicted_ms, pushed=wrong)
+        assert fault_of(pushing, view) == "it pushes what it does not compute"

@@ -95,6 +95,11 @@ def test_images_are_recorded_in_lines_that_are_new_to_an_earlier_conserve() -> N
     line = line_of(view_of(**seeing), None, policy="conserve", at=0.0)
     assert json.loads(line)["version"] == 7
     assert json.loads(line_of(view_of(parks=True), None, policy="conserve", at=0.0))["version"] == 8
+    assert json.loads(line_of(view_of(ahead=True), None, policy="conserve", at=0.0))["version"] == 4
+    adapters = json.loads(line_of(view_of(adapters={"row": 1}), None, policy="conserve", at=0.0))
+    assert adapters["version"] == 5
+    assert "adapters" in adapters["view"]
+    assert "adapters" not in json.loads(line)["view"], "as before there were any"
     row, fresh = recorded(line).view.waiting_offline
     assert (row.images, fresh.images, len(fresh.prefix)) == ((), IMAGES, 3)
     assert line_of(recorded(line).view, None, policy="conserve", at=0.0) == line
@@ -229,8 +234,11 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 to 8, not 99"):
-        recorded(json.dumps({**said, "version": 99}).encode())
+    for version in (0, 9, 99):
+        with pytest.raises(
+            ValueError, match=f"this ConServe reads recorded views of versions 1 to 8, not {version}"
+        ):
+            recorded(json.dumps({**said, "version": version}).encode())
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -53,13 +53,13 @@ class Composer:
         self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
-        self._adapters = Adapters(view) if view.most_adapters is not None else None
+        self._adapters = Adapters(view)
         self._coming = set(view.coming)
 
     def plan(self) -> Plan:
         """The plan so far."""
         predicted_ms = self.predicted_ms if self.tokens else 0.0
-        rows = self._online is not None and self._online != self.batch
+        before_rows = self._online if self._online != self.batch else None
         return Plan(
             tokens=self.tokens,
             batch=self.batch,
@@ -68,8 +68,8 @@ class Composer:
             evicted=self.evicted,
             parked=self.parked,
             predicted_ms=predicted_ms,
-            online_ms=self._online_ms if rows else predicted_ms,
-            limit_ms=self.limit_ms if rows else None,
+            online_ms=self._online_ms(before_rows) if before_rows is not None else predicted_ms,
+            limit_ms=self.limit_ms if before_rows is not None else None,
             pushed=self.pushed,
         )
 
@@ -93,12 +93,9 @@ class Composer:
         """Predicted time of the batch."""
         return self._model.predict(self.batch) + self.surcharge_ms
 
-    @property
-    def _online_ms(self) -> float:
-        """Predicted time of the batch before the first offline request."""
-        if self._online is None or not self._online.requests:
-            return 0.0
-        return self._model.predict(self._online) + self._online_surcharge_ms
+    def _online_ms(self, online: Batch) -> float:
+        """Predicted time of the batch before the first offline request; 0 without a live request."""
+        return self._model.predict(online) + self._online_surcharge_ms if online.requests else 0.0
 
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""
@@ -234,8 +231,7 @@ class Composer:
         self.add(candidate, tokens)
         self.free_slots -= 1
         self.admitted.append(candidate.name)
-        if self._adapters is not None:
-            self._adapters.enter(candidate.name)
+        self._adapters.enter(candidate.name)
 
     def restore(self, candidate: Candidate) -> None:
         """Give a waiting request the blocks into which its KV is copied back while others compute.
@@ -299,28 +295,26 @@ class Composer:
         """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""
         self._free_blocks_of(victim)
         self.free_slots += 1
-        if self._adapters is not None:
-            self._adapters.leave(victim.name)
+        self._adapters.leave(victim.name)
 
     def park(self, victim: Candidate) -> None:
         """Free a running request's slot; it waits with its KV blocks, taken after those of others that wait."""
         self.parked.append(victim.name)
         self._held.insert(0, victim)
         self.free_slots += 1
-        if self._adapters is not None:
-            self._adapters.leave(victim.name)
+        self._adapters.leave(victim.name)
 
     def adapter_fits(self, candidate: Candidate) -> bool:
         """True if the waiting request has no LoRA adapter too many beside those of running requests."""
-        return self._adapters is None or self._adapters.fits(candidate.name)
+        return self._adapters.fits(candidate.name)
 
     def adapter_comes(self, candidate: Candidate, victims: Sequence[Candidate]) -> bool:
         """True if the waiting request's adapter fits, or would without some of the victims."""
-        return self.adapter_fits(candidate) or bool(self._adapters and self._adapters.in_the_way(victims))
+        return self.adapter_fits(candidate) or bool(self._adapters.in_the_way(victims))
 
     def make_adapter_room(self, victims: MutableSequence[Candidate], candidate: Candidate) -> None:
         """Evict the victims whose adapter is in the waiting request's way."""
-        if self._adapters is None or self._adapters.fits(candidate.name):
+        if self.adapter_fits(candidate):
             return
         for victim in self._adapters.in_the_way(victims):
             victims.remove(victim)

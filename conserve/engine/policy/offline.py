@@ -80,14 +80,14 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
         return
     before = dict(composer.tokens)
     mine = [row for row in running if row.name in view.pushed and row.name not in composer.evicted]
-    steps = [row for row in mine if row.decode and row.name not in before]
+    left = [row for row in mine if row.name not in before]
     prompts = [row for row in mine if not row.decode]
     waiting = [
         row
         for row in islice(view.waiting_offline, MOST_PUSHED)
         if row.name in view.pushed and not row.restorable and composer.adapter_fits(row)
     ]
-    composer.add_decodes(composer.steps(steps), limit_ms)
+    composer.add_decodes(composer.steps(left), limit_ms)
     for row in (*prompts, *waiting):
         if row.name in before:
             composer.extend(row, limit_ms)
