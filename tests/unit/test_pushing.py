@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from conserve.cli import serve_notices, server_status
+from conserve.endpoints.requests import PUSH
 from conserve.engine.policy import conserve as policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
-from conserve.engine.policy.view import Candidate, Slo
+from conserve.engine.policy.view import PUSH_ARGUMENT, Candidate, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, plan_of, view_of
 
@@ -157,6 +158,10 @@ def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_tenth(
     )
 
 
+def test_the_engine_knows_a_row_that_pushes_by_the_name_that_the_harvester_gives() -> None:
+    assert PUSH_ARGUMENT == PUSH
+
+
 def test_a_limit_of_nothing_has_no_share_that_a_push_could_fall_short_of() -> None:
     assert policy.worth_ms(0.0, 20.0, 15.0) == 20.0
 
@@ -184,9 +189,12 @@ def test_without_live_requests_rows_push_beyond_what_an_arrival_may_wait_for() -
 
 def test_an_urgent_row_waits_until_its_lora_adapter_fits() -> None:
     waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0)]
-    queue = {"waiting_offline": waiting, "most_adapters": 1}
+    queue: dict[str, Any] = {"waiting_offline": waiting, "most_adapters": 1}
     assert pushed({"urgent"}, **queue, adapters={"live0": 1, "urgent": 1}).pushed == {"urgent": 20}
     assert pushed({"urgent"}, **queue, adapters={"live0": 1, "urgent": 2}).pushed == {}
+    queue["waiting_offline"] = [*waiting, Candidate("plain", 20, 0)]
+    plan = pushed({"urgent", "plain"}, **queue, adapters={"live0": 1, "urgent": 2})
+    assert plan.pushed == {"plain": 20}, "which does not wait for it"
 
 
 def test_rows_that_left_the_iteration_are_not_counted() -> None:
