@@ -23,13 +23,15 @@ def test_an_engine_is_sized_for_what_it_is_used_for(
 ) -> None:
     import vllm.platforms
 
-    from conserve.engine.vllm.launching.flags import configured
+    from conserve.engine.vllm.launching import flags
 
-    asked = list[Any]()
+    asked, reserved = list[Any](), list[Any]()
     arguments = SimpleNamespace(create_engine_config=asked.append)
     monkeypatch.setattr(vllm.platforms, "_current_platform", SimpleNamespace(is_cpu=lambda: cpu))
-    configured(arguments, served=served)
+    monkeypatch.setattr(flags, "reserve_cores", reserved.append)
+    flags.configured(arguments, served=served)
     assert [one and one.name for one in asked] == [context]
+    assert len(reserved) == (cpu and served), "a server on a CPU leaves cores free"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
