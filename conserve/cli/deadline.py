@@ -118,17 +118,23 @@ def length_s(text: str) -> float:
     return length
 
 
+def showings(clock: datetime) -> list[float]:
+    """Moments at which the local clock shows this, in s since 1970: two in the hour that is repeated in autumn."""
+    first, second = (clock.replace(fold=fold).timestamp() for fold in (0, 1))
+    return [first, second] if second > first else [first]
+
+
 def clock_time(text: str, *, now: float) -> float:
     """The next moment at which the local clock shows this; raises `UsageError` for a moment that has passed."""
     today = datetime.fromtimestamp(now)
     try:
         if re.fullmatch(r"\d{1,2}:\d{2}", text.strip()):
             hour, minute = map(int, text.strip().split(":"))
-            found = today.replace(hour=hour, minute=minute, second=0, microsecond=0)
-            found += timedelta(days=found <= today)
+            found = today.replace(hour=hour, minute=minute, second=0, microsecond=0, fold=0)
+            shown = [*showings(found), *showings(found + timedelta(days=1))]
         else:
-            found = datetime.fromisoformat(text.strip())
-        moment = found.timestamp()
+            shown = showings(datetime.fromisoformat(text.strip()))
+        moment = next((one for one in shown if one > now), shown[-1])
     except (ValueError, OverflowError, OSError) as error:
         raise UsageError(f"--by {text!r} is no time; write 06:00, or 2026-11-24 06:00") from error
     if moment <= now:

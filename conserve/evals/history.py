@@ -6,12 +6,13 @@ splits. Its significance is that of a permutation test: without a change every o
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
-from conserve.evals.paired import Floats
+from conserve.evals.bootstrap import Floats
 
 LEAST = 3  # nights on each side of a change
 SHUFFLES = 1999  # at least
@@ -27,20 +28,37 @@ class ChangePoint(NamedTuple):
     p: float
 
 
-def change_point(scores: Sequence[float], *, alpha: float = 0.05, seed: int = 0) -> ChangePoint | None:
-    """The latest change of level at this significance; None if there is none, or fewer than six nights.
+def change_points(scores: Sequence[float], *, alpha: float = 0.05, seed: int = 0) -> list[ChangePoint]:
+    """Changes of level at this significance, the first one first; none among fewer than six nights.
 
     Nights before a change that was found are left out, and the rest is split again.
     """
-    found: ChangePoint | None = None
+    found: list[ChangePoint] = []
     begin = 0
     shuffles = max(SHUFFLES, ceil(FINENESS / alpha))
     while (
         split := one_split(np.array(scores[begin:], float), seed, shuffles)
     ) is not None and split.p <= alpha:
-        found = split._replace(night=begin + split.night)
-        begin = found.night
+        begin += split.night
+        found.append(split._replace(night=begin))
     return found
+
+
+def change_point(scores: Sequence[float], *, alpha: float = 0.05, seed: int = 0) -> ChangePoint | None:
+    """The latest change of level; None without one."""
+    found = change_points(scores, alpha=alpha, seed=seed)
+    return found[-1] if found else None
+
+
+def lasting_decline(scores: Sequence[float], effect: float, *, alpha: float = 0.05) -> ChangePoint | None:
+    """The latest fall of level by `effect` or more that no later level made good, with the mean since; or None."""
+    changes = change_points(scores, alpha=alpha)
+    bounds = [change.night for change in changes] + [len(scores)]
+    levels = [float(np.mean(scores[begin:end])) for begin, end in pairwise(bounds)]
+    for number in range(len(changes) - 1, -1, -1):
+        if changes[number].before - max(levels[number:]) >= effect:
+            return changes[number]._replace(since=float(np.mean(scores[changes[number].night :])))
+    return None
 
 
 def one_split(scores: Floats, seed: int, shuffles: int) -> ChangePoint | None:

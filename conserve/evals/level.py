@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, t
 
-from conserve.evals.paired import Floats, clustered_error
+from conserve.evals.bootstrap import Floats, clustered_error
 
 
 def interval(
@@ -14,16 +14,23 @@ def interval(
 ) -> tuple[float, float, float]:
     """Mean with the bounds of its interval: Wilson's for independent right or wrong answers, else Student's.
 
-    Errors are clustered: items of one source count together. One cluster alone has no interval but the mean.
+    Errors are clustered: items of one source count together. One cluster alone says nothing about others, so its
+    interval is all that scores may be: 0 to 1, or as far as they go beyond. Where clusters of right or wrong
+    answers do not differ at all, each counts as one answer.
     """
     mean, n = fsum(scores) / len(scores), len(scores)  # the same digits in any order
     sums, sizes = np.bincount(clusters, scores).astype(float), np.bincount(clusters).astype(float)
-    if len(sums) == n and bool(np.isin(scores, (0.0, 1.0)).all()):
+    are_answers = bool(np.isin(scores, (0.0, 1.0)).all())
+    if are_answers and len(sums) == n:
         return mean, *wilson(mean, n, confidence)
     if len(sums) < 2:
-        return mean, mean, mean
-    margin = float(t.isf((1 - confidence) / 2, len(sums) - 1)) * float(clustered_error(sums, sizes))
-    return mean, mean - margin, mean + margin
+        return mean, min(0.0, float(scores.min())), max(1.0, float(scores.max()))
+    error = float(clustered_error(sums, sizes))
+    if are_answers and error == 0:
+        return mean, *wilson(mean, len(sums), confidence)
+    margin = float(t.isf((1 - confidence) / 2, len(sums) - 1)) * error
+    low, high = mean - margin, mean + margin
+    return (mean, max(0.0, low), min(1.0, high)) if are_answers else (mean, low, high)
 
 
 def wilson(share: float, n: int, confidence: float) -> tuple[float, float]:

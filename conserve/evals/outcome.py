@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST_SCORE = 1e100  # either way: an interval squares scores
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:

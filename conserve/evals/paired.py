@@ -5,13 +5,14 @@ test for differences of paired proportions (Statistics in Medicine 17, 1998). Al
 bootstrap of clusters, studentised by clustered standard errors (Cameron, Gelbach and Miller, Review of Economics
 and Statistics 90, 2008; Miller, arXiv 2411.00640, for evaluations). Where hardly any cluster differs, tests of the
 number and the signs of the differences are exact.
+
+No test clears a fall that the items may have missed: n show none of a share with a chance of (1 - share) ** n.
 """
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf, sqrt
-from typing import NamedTuple
+from math import ceil, floor, inf, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,9 @@ from scipy.optimize import brentq
 from scipy.stats import beta, binom, binomtest, norm, t
 
 from conserve.errors import UsageError
+from conserve.evals.bootstrap import Drawn, Floats, Student, clustered_error, studentised
 
-Floats = NDArray[np.float64]
-
-DRAWS = 2000  # resamples of a bootstrap
 MOST_DRAWN = 10_000  # clusters; of more the mean is normal enough
-AT_ONCE = 4_000_000  # clusters that are drawn at once: 32 MB
 FEW = 8  # clusters that differ; of fewer most resamples have hardly any, and a bootstrap says nothing
 MOST_FALL = 1 - 1e-9  # share of items: of right or wrong answers no mean falls by more
 MOST_ITEMS = 10_000_000  # an answer beyond that is "no number of items"
@@ -140,14 +138,14 @@ def of_answers(pairs: Pairs, standard: Standard, among: int) -> Evidence:
     """Evidence of answers that are right or wrong: McNemar's exact test, Tango's for the effect."""
     n, difference = len(pairs.before), pairs.differences
     lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
-    flips = lost + gained
+    flips, effect = lost + gained, min(standard.effect, MOST_FALL)
     return summary(
         pairs,
         low=-tango_bound(lost, gained, n, standard.alpha),
         high=tango_bound(gained, lost, n, standard.alpha),
         p_decline=float(binomtest(lost, flips, alternative="greater").pvalue) if flips else 1.0,
-        p_effect=float(norm.cdf(tango(lost, gained, n, min(standard.effect, MOST_FALL)))),
-        needed=needed_answers(flips / n, standard, among),
+        p_effect=max(unseen(effect, n), float(norm.cdf(tango(lost, gained, n, effect)))),
+        needed=max(needed_answers(flips / n, standard, among), needed_to_see(effect, standard.alpha)),
         test="McNemar",
     )
 
@@ -235,19 +233,21 @@ def of_scores(pairs: Pairs, standard: Standard, rng: np.random.Generator, among:
     if np.count_nonzero(sums) < FEW:
         needed = needed_scores(n, clusters, error, standard, among)
         return of_few_differences(pairs, standard, sums, sizes, needed)
-    alpha = standard.alpha
-    found: _Student | _Drawn
+    alpha, share = standard.alpha, collapsing_share(pairs, standard, sizes)
+    found: Student | Drawn
     if clusters > MOST_DRAWN:
-        found = _Student(clusters - 1)
+        found = Student(clusters - 1)
     else:
-        found = _Drawn(studentised(sums, sizes, rng))
+        found = Drawn(studentised(sums, sizes, rng))
     return summary(
         pairs,
         low=mean - found.quantile(1 - alpha) * error,
         high=mean - found.quantile(alpha) * error,
         p_decline=found.at_most(mean / error),
-        p_effect=1 - found.below((mean + standard.effect) / error),
-        needed=needed_scores(n, clusters, error, standard, among),
+        p_effect=max(unseen(share, clusters), 1 - found.below((mean + standard.effect) / error)),
+        needed=max(
+            needed_scores(n, clusters, error, standard, among), needed_to_see(share, alpha) * n / clusters
+        ),
         test=found.test,
     )
 
@@ -262,35 +262,55 @@ def needed_scores(n: int, clusters: int, error: float, standard: Standard, among
 
 
 def of_equal_differences(pairs: Pairs, standard: Standard, mean: float, sizes: Floats) -> Evidence:
-    """Evidence where all clusters differ alike, mostly not at all: the chance to have missed the others.
-
-    A mean that falls by a share of the scores' range needs as large a share of items that fall.
-    """
-    share = min(0.999, standard.effect / largest_fall(pairs, sizes))
-    unseen = (1 - share) ** len(sizes)
+    """Evidence where all clusters differ alike, mostly not at all: the chance to have missed the others."""
+    missed = unseen(share := falling_share(pairs, standard, sizes), len(sizes))
     return summary(
         pairs,
         low=mean,
         high=mean,
-        p_decline=unseen if mean < 0 else 1.0,
-        p_effect=unseen if mean > -standard.effect else 1.0,
-        needed=np.log(standard.alpha) / np.log(1 - share),
+        p_decline=missed if mean < 0 else 1.0,
+        p_effect=missed if mean > -standard.effect else 1.0,
+        needed=needed_to_see(share, standard.alpha) * len(pairs.before) / len(sizes),
         test="t",
     )
+
+
+def falling_share(pairs: Pairs, standard: Standard, sizes: Floats) -> float:
+    """Least share of clusters that fall where the mean falls by what counts, a share of the scores' range."""
+    return min(0.999, standard.effect / largest_fall(pairs, sizes))
+
+
+def collapsing_share(pairs: Pairs, standard: Standard, sizes: Floats) -> float:
+    """Least share of clusters whose grades fall to the lowest where the mean falls by what counts.
+
+    Of grades from 0 to 1, or of negated ones; of scores without a lowest one all, so that each cluster shows it.
+    """
+    scores = np.concatenate([pairs.before, pairs.after])
+    lowest = floor(scores.min())
+    if scores.max() > lowest + 1 or lowest not in (0, -1):
+        return 1.0
+    reach = float(pairs.before.mean() - lowest) * float(sizes.max() / sizes.mean())
+    return min(1.0, standard.effect / reach) if reach > 0 else 1.0
+
+
+def unseen(share: float, clusters: int) -> float:
+    """Chance that so many clusters show none of those that fall, which are this share of all."""
+    return (1 - share) ** clusters
+
+
+def needed_to_see(share: float, alpha: float) -> float:
+    """Number of clusters that show one of those that fall, but for this chance."""
+    return log(alpha) / log(1 - share) if share < 1 else 1.0
 
 
 def of_few_differences(
     pairs: Pairs, standard: Standard, sums: Floats, sizes: Floats, needed: float
 ) -> Evidence:
-    """Exact evidence where hardly any cluster differs: by their number, and by the signs of their differences.
-
-    A mean that falls by a share of the scores' range needs as large a share of clusters that fall.
-    """
+    """Exact evidence where hardly any cluster differs: by their number, and by the signs of their differences."""
     clusters, alpha = len(sums), standard.alpha
     differing = sums[sums != 0]
     lost, gained = int((differing < 0).sum()), int((differing > 0).sum())
-    reach = largest_fall(pairs, sizes)
-    share = min(0.999, standard.effect / reach)
+    reach, share = largest_fall(pairs, sizes), falling_share(pairs, standard, sizes)
     signs = np.array(list(product((-1.0, 1.0), repeat=len(differing)))) @ np.abs(differing)
     return summary(
         pairs,
@@ -321,60 +341,6 @@ def largest_fall(pairs: Pairs, sizes: Floats) -> float:
     """Fall of the mean if all clusters fall as the largest one may: by the scores' range, or by 1."""
     scores = np.concatenate([pairs.before, pairs.after])
     return max(1.0, float(np.ptp(scores))) * float(sizes.max() / sizes.mean())
-
-
-def clustered_error(sums: Floats, sizes: Floats) -> Floats:
-    """Standard error of the mean over clusters along the last axis, from their sums and sizes."""
-    clusters, n = sums.shape[-1], sizes.sum(-1, keepdims=True)
-    residuals = sums - sizes * sums.sum(-1, keepdims=True) / n
-    factor = clusters / max(1, clusters - 1)
-    error: Floats = np.sqrt(factor * (residuals**2).sum(-1)) / n[..., 0]
-    return error
-
-
-def studentised(sums: Floats, sizes: Floats, rng: np.random.Generator) -> Floats:
-    """Sorted t statistics of means of resampled clusters, about the mean of all."""
-    mean, clusters = sums.sum() / sizes.sum(), len(sums)
-    found = []
-    for begin in range(0, DRAWS, step := max(1, AT_ONCE // clusters)):
-        drawn = rng.integers(clusters, size=(min(step, DRAWS - begin), clusters))
-        some, weights = sums[drawn], sizes[drawn]
-        off = some.sum(-1) / weights.sum(-1) - mean
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found.append(np.nan_to_num(off / clustered_error(some, weights), posinf=inf, neginf=-inf))
-    return np.sort(np.concatenate(found))
-
-
-class _Drawn(NamedTuple):
-    """Distribution of t statistics that were drawn, sorted."""
-
-    draws: Floats
-    test: str = "bootstrap"
-
-    def quantile(self, share: float) -> float:
-        return float(np.quantile(self.draws, share, method="nearest"))
-
-    def at_most(self, value: float) -> float:
-        return float(1 + np.searchsorted(self.draws, value, side="right")) / (1 + len(self.draws))
-
-    def below(self, value: float) -> float:
-        return float(np.searchsorted(self.draws, value, side="left")) / (1 + len(self.draws))
-
-
-class _Student(NamedTuple):
-    """Student's distribution."""
-
-    freedom: int
-    test: str = "t"
-
-    def quantile(self, share: float) -> float:
-        return float(t.ppf(share, self.freedom))
-
-    def at_most(self, value: float) -> float:
-        return float(t.cdf(value, self.freedom))
-
-    def below(self, value: float) -> float:
-        return self.at_most(value)
 
 
 def to_tell(seen: Evidence, standard: Standard, among: int) -> int | None:

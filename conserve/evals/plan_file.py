@@ -65,7 +65,7 @@ class PlanTable:
             targets=self.targets(),
             suites=tuple(suites.table(name).suite(name, self, standard) for name in suites.names),
             reports=self.table("reports").reports(),
-            against=self.text("against") or "previous",
+            against=self.against(),
             overlap=self.choice("overlap", get_args(Overlap)) or "queue",
             keep_s=self.length("keep"),
             resume_s=self.length("resume") or RESUME_S,
@@ -91,6 +91,14 @@ class PlanTable:
             engine_args=self.texts("engine_args"),
             answered_by=self.choice("answered_by", get_args(Answering)) or "run",
         )
+
+    def against(self) -> str:
+        """What reports compare with; raises for what is nearly one of the two words."""
+        given = self.text("against") or WORDS_OF_RUNS[0]
+        near = [] if given in WORDS_OF_RUNS else get_close_matches(given, WORDS_OF_RUNS, n=1, cutoff=0.7)
+        if near:
+            raise SettingsError(f"{self._at('against')} is {given!r}; did you mean {near[0]}? Call no run so")
+        return given
 
     def suite(self, name: str, whole: "PlanTable", standard: Standard) -> SuitePlan:
         """One suite; entries that are not common to all kinds are its kind's."""
@@ -237,6 +245,7 @@ class PlanTable:
         return f"{self._path}.{name}" if self._path else name
 
 
+WORDS_OF_RUNS = ("previous", "history")
 WORDS: dict[type, str] = {
     str: "a text",
     int: "a whole number",

@@ -17,7 +17,7 @@ from conserve.evals.comparison import (
     missing,
     unpaired,
 )
-from conserve.evals.history import ChangePoint, change_point
+from conserve.evals.history import ChangePoint, change_point, lasting_decline
 from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, SuiteRecord
@@ -102,10 +102,11 @@ def declines(
     found = {}
     for name, (series, metric) in judged.items():
         alpha = metric.standard.alpha / (FAMILIES * len(judged))
-        change = change_point([score for _, score in series], alpha=alpha)
         sign = -1 if metric.lower_is_better else 1
-        if change is not None and sign * (change.before - change.since) >= metric.standard.effect:
-            found[name] = change._replace(night=runs.index(series[change.night][0]))
+        change = lasting_decline([sign * score for _, score in series], metric.standard.effect, alpha=alpha)
+        if change is not None:
+            night = runs.index(series[change.night][0])
+            found[name] = change._replace(night=night, before=sign * change.before, since=sign * change.since)
     return found
 
 
@@ -155,7 +156,10 @@ def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> 
     begins: dict[str, int] = {}
     for name, series in series_of(earlier, after).items():
         change = change_point([score for _, score in series])
-        begins[name.suite] = max(begins.get(name.suite, 0), change.night if change else 0)
+        first = series[change.night][0].id if change is not None else None
+        nights_of_suite = [run.id for run, _ in nights_by_suite[name.suite]]
+        begin = 0 if first is None else nights_of_suite.index(first)
+        begins[name.suite] = max(begins.get(name.suite, 0), begin)
     sums: dict[str, dict[str, dict[Hashable, list[float]]]] = {}
     sources: dict[str, dict[Hashable, str]] = {}
     for suite, begin in begins.items():

@@ -34,7 +34,7 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
         except KeyboardInterrupt:
             say(f"{run.id} stopped; go on with: conserve eval run {shlex.quote(str(asking.file))}")
             raise
-        remove_outdated(settings, plan, now=time.time(), say=say)
+        remove_outdated(settings, plan, run, now=time.time(), say=say)
     return run
 
 
@@ -51,10 +51,16 @@ def reported(settings: Settings, run: RunRecord, say: Say) -> Published:
     return published(settings, run, plan_of(run.plan), say)
 
 
-def remove_outdated(settings: Settings, plan: NightlyPlan, *, now: float, say: Say) -> None:
-    """Remove runs beyond their retention; those with a name stay, and so do jobs (`conserve prune`)."""
+def remove_outdated(settings: Settings, plan: NightlyPlan, run: RunRecord, *, now: float, say: Say) -> None:
+    """Remove runs beyond their retention; those with a name stay, and so do jobs (`conserve prune`).
+
+    The run itself stays too, and the one before it, which it is compared with.
+    """
     if plan.keep_s is None:
         return
-    for run in keeping.outdated(settings.home, plan.name, before=now - plan.keep_s):
-        keeping.remove(settings.home, run)
-        say(f"{run.id} is removed: it is older than the file keeps runs")
+    before = keeping.previous(settings.home, run)
+    spared = {run.id} if before is None else {run.id, before.id}
+    for one in keeping.outdated(settings.home, plan.name, before=now - plan.keep_s):
+        if one.id not in spared:
+            keeping.remove(settings.home, one)
+            say(f"{one.id} is removed: it is older than the file keeps runs")

@@ -2,17 +2,19 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from conserve.api.job import Job
-from conserve.errors import SettingsError
+from conserve.errors import InputError, SettingsError, UsageError
 from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.plan_file import PlanTable
+from conserve.jobs.requests.rendering import template_names
 from conserve.nightly.harness.asking import row_missing
-from conserve.nightly.options import Options, asking_of
+from conserve.nightly.options import ASKING, Options, asking_of
 from conserve.nightly.questions import Answer, Questions, digest_of, whole
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
@@ -21,9 +23,9 @@ from conserve.nightly.targets import check_target
 ANSWER = "answer_of_model"
 OWN = ("judge",)
 OF_JUDGE = (
-    "prompt", "prompt_file", "messages", "system", "completions", "params", "model", "endpoint", "engine_args",
-    "pattern", "field", "scale", "grades",
+    *ASKING, "model", "endpoint", "engine_args", "pattern", "field", "scale", "grades",
 )  # fmt: skip
+NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
 TRUTHS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 
 
@@ -32,18 +34,19 @@ class JudgeScores:
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
         options = Options(suite, folder, own=OWN)
-        options.check()
+        columns = options.check()
         judge = Judge(options)
-        if ANSWER not in (judge.asking["prompt"] or ""):
-            raise SettingsError(
-                f"{options.where}.judge.prompt does not show the answer; write {{{{ {ANSWER} }}}} in it"
-            )
+        judge.check([*columns, ANSWER])
         check_target(judge.target(ModelTarget()), f"{options.where}.judge")
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=OWN)
         judge = Judge(options)
         asked = Questions(night, options)
+        facts = asked.facts | {"judge": digest_of(judge.asking)}
+        if all(one.text is None for one in asked.answers()):
+            unjudged = (judge.item(one, None) for one in asked.answers())
+            return SuiteOutcome(items=unjudged, facts=facts, job_ids=asked.job_ids, origins=asked.origins)
         key = f"judge-{digest_of(answers_digest(asked), judge.asking)}"
         target = judge.target(night.target)
         job = night.submitted(key, to_judge(asked), target=target, **judge.asking)
@@ -54,7 +57,7 @@ class JudgeScores:
             for one in asked.answers():
                 yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 
-        facts = asked.facts | {"judge": digest_of(judge.asking), "judge_model": target.model or "the same"}
+        facts["judge_model"] = target.model or "the same"
         job_ids = [*asked.job_ids, job.id]
         return SuiteOutcome(items=items(), facts=facts, job_ids=job_ids, origins=asked.origins)
 
@@ -70,7 +73,26 @@ class Judge:
         self._grades = grades_of(self.table)
         self._pattern = pattern_of(self.table, self._where, self._grades)
         self._field = self.table.text("field")
-        self._scale = self.table.real("scale") or 1.0
+        scale = self.table.real("scale")
+        if scale == 0:
+            raise SettingsError(f"{self._where}.scale divides each score; give the largest one, as 10")
+        self._scale = 1.0 if scale is None else scale
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Raise for a prompt that does not show the answer, or names none of these columns."""
+        prompt = self.asking["prompt"] or ""
+        try:
+            names = template_names(prompt, columns)
+        except UsageError as error:
+            raise SettingsError(f"{self._where}.prompt: {error}") from error
+        if missing := sorted(names.difference(columns)):
+            raise SettingsError(
+                f"{self._where}.prompt names {missing[0]!r}, but the columns are: {', '.join(columns)}"
+            )
+        if ANSWER not in names:
+            raise SettingsError(
+                f"{self._where}.prompt does not show the answer; write {{{{ {ANSWER} }}}} in it"
+            )
 
     def target(self, of_suite: ModelTarget) -> ModelTarget:
         """The judge's model; the suite's own unless the table names another."""
@@ -106,9 +128,10 @@ class Judge:
     def _number(self, found: object) -> float | None:
         word = str(found).strip().lower()
         try:
-            return self._grades[word] if word in self._grades else float(word) / self._scale
+            score = self._grades[word] if word in self._grades else float(word) / self._scale
         except ValueError:
             return None
+        return score if isfinite(score) else None
 
 
 def first_group(match: re.Match[str]) -> str:
@@ -131,9 +154,9 @@ def grades_of(table: PlanTable) -> dict[str, float]:
 
 
 def pattern_of(table: PlanTable, where: str, grades: Mapping[str, float]) -> re.Pattern[str]:
-    """Pattern of the score; the first grade, or number, by default."""
-    words = "|".join(map(re.escape, grades))
-    text = table.text("pattern") or rf"(?i)\b({words}|\d+(?:\.\d+)?)\b"
+    """Pattern of the score; by default the first grade or number, and of grades that begin alike the longest."""
+    words = "|".join(map(re.escape, sorted(grades, key=len, reverse=True)))
+    text = table.text("pattern") or rf"(?i)(?<!\w)({words}|{NUMBER})(?!\w)"
     try:
         return re.compile(text)
     except re.error as error:
@@ -141,10 +164,22 @@ def pattern_of(table: PlanTable, where: str, grades: Mapping[str, float]) -> re.
 
 
 def to_judge(asked: Questions) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of the judge's job: the columns of each question, and the answer."""
-    for one in asked.answers():
-        if one.text is not None:
-            yield {**one.columns, ANSWER: one.text}
+    """Yield the rows of the judge's job: the columns of each question as its prompt had them, and the answer."""
+    answers = asked.answers()
+    for _ in asked.jobs:
+        for number, (columns, one) in enumerate(zip(asked.data.asked_rows(), answers, strict=False)):
+            if one.row_index != number:
+                raise changed(asked)
+            if one.text is not None:
+                yield {**columns, ANSWER: one.text}
+    if next(answers, None) is not None:
+        raise changed(asked)
+
+
+def changed(asked: Questions) -> InputError:
+    """The error for files that have other rows than those that were asked."""
+    name = asked.night.suite.name
+    return InputError(f"the files of suite {name} changed while it was asked; run the evaluation again")
 
 
 def answers_digest(asked: Questions) -> str:

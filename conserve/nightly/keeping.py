@@ -113,7 +113,18 @@ def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunR
         first = wanted.isalpha() and not (exact or near or given)
         named = f", or name the last run: conserve eval name last {wanted}" if first else ""
         raise UsageError(f"{wanted!r} {what}{meant}; run: conserve eval list{named}")
+    if beside is not None and exact[0].state in (RunState.RUNNING, RunState.GIVEN_UP):
+        raise UsageError(f"{exact[0].id} has not ended; compare with a run that has: conserve eval list")
     return exact[0]
+
+
+def is_named(home: Path, wanted: str, *, beside: RunRecord) -> bool:
+    """True if this stands for a run of the same evaluation, as `resolve` takes it."""
+    try:
+        resolve(home, wanted, beside=beside)
+    except UsageError:
+        return False
+    return True
 
 
 def matching(

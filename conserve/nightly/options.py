@@ -8,10 +8,12 @@ from conserve.api.asking import in_order, make_task, request_params
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import OF_SUITE, PlanTable, unknown
+from conserve.jobs.requests.parameter_names import unknown_name
 from conserve.jobs.task import Task
 from conserve.nightly.samples import check_data
 
-ASKING = ("prompt", "prompt_file", "messages", "system", "completions", "params")
+ASKING = ("prompt", "prompt_file", "messages", "system", "completions", "params", "unknown_params")
+SENDS = "unknown_params = true sends"
 OPTIONS = ("data", "id", "group", "expected", *ASKING)
 
 
@@ -63,6 +65,8 @@ class Options:
 def asking_of(table: PlanTable, suite: SuitePlan, folder: Path) -> dict[str, Any]:
     """Arguments of `Store.submit` by a table: greedy unless its parameters say otherwise."""
     params = {"temperature": 0, **(table.get("params", dict) or {})}
+    if not table.get("unknown_params", bool) and (fault := unknown_name(params, SENDS)) is not None:
+        raise SettingsError(f"suites.{suite.name}: {fault}")
     if params["temperature"]:
         params.setdefault("seed", suite.seed)
     given: dict[str, Any] = {

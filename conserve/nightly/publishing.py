@@ -13,6 +13,7 @@ from conserve.config import Settings
 from conserve.errors import SettingsError, UsageError, one_line
 from conserve.evals.plan import NightlyPlan, Reports
 from conserve.evals.records import RunRecord
+from conserve.nightly.comparing import PREVIOUS
 from conserve.nightly.redacted import host_of
 from conserve.nightly.report.document import Document, against_of, document
 from conserve.nightly.report.forms import SUFFIXES, written
@@ -35,7 +36,12 @@ class Published(NamedTuple):
 
 def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Published:
     """Post the verdict, and write the reports that the file asks for; one that cannot be written costs no other."""
-    found = document(settings.home, run, against_of(settings.home, run, None, plan.against))
+    try:
+        against = against_of(settings.home, run, None, plan.against)
+    except UsageError as error:
+        say(f"{error}; this run is compared with the one before")
+        against = PREVIOUS
+    found = document(settings.home, run, against)
     if plan.reports.webhook is not None:
         say(post(found, plan.reports.webhook, plan.reports))
     unwritten = []

@@ -112,9 +112,12 @@ class Answer:
 
     @property
     def id(self) -> str:
-        """Name of the item, the same every night."""
-        given = self.row["custom_id"] if self._options.table.text("id") else None
-        return str(self._data.row_number(self.row_index) if given is None else given)
+        """Name of the item, the same every night; of a row without an id among rows that have one, its place."""
+        number = self._data.row_number(self.row_index)
+        if not self._options.table.text("id"):
+            return str(number)
+        given = self.row["custom_id"]
+        return f"row {number}" if given is None else str(given)
 
     def _named(self, option: str) -> str | None:
         column = self._options.table.text(option)

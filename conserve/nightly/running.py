@@ -12,7 +12,7 @@ import numpy as np
 from conserve.config import Settings
 from conserve.errors import ConserveError, SettingsError, UsageError, one_line
 from conserve.evals.level import interval
-from conserve.evals.outcome import SuiteOutcome
+from conserve.evals.outcome import LARGEST_SCORE, SuiteOutcome
 from conserve.evals.plan import ModelTarget, NightlyPlan, SuitePlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
@@ -118,7 +118,7 @@ def of_target(
         worked_s = before_s + answering.work_s
         current[0] = replace(keeping.with_suite(current[0], record), work_s=worked_s)
         keeping.write(settings.home, current[0])
-        say(sentence(record))
+        say(sentence(record) + unmatched(suites[label], record))
 
     def work(label: str, rounds: Rounds[AskedJob, SuiteRecord]) -> Callable[[], SuiteRecord]:
         night = SuiteNight(
@@ -175,8 +175,8 @@ def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
     found = []
     for metric, scores in known.by_metric.items():
         values = np.array(list(scores.values()), float)
-        if not np.isfinite(values).all():
-            raise UsageError(not_finite(suite, metric, scores))
+        if not (np.abs(values) <= LARGEST_SCORE).all():
+            raise UsageError(no_score(suite, metric, scores))
         clusters = np.unique([known.sources[item] for item in scores], return_inverse=True)[1]
         mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
         found.append(
@@ -193,12 +193,14 @@ def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
     return found
 
 
-def not_finite(suite: SuitePlan, metric: str, scores: Mapping[ItemKey, float]) -> str:
-    """Sentence about scores that are no finite numbers, which no mean and no record can hold."""
-    bad = [key.item for key, score in scores.items() if not np.isfinite(score)]
+def no_score(suite: SuitePlan, metric: str, scores: Mapping[ItemKey, float]) -> str:
+    """Sentence about scores that are no finite numbers, or so large that no mean and no interval holds them."""
+    bad = {key.item: score for key, score in scores.items() if not abs(score) <= LARGEST_SCORE}
+    item, score = next(iter(bad.items()))
+    fault = f"is beyond {LARGEST_SCORE:g}" if np.isfinite(score) else "is no finite number"
     return (
-        f"suite {suite.name}: the score {metric!r} of {len(bad):,} items ({one_line(bad[0], most=60)} for one) "
-        "is no finite number; return null instead"
+        f"suite {suite.name}: the score {metric!r} of {len(bad):,} items ({one_line(item, most=60)} for one) "
+        f"{fault}; return null instead"
     )
 
 
@@ -219,6 +221,16 @@ def sentence(suite: SuiteRecord) -> str:
     )
     lost = f", {suite.failed:,} without an answer ({suite.first_error})" if suite.failed else ""
     return f"{suite.name}: {scores}, {suite.items:,} items{lost}{''.join(map(sameness, suite.scores))}"
+
+
+def unmatched(suite: SuitePlan, record: SuiteRecord) -> str:
+    """Doubt about entries for metrics by which no item has a score."""
+    scored = {score.metric for score in record.scores}
+    lost = sorted(suite.metrics.keys() - scored) if record.error is None else []
+    if not lost:
+        return ""
+    names = ", ".join(f"suites.{suite.name}.metrics.{name}" for name in lost)
+    return f"; {names}: no item has such a score; there are: {', '.join(sorted(scored))}"
 
 
 def sameness(score: MeanScore) -> str:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from conserve.api.handing import Source, input_of
 from conserve.errors import InputError
 from conserve.evals.plan import SuitePlan
+from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.files import spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together
 from conserve.jobs.inputs.keeping import Keep
@@ -24,6 +25,8 @@ from conserve.store.files import home
 from conserve.store.sql.export import PROMPT
 from conserve.store.sql.input_columns import RESULT_COLUMNS, shown_names
 from conserve.store.sql.input_parts import InputPart, parts_of
+
+HALF = "\ud800"  # of a surrogate pair: a row of JSON with it fails alone, in the same words as at its first reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,11 @@ class DataSet:
     def row_number(self, row_index: int) -> int:
         """Row of the files that a job's row is."""
         return row_index if self.chosen is None else self.chosen[row_index]
+
+    def asked_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the rows that are asked, with the values that their prompts have."""
+        with opened(self.paths) as rows:
+            yield from picked(rows, self.chosen)
 
     @contextmanager
     def source(self) -> Iterator[Source]:
@@ -140,13 +148,13 @@ def number_of(rows: InputRows) -> int:
     return sum(len(batch) for batch in rows.batches(list(rows.columns)[:1]))
 
 
-def picked(rows: InputRows, chosen: Sequence[int]) -> Iterator[Mapping[str, Any]]:
-    """Yield the chosen rows."""
-    wanted, number = set(chosen), 0
+def picked(rows: InputRows, chosen: Sequence[int] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the chosen rows, or all of them; a value that cannot be read fails its row when it is asked for."""
+    wanted, number = None if chosen is None else set(chosen), 0
     for batch in rows.batches(list(rows.columns)):
         for row in batch:
-            if number in wanted:
-                yield row
+            if wanted is None or number in wanted:
+                yield {name: HALF if isinstance(value, Unreadable) else value for name, value in row.items()}
             number += 1
 
 

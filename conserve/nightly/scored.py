@@ -14,6 +14,7 @@ from conserve.api.job import Job
 from conserve.errors import QueryError, SettingsError, UsageError, one_line
 from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
+from conserve.jobs.inputs.text_rows import no_json
 from conserve.nightly.mistakes import in_function, in_select
 from conserve.nightly.options import Options
 from conserve.nightly.questions import Answer, Questions, Scores, digest_of
@@ -263,6 +264,6 @@ NOTHING = object()
 def parsed(text: str | None) -> object:
     """Value of JSON; `NOTHING` for other text."""
     try:
-        return json.loads(text or "")
+        return json.loads(text or "", parse_constant=no_json)
     except (ValueError, RecursionError):
         return NOTHING

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,28 @@ def test_a_time_of_the_day_is_the_next_one() -> None:
     assert clock_time("2026-11-23 07:30", now=now) == now + 9000
     with pytest.raises(UsageError, match="has passed"):
         clock_time("2026-11-23 04:00", now=now)
+
+
+@pytest.mark.parametrize(
+    ("now", "by", "hours"),
+    [
+        ("2027-10-31T01:50+02:00", "02:30", 40 / 60),
+        ("2027-10-31T02:45+02:00", "02:30", 45 / 60),  # the clock shows it once more
+        ("2027-10-31T02:45+02:00", "2027-10-31 02:30", 45 / 60),
+        ("2027-10-31T02:45+01:00", "02:30", 23.75),
+        ("2027-10-31T02:45+01:00", "02:50", 5 / 60),
+        ("2027-03-28T00:30+01:00", "02:30", 2.0),  # which no clock shows
+        ("2027-03-28T00:30+01:00", "03:30", 2.0),
+    ],
+)
+def test_a_deadline_is_the_next_moment_at_which_the_clock_shows_it(
+    now: str, by: str, hours: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        begun = datetime.fromisoformat(now).timestamp()
+        assert (clock_time(by, now=begun) - begun) / 3600 == pytest.approx(hours)
+    finally:
+        monkeypatch.undo()
+        time.tzset()

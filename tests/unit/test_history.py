@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, compared
-from conserve.evals.history import change_point
+from conserve.evals.history import change_point, lasting_decline
 from conserve.evals.level import interval
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
@@ -144,4 +144,44 @@ def test_items_of_one_source_widen_the_interval() -> None:
     together = interval(scores, np.repeat(np.arange(5), 10))
     assert together[0] == alone[0]
     assert together[2] - together[1] > 2 * (alone[2] - alone[1])
-    assert interval(np.array([0.3, 0.5]), np.zeros(2, int)) == (0.4, 0.4, 0.4)
+    assert interval(np.array([0.3, 0.5]), np.zeros(2, int)) == (0.4, 0.0, 1.0), "one source tells of no other"
+    assert interval(np.array([-3.0, 0.0]), np.zeros(2, int)) == (-1.5, -3.0, 1.0)
+    assert interval(np.ones(4), np.zeros(4, int)) == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_sources_that_do_not_differ_are_an_answer_each(right: float) -> None:
+    of_two_epochs = interval(np.full(10, right), np.repeat(np.arange(5), 2))
+    assert of_two_epochs == interval(np.full(5, right), np.arange(5))
+    assert of_two_epochs[2] - of_two_epochs[1] == pytest.approx(0.434, abs=1e-3)
+
+
+def test_an_interval_of_right_answers_stays_within_what_they_may_be() -> None:
+    scores = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    mean, low, high = interval(scores, np.repeat(np.arange(2), 3))
+    assert (mean, low, high) == (5 / 6, 0.0, 1.0)
+    graded = interval(scores / 2 + 0.25, np.repeat(np.arange(2), 3))
+    assert graded[2] > 1.0, "of grades that may be larger nothing is known"
+
+
+DECLINED = [0.9, 0.91] * 5 + [0.5, 0.49] * 3
+
+
+@pytest.mark.parametrize(
+    ("later", "night", "since"),
+    [
+        ([], 10, 0.495),
+        ([0.62, 0.61] * 3, 10, 0.555),  # it got half of that back
+        ([0.9, 0.89] * 3, None, None),  # all of it
+        ([0.88, 0.87] * 3, None, None),  # but for less than what counts
+        ([0.3, 0.29] * 3, 16, 0.295),  # it fell again
+    ],
+)
+def test_a_decline_lasts_until_a_later_level_makes_it_good(
+    later: list[float], night: int | None, since: float | None
+) -> None:
+    found = lasting_decline([*DECLINED, *later], 0.05)
+    assert (found and found.night) == night
+    assert (found and found.since) == pytest.approx(since)
+    assert lasting_decline([-score for score in [*DECLINED[:10], *[0.95, 0.96] * 3]], 0.01) is not None
+    assert lasting_decline([-score for score in DECLINED], 0.01) is None, "a rise"

@@ -105,6 +105,8 @@ def test_tsv_and_files_from_spreadsheets(store: Store, tmp_path: Path) -> None:
         ("q,q\na,b\n", "two columns called 'q'"),
         ('q\n"a\n', "line 2 .* is not CSV"),
         ('q\n"a"b\n', "line 2 .* is not CSV"),
+        ("q\nx\n".encode("utf-16"), "rows.csv is UTF-16; convert it: iconv -f utf-16 -t utf-8 FILE"),
+        ("q\nx\n".encode("utf-16-be").join([b"\xfe\xff", b""]), "rows.csv is UTF-16; convert it"),
         (b"q\nfine\ncaf\xe9\n", "line 3 .* is not UTF-8; if it is Latin-1, .* iconv -f latin1 -t utf-8"),
         ("", "has no rows"),
         ("q\n", "has no rows"),
@@ -238,6 +240,54 @@ def test_a_pattern_of_folders_stands_for_their_files(store: Store, tmp_path: Pat
     task = Task(kind=Kind.PROMPT, template="{{ year }} {{ lang }} {{ q }}")
     done = submit(store, f"{table}/{pattern}", task)
     assert payloads(store, done.job_id, 2) == ["2023 de x", "2024 en y"]
+
+
+def test_links_within_a_folder_are_followed_and_each_file_is_asked_once(store: Store, tmp_path: Path) -> None:
+    table, other = tmp_path / "table", tmp_path / "other"
+    for name, rows in ((table / "2024" / "a.jsonl", "a"), (other / "deep" / "b.jsonl", "b")):
+        name.parent.mkdir(parents=True)
+        name.write_text(json.dumps({"q": rows}) + "\n")
+    (table / "0").symlink_to(table)  # without an end
+    (table / "1-latest").symlink_to("2024")
+    (table / "2024" / "0.jsonl").symlink_to("a.jsonl")
+    (table / "elsewhere").symlink_to(other)
+    (table / ".hidden").symlink_to(tmp_path)
+    expected = [table / "2024" / "a.jsonl", table / "elsewhere" / "deep" / "b.jsonl"]
+    assert files_of(str(table)) == expected
+    assert files_of(f"{tmp_path}/tabl*") == expected
+    done = submit(store, str(table), PROMPT)
+    assert payloads(store, done.job_id, 2) == ["a", "b"]
+
+
+def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": 1}\n')
+    (tmp_path / "z.jsonl").symlink_to("gone.jsonl")
+    (tmp_path / "z.txt").symlink_to("gone.txt")  # is no data
+    with pytest.raises(InputError, match=r"z\.jsonl is a link to a file that is not there; mend it"):
+        files_of(str(tmp_path))
+
+
+def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"q": 1}\n')
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    for name in ("b.jsonl", f"{tmp_path}/a.jsonl", "./../" + tmp_path.name + "/a.jsonl"):
+        with pytest.raises(InputError, match=r"a\.jsonl and .*[ab]\.jsonl are one file; name each file once"):
+            spelled_out(["a.jsonl", name])
+
+
+def test_whole_numbers_beyond_a_floats_digits_stay_beside_floats(store: Store, tmp_path: Path) -> None:
+    numbers = [9007199254740993, 1.5, -9007199254740993]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"q": 1, "n": {n}}}\n' for n in numbers))
+    submit(store, str(tmp_path / "a.jsonl"), PROMPT)
+    assert inputs(store, "n") == [(row, str(n)) for row, n in enumerate(numbers)]
+
+
+def test_whole_numbers_of_any_length_are_numbers(store: Store, tmp_path: Path) -> None:
+    numbers = [2**53, 2**53 + 1, -(2**63), 2**63 - 1]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"q": 1, "n": {n}}}\n' for n in numbers))
+    submit(store, str(tmp_path / "a.jsonl"), PROMPT)
+    assert inputs(store, "n") == [*enumerate(numbers)]
 
 
 def test_partitions_of_files_are_alike_or_none() -> None:

@@ -11,14 +11,16 @@ import pytest
 
 import conserve
 from conserve.config import load
-from conserve.errors import StoreDamaged, UsageError
+from conserve.errors import SettingsError, StoreDamaged, UsageError
+from conserve.evals.outcome import Item
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState, SuiteRecord
 from conserve.nightly import keeping
 from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.holding import held
 from conserve.nightly.items import rows_of
-from conserve.nightly.report.forms import rendered
+from conserve.nightly.report.document import against_of, document
+from conserve.nightly.report.forms import rendered, written
 from conserve.nightly.samples import sample
 from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
@@ -427,9 +429,70 @@ def test_retention_spares_runs_with_a_name() -> None:
     )
     keeping.name(home(), first, "baseline")
     plan = plan_of(f'keep = "36h"\n{nightly_files.PLAN}')
-    remove_outdated(conserve.open()._settings, plan, now=1e9 + 3 * 86_400, say=print)
-    assert [run.id for run in keeping.runs(home())] == [first.id, third.id]
+    fourth = nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * 2.5)
+    remove_outdated(conserve.open()._settings, plan, fourth, now=1e9 + 3 * 86_400, say=print)
+    assert [run.id for run in keeping.runs(home())] == [first.id, third.id, fourth.id]
     assert not (home() / "evals" / "runs" / second.id).exists()
+
+
+def test_retention_spares_the_run_and_what_it_is_compared_with(file: Path) -> None:
+    file.write_text(f'keep = "1s"\n{file.read_text()}')
+    nights = [nightly_files.kept(home(), RIGHT, began_at=1e9 + night) for night in range(2)]
+    done = night(file)
+    assert f"{nights[0].id} is removed" in done.stderr
+    assert f"than {nights[1].id}" in done.stdout
+    assert next(run.id for run in keeping.runs(home())) == nights[1].id
+
+
+def test_where_the_named_run_is_gone_the_night_is_compared_with_the_one_before_and_says_so(
+    file: Path,
+) -> None:
+    file.write_text(f'against = "baseline"\n{file.read_text()}')
+    first, second = (nightly_files.kept(home(), RIGHT, began_at=1e9 + night) for night in range(2))
+    keeping.name(home(), first, "baseline")
+    keeping.remove(home(), first)
+    done = night(file)
+    assert (
+        f"the run {first.id}, called baseline, is gone; run: conserve eval name last baseline" in done.stderr
+    )
+    assert f"than {second.id}" in done.stdout
+    report = commands.conserve("eval", "report", "last")
+    assert (report.returncode, f"the run {first.id}, called baseline, is gone" in report.stderr) == (2, True)
+
+
+def test_a_file_may_compare_with_a_run_by_its_id() -> None:
+    first = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    plan = f'against = "{first.id}"\n{nightly_files.PLAN}'
+    runs = [nightly_files.kept(home(), RIGHT, began_at=1e9 + 60 * night, plan=plan) for night in (1, 2)]
+    assert against_of(home(), runs[1], None, first.id) == first.id
+    assert against_of(home(), runs[1], None, "baseline") == "previous", "until a run has that name"
+
+
+def test_a_run_that_has_not_ended_is_no_baseline() -> None:
+    first, second = (nightly_files.kept(home(), RIGHT, began_at=1e9 + night) for night in range(2))
+    for state in (RunState.GIVEN_UP, RunState.RUNNING):
+        keeping.write(home(), replace(first, state=state))
+        done = commands.conserve("eval", "gate", second.id, "--against", first.id)
+        assert done.returncode == 2
+        assert f"{first.id} has not ended; compare with a run that has" in done.stderr
+
+
+@pytest.mark.parametrize(("word", "meant"), [("histroy", "history"), ("previus", "previous")])
+def test_a_mistyped_word_is_no_name_of_a_run(word: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=f"against is '{word}'; did you mean {meant}"):
+        plan_of(f'against = "{word}"\n{nightly_files.PLAN}')
+    assert plan_of(f'against = "{meant}"\n{nightly_files.PLAN}').against == meant
+
+
+def test_a_metric_that_is_gone_is_a_case_that_was_skipped() -> None:
+    before = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    after = nightly_files.kept(home(), RIGHT, began_at=1e9 + 60)
+    items = [Item(id="1", prompt="", answer="a", scores={"other": 1.0})]
+    keeping.write_items(home(), after.id, "items-sql.parquet", "sql", items)
+    report = written(document(home(), after, before.id), "junit")
+    assert 'skipped="2"' in report, "and the new one has nothing to compare with"
+    assert '<testcase classname="sql" name="comparison">' in report
+    assert "has no score, which" in report
 
 
 def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> None:
@@ -455,14 +518,14 @@ def test_a_damaged_record_or_file_hides_no_other() -> None:
 
 
 def test_text_of_answers_is_no_markup() -> None:
-    document = {
+    made = {
         "run": {
             "id": "x", "evaluation": "<script>", "names": [], "began_at": "2026-11-23", "state": "finished",
             "work_s": 1.0, "prompt_tokens": 1, "answer_tokens": 1, "harm": None, "suites": [],
         },
         "comparison": None, "headline": "<b>", "flips": [], "flips_against": None, "nights": [],
     }  # fmt: skip
-    page = rendered(document, "page.html")
+    page = rendered(made, "page.html")
     assert "<script>" not in page
     assert "&lt;b&gt;" in page
 
@@ -485,3 +548,61 @@ def test_a_run_that_replaces_another_ends_it_and_begins_anew(
 
 def readings() -> list[JobReading]:
     return read_jobs(load(), now=time.time())
+
+
+@pytest.mark.filterwarnings("ignore::conserve.errors.RowsUnanswerable")
+def test_rows_that_are_picked_or_judged_have_the_values_of_their_file(tmp_path: Path, file: Path) -> None:
+    """Lists stay lists, and half of a surrogate pair fails its row alone, as where all rows are asked."""
+    rows = [
+        '{"question": "first", "choices": ["red", "blue"], "text": "one"}',
+        '{"question": "\\ud83d", "choices": ["red", "blue"], "text": "two"}',
+        '{"question": "third", "choices": ["green"], "text": "three"}',
+    ]
+    (tmp_path / "odd.jsonl").write_text("".join(f"{row}\n" for row in rows * 2))
+    words = ", ".join(f"{word} = 1" for word in nightly_files.WORDS)
+    asks = "{{ question }} {{ choices[0] }} {{ text }}"
+    common = f'data = "odd.jsonl"\nprompt = "{asks}"\nlimit = 5\n'
+    file.write_text(
+        'name = "odd"\nseed = 1\n'
+        f'[suites.judged]\nkind = "judge"\n{common}'
+        f'[suites.judged.judge]\nprompt = "{asks} {{{{ answer_of_model }}}}"\ngrades = {{ {words} }}\n'
+        f'[suites.picked]\nkind = "python"\n{common}score = "scorers:words"\n'
+        "[suites.picked.metrics.lenght]\nlower_is_better = true\n"
+    )
+    (tmp_path / "scorers.py").write_text(
+        'def words(answer, row):\n    return {"length": len(answer.split())}\n'
+    )
+    done = night(file)
+    assert "suites.picked.metrics.lenght: no item has such a score; there are: length" in done.stderr
+    (run,) = keeping.runs(home())
+    for suite in run.suites:
+        assert suite.items == 5
+        assert suite.failed in (1, 2)
+        assert "half of a surrogate pair" in str(suite.first_error)
+    prompts = conserve.open().sql("select distinct prompt from requests").fetchall()
+    asked = {prompt for (prompt,) in prompts if prompt is not None}
+    assert {one for one in asked if one.startswith(("first red one", "third green three"))} == asked
+    assert {"first red one", "third green three"} < asked, "the judge's have an answer behind them"
+
+
+def test_a_row_without_an_id_is_no_row_with_one(tmp_path: Path, file: Path) -> None:
+    ids = [1, None, 0]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps({"id": one, "q": "why"}) + "\n" for one in ids))
+    (tmp_path / "scorers.py").write_text("def by_id(answer, row):\n    return (row['id'] or 0) / 2\n")
+    file.write_text(
+        'name = "odd"\n[suites.ids]\nkind = "python"\ndata = "odd.jsonl"\nid = "id"\nprompt = "{{ q }}"\n'
+        'score = "scorers:by_id"\n'
+    )
+    assert night(file).returncode == 0
+    items = conserve.open().sql("select item, score from eval_items order by item").fetchall()
+    assert items == [("0", 0.0), ("1", 0.5), ("row 1", 0.0)]
+
+
+def test_where_no_question_has_an_answer_there_is_nothing_to_judge(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"q": "REJECT"}\n')
+    file.write_text(
+        'name = "odd"\n[suites.judged]\nkind = "judge"\ndata = "odd.jsonl"\nprompt = "{{ q }}"\n'
+        "[suites.judged.judge]\nprompt = 'Right? {{ answer_of_model }}'\n"
+    )
+    done = night(file)
+    assert "judged: score 0 (0 to 0.793), 1 items, 1 without an answer (scripted rejection)" in done.stderr

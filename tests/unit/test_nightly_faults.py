@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import duckdb
+import numpy as np
 import pytest
 
 import conserve
@@ -62,11 +63,18 @@ def error_of(run: RunRecord) -> str:
     return suite.error
 
 
-@pytest.mark.parametrize("bad", ["nan", *in_full("inf", "-inf")])
-def test_a_score_that_is_no_finite_number_is_an_error_of_the_suite(file: Path, bad: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        ("nan", "no finite number"),
+        ("1e200", "beyond 1e+100"),
+        *in_full(("inf", "no finite number"), ("-inf", "no finite number"), ("-1e101", "beyond 1e+100")),
+    ],
+)
+def test_a_score_that_no_mean_can_hold_is_an_error_of_the_suite(file: Path, bad: str, fault: str) -> None:
     scorer(file, f"return float('{bad}') if row['topic'] else 1.0")
     assert night(file).returncode == 1
-    assert "is no finite number; return null instead" in error_of(last())
+    assert f"is {fault}; return null instead" in error_of(last())
 
 
 def test_a_name_that_no_run_has_comes_with_the_command_that_gives_it() -> None:
@@ -187,6 +195,10 @@ def test_suites_of_inspect_are_waves_of_their_own() -> None:
         ("bits_per_byte", (-8 * math.log(2), 4), 2.0),
         ("word_perplexity", (-8.0, 0), None),
         ("word_perplexity", (-1e6, 1), None),
+        ("word_perplexity", (-231.0, 1), None),
+        ("acc", np.bool_(True), 1.0),
+        ("acc", np.int64(1), 1.0),
+        ("acc", np.float32(0.5), 0.5),
         ("f1", (1, 0), None),
         ("mcc", (1, 1), None),
         ("perplexity", -8.5, None),

@@ -335,6 +335,83 @@ def test_a_mistyped_entry_is_told_the_common_ones_too(entry: str, says: str, tmp
 
 
 @pytest.mark.parametrize(
+    ("grades", "text", "score"),
+    [
+        ("'A+' = 1, A = 0.9, 'C++' = 0.5, C = 0.1", "A+", 1.0),
+        ("'A+' = 1, A = 0.9, 'C++' = 0.5, C = 0.1", "Grade: a+.", 1.0),
+        ("A = 0.9, 'A+' = 1", "an A, not an A+", 0.9),
+        ("'C++' = 0.5, C = 0.1", "in C++", 0.5),
+        ("'C++' = 0.5, C = 0.1", "in CPP, Cython", None),
+        ("yes = 1, no = 0", "none but yes", 1.0),
+        ("yes = 1", "-1", -1.0),
+        ("yes = 1", "Rating:+7 of 10", 7.0),
+        ("yes = 1", "score-8", 8.0),
+        ("yes = 1", "1e-3", 0.001),
+        ("yes = 1", "about .5", 0.5),
+        ("yes = 1", "0.25.", 0.25),
+        ("yes = 1", "v2 is worth 3", 3.0),
+        ("yes = 1", "1e999", None),
+    ],
+)
+def test_a_judge_gives_the_first_grade_or_number(
+    grades: str, text: str, score: float | None, tmp_path: Path
+) -> None:
+    entries = f"prompt = '{{{{ answer_of_model }}}}'\ngrades = {{ {grades} }}\n"
+    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
+    assert Judge(Options(plan, tmp_path, own=("judge",))).score(text) == score
+
+
+@pytest.mark.parametrize(
+    "text", ['{"score": NaN}', '{"score": Infinity}', '{"score": "nan"}', '{"score": null}', "7"]
+)
+def test_a_judge_s_field_without_a_number_is_no_score(text: str, tmp_path: Path) -> None:
+    entries = "prompt = '{{ answer_of_model }}'\nfield = 'score'\n"
+    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
+    judge = Judge(Options(plan, tmp_path, own=("judge",)))
+    assert judge.score(text) is None
+    assert judge.score('{"score": 0.5}') == 0.5
+
+
+@pytest.mark.parametrize(
+    ("of_suite", "of_judge", "says"),
+    [
+        (
+            "",
+            "prompt = '{{ questoin }} {{ answer_of_model }}'",
+            "judge.prompt names 'questoin', but the columns are: ",
+        ),
+        ("", "prompt = '{{ answer_of_model }'", "suites.q.judge.prompt: "),
+        ("", "prompt = '{{ question }}'", "does not show the answer; write {{ answer_of_model }} in it"),
+        ("", "prompt = '{{ answer_of_model }}'\nscale = 0", "suites.q.judge.scale divides each score"),
+        (
+            "",
+            "prompt = '{{ answer_of_model }}'\nparams = { max_tokns = 3 }",
+            "a field max_tokns; did you mean max_tokens?",
+        ),
+        (
+            "params = { max_tokns = 3 }\n",
+            "prompt = '{{ answer_of_model }}'",
+            "unknown_params = true sends it all the same",
+        ),
+    ],
+)
+def test_a_judge_that_could_score_nothing_is_found_by_a_check(
+    of_suite: str, of_judge: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "why"}\n')
+    text = f'[suites.q]\nkind = "judge"\ndata = "q.jsonl"\nprompt = "{{{{ question }}}}"\n{of_suite}'
+    with pytest.raises(SettingsError) as raised:
+        checked(tmp_path, f"{text}[suites.q.judge]\n{of_judge}\n")
+    assert says in str(raised.value)
+
+
+def test_a_field_that_no_known_server_has_is_sent_where_the_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "why"}\n')
+    more = "params = { of_my_server = 3 }\nunknown_params = true\n"
+    checked(tmp_path, suite("sql", "select avg(1.0) from results", data="q.jsonl", more=more))
+
+
+@pytest.mark.parametrize(
     ("pattern", "text", "score"),
     [
         (r"(\d+)/(\d+)", "I give 3/5.", 3.0),

@@ -143,6 +143,26 @@ def test_rare_falls_get_no_all_clear_more_often_than_stated() -> None:
     assert cleared / 2000 <= 0.06
 
 
+@pytest.mark.parametrize(("items", "found"), [(148, Verdict.CANNOT_TELL), (149, Verdict.NO_WORSE)])
+def test_items_that_all_change_a_little_clear_no_fall_that_they_may_have_missed(
+    items: int, found: Verdict
+) -> None:
+    """If one of 50 answers becomes wrong, 148 show none of these in 5 nights of 100."""
+    dice = rng(5)
+    before, after = (1.0 - 0.0005 * dice.random(items) for _ in range(2))
+    graded = verdict(Pairs(before, after, np.arange(items)), Standard(effect=0.02))
+    beyond = verdict(Pairs(before + 0.01, after + 0.01, np.arange(items)), Standard(effect=0.02))
+    assert beyond.verdict is Verdict.NO_WORSE, "scores without a lowest one"
+    negated = verdict(Pairs(before - 1, after - 1, np.arange(items)), Standard(effect=0.02))
+    assert negated.verdict is graded.verdict, "as of a metric of which less is better"
+    assert (graded.verdict, graded.evidence.test) == (found, "bootstrap")
+    right = verdict(answers(0, 0, items), Standard(effect=0.02))
+    assert (right.verdict, right.evidence.test) == (found, "McNemar")
+    for one in (graded, right):
+        assert one.evidence.needed is not None
+        assert one.evidence.needed >= 149
+
+
 def test_a_few_that_fall_far_are_a_decline_and_as_many_either_way_are_none() -> None:
     before = {item: 0.5 + 0.002 * item for item in range(80)}
     fallen = evidence(Pairs.of(before, before | dict.fromkeys(range(6), 0.0)), POINTS, rng())

@@ -1,5 +1,6 @@
 """Files of an input: expands patterns and folders, reads partitions off paths, recognises formats."""
 
+import codecs
 import glob
 import io
 import itertools
@@ -42,6 +43,7 @@ PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET_MAGIC = b"PAR1"
 WORKBOOKS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods, which are ZIPs; .xls
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 HIDDEN = ("_", ".")  # begins names that are no data
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -62,14 +64,18 @@ def spelled_out(names: Sequence[str], *, several: bool = False) -> NamedInput:
         paths = files_of(name)
         several = several or paths != [Path(name)]
         found += paths
-    twice = (
-        next((path for path in found if found.count(path) > 1), None)
-        if len(set(found)) < len(found)
-        else None
-    )
-    if twice is not None:
-        raise InputError(f"{twice} is named twice; name each file once")
+    refuse_twice(found)
     return NamedInput(found, several)
+
+
+def refuse_twice(paths: Sequence[Path]) -> None:
+    """Raise for two names of one file, whose rows would be asked twice."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        other = known.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            fault = f"{path} is named twice" if other == path else f"{other} and {path} are one file"
+            raise InputError(f"{fault}; name each file once")
 
 
 def files_of(name: str) -> list[Path]:
@@ -97,7 +103,7 @@ def files_of(name: str) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
-    found = sorted(row_files(folder))
+    found = once(row_files(folder))
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise InputError(
@@ -106,19 +112,41 @@ def files_below(folder: Path) -> list[Path]:
     return found
 
 
+def once(paths: Iterable[Path]) -> list[Path]:
+    """Paths in order, each file by one of its names: its own rather than that of a link to it."""
+    named: dict[str, Path] = {}
+    for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
+        named.setdefault(os.path.realpath(path), path)
+    return sorted(named.values())
+
+
 def row_files(folder: Path) -> Iterator[Path]:
-    """Files of rows in a folder, at any depth."""
-    return (path for path in not_hidden(folder) if form_of_name(path) is not None and path.is_file())
+    """Files of rows in a folder, at any depth; raises `InputError` for a link to one that is not there."""
+    for path in not_hidden(folder):
+        if form_of_name(path) is None:
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_symlink() and not path.exists():
+            raise InputError(f"{path} is a link to a file that is not there; mend it, or remove it")
 
 
 def not_hidden(folder: Path) -> Iterator[Path]:
     """Walk through a folder, past what is hidden in it, as `.git` and `.venv` are; yields what is no folder.
 
-    Raises `OSError` for a folder that cannot be read, whose files would be missing unnoticed.
+    Links to folders are followed last, and each folder is read once. Raises `OSError` for a folder that cannot be
+    read, whose files would be missing unnoticed.
     """
-    for place, folders, names in os.walk(folder, onerror=not_read):
-        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
-        yield from (Path(place, name) for name in names if not name.startswith(HIDDEN))
+    left, read = [folder], set[str]()
+    for top in left:
+        for place, folders, names in os.walk(top, onerror=not_read):
+            real = os.path.realpath(place)
+            shown = [] if real in read else [name for name in folders if not name.startswith(HIDDEN)]
+            folders[:] = shown
+            left += [path for name in shown if (path := Path(place, name)).is_symlink()]
+            if real not in read:
+                yield from (Path(place, name) for name in names if not name.startswith(HIDDEN))
+            read.add(real)
 
 
 def not_read(error: OSError) -> None:
@@ -136,7 +164,7 @@ def files_like(pattern: str) -> list[Path]:
         raise InputError(
             f"no file matches {pattern}; check the pattern (names that begin with _ or . are skipped)"
         )
-    return sorted(found)
+    return once(found)
 
 
 def shown_by(pattern: str, matches: Iterable[Path]) -> Iterator[Path]:
@@ -164,6 +192,8 @@ def form_of(path: Path, name: str, wanted: FileFormat | None, *, from_stdin: boo
     with opened(path, name) as file:
         head = file.read(4)
     is_parquet = head == PARQUET_MAGIC
+    if head.startswith(UTF_16):
+        raise InputError(f"{name} is UTF-16; convert it: iconv -f utf-16 -t utf-8 FILE")
     if head in WORKBOOKS:
         raise InputError(
             f"{name} is a workbook, as Excel saves it, or a ZIP; save its sheet as CSV and submit that"

@@ -328,9 +328,11 @@ def column_kinds(rows: Iterator[dict[str, Any]]) -> dict[str, set[str]]:
 
 
 def kind_of(value: Any) -> str:
-    """The JSON kind of a value; an integer that no column can hold counts as text."""
+    """The JSON kind of a value; "long" is an integer that no float holds, and one that no column holds is text."""
     kind = KINDS[type(value)]
-    return "string" if kind == "int" and not -(2**63) <= value < 2**63 else kind
+    if kind != "int" or -(2**53) <= value <= 2**53:
+        return kind
+    return "long" if -(2**63) <= value < 2**63 else "string"
 
 
 def arrow_type(kinds: set[str]) -> pa.DataType:
@@ -338,7 +340,7 @@ def arrow_type(kinds: set[str]) -> pa.DataType:
     kinds = kinds - {"null"}
     if kinds == {"bool"}:
         return pa.bool_()
-    if kinds == {"int"}:
+    if kinds and kinds <= {"int", "long"}:
         return pa.int64()
     if kinds and kinds <= {"int", "float"}:
         return pa.float64()

@@ -36,13 +36,14 @@ web_search_options
 KNOWN = frozenset([*" ".join((GENERATION, OTHER_ROUTES, OPENAI_ALONE)).split(), KEEP_LOGPROBS])
 
 
-def unknown_name(names: Iterable[str]) -> str | None:
-    """Sentence on the first name that neither vLLM nor OpenAI has, with the nearest known one; None without one."""
+def unknown_name(names: Iterable[str], sends: str = "--unknown-params sends") -> str | None:
+    """Sentence on the first name that neither vLLM nor OpenAI has, with the nearest known one; None without one.
+
+    `sends` says what sends it all the same.
+    """
     for name in names:
         if name not in KNOWN:
             near = get_close_matches(name, KNOWN, n=1)
             meant = f"did you mean {near[0]}? If not, " if near else ""
-            return (
-                f"neither vLLM nor OpenAI has a field {name}; {meant}--unknown-params sends it all the same"
-            )
+            return f"neither vLLM nor OpenAI has a field {name}; {meant}{sends} it all the same"
     return None

@@ -1,7 +1,7 @@
 """Suites of nightly.toml by inspect_ai: its tasks, solvers, tools and scorers; our queue's answers."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,8 @@ from conserve.evals.plan import SuitePlan
 from conserve.hosts import without_login
 from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import require
-from conserve.nightly.harness.options import typed
+from conserve.nightly.harness.options import said_of, typed
+from conserve.nightly.questions import digest_of
 from conserve.nightly.suite import Night
 
 OPTIONS = {
@@ -44,7 +45,8 @@ class InspectSuite:
         with tempfile.TemporaryDirectory(
             prefix="conserve-"
         ) as scratch:  # inspect_ai reads its log when it is used
-            log = evaluated(night, recorded, checked(night.suite), scratch)
+            options = checked(night.suite)
+            log = evaluated(night, recorded, options, scratch)
             if log.status != "success" or not log.samples:
                 said = one_line(log.error.message) if log.error else "it has no samples"
                 raise EvaluationUnready(
@@ -53,7 +55,7 @@ class InspectSuite:
             items = with_failed(
                 night.suite, [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
             )
-            facts = facts_of(log)
+            facts = facts_of(log, items) | {"params": said_of(options, ("args", "params"))}
         items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
         return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
@@ -152,11 +154,13 @@ def scores_of(sample: Any) -> Iterator[tuple[str, float]]:
             yield scorer, to_float(score.value)
 
 
-def facts_of(log: Any) -> dict[str, str]:
-    """Facts that two nights must share: inspect_ai's version, the task's, and its data set."""
+def facts_of(log: Any, items: Iterable[Item]) -> dict[str, str]:
+    """Facts that two nights must share: inspect_ai's version, the task's, and its data set with its questions."""
     data = log.eval.dataset
+    name = data.name or data.location or "of the task"
+    asked = sorted({(item.id, item.prompt, item.expected or "") for item in items})
     return {
         "inspect_ai": version("inspect_ai"),
         "task": f"{log.eval.task}, version {log.eval.task_version}",
-        "dataset": f"{data.name or data.location or 'of the task'}, {data.samples} samples",
+        "dataset": f"{name}, {data.samples} samples, questions {digest_of(asked)}",
     }

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,12 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conserve.errors import EvaluationUnready, SettingsError, one_line
-from conserve.evals.outcome import Item, SuiteOutcome
+from conserve.evals.outcome import LARGEST_SCORE, Item, SuiteOutcome
 from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
 from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import absent_hub, require
-from conserve.nightly.harness.options import typed
+from conserve.nightly.harness.options import said_of, typed
 from conserve.nightly.harness.place import model_tokens
 from conserve.nightly.suite import Night
 
@@ -36,6 +37,8 @@ OPTIONS = {
     "scoring": str,
 }
 """Options of a suite, by type. `include` is a folder of task files beside nightly.toml; `params` are gen_kwargs."""
+SAID = ("params", "system", "chat_template", "multiturn", "max_length", "max_tokens", "scoring")
+"""Options that change answers, beside what lm-eval says of its tasks."""
 
 
 class LmEvalSuite:
@@ -79,7 +82,8 @@ class LmEvalSuite:
                 ", ".join(left_out),
             )
         items = [item for epoch, one in enumerate(found) for item in items_of(one, epoch)]
-        return SuiteOutcome(items=items, facts=facts_of(found[0]), job_ids=recorded.job_ids)
+        facts = facts_of(found[0]) | {"params": said_of(options, SAID)}
+        return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:
@@ -190,7 +194,7 @@ def number(value: object, metric: str) -> float | None:
         return perplexity(metric, *value)
     if metric == "perplexity":  # of all samples; the value of one is its log-likelihood
         return None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
 
 
 def perplexity(metric: str, loglikelihood: float, length: float) -> float | None:
@@ -200,7 +204,7 @@ def perplexity(metric: str, loglikelihood: float, length: float) -> float | None
     nats = -float(loglikelihood) / float(length)
     if metric == "bits_per_byte":
         return nats / math.log(2)
-    return math.exp(nats) if nats < math.log(sys.float_info.max) else None
+    return math.exp(nats) if nats < math.log(LARGEST_SCORE) else None
 
 
 def unscored(found: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Options of suites that a harness runs: known names, each of its type."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from conserve.errors import SettingsError
@@ -18,3 +19,9 @@ def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
                 f"suites.{suite.name}.{name} is of type {types[name].__name__}, not {value!r}"
             )
     return suite.options
+
+
+def said_of(options: Mapping[str, Any], names: Collection[str]) -> str:
+    """These options as a fact of the night; `none` where the file names none of them."""
+    given = {name: options[name] for name in names if name in options}
+    return json.dumps(given, sort_keys=True, default=str) if given else "none"

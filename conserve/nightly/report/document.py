@@ -8,7 +8,16 @@ from conserve.errors import UsageError
 from conserve.evals.comparison import Comparison, SuiteMetric
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
-from conserve.nightly.comparing import HISTORY, NIGHTS, Flip, begun_anew, comparison, flips, series_of
+from conserve.nightly.comparing import (
+    HISTORY,
+    NIGHTS,
+    PREVIOUS,
+    Flip,
+    begun_anew,
+    comparison,
+    flips,
+    series_of,
+)
 from conserve.store.files import nights
 
 Document = dict[str, Any]
@@ -194,13 +203,22 @@ def iso(seconds: float | None) -> str | None:
 
 
 def against_of(home: Path, run: RunRecord, wanted: str | None, by_file: str) -> str:
-    """Name of the run to compare with: as asked for, else as its file says where its evaluation has that run."""
+    """Name of the run to compare with: as asked for, else as its file says; `previous` until a run has that name.
+
+    Raises `UsageError` for a name whose run is gone.
+    """
     if wanted is not None:
         return wanted
-    marks = nights.names(home)
-    named = (marks.get(one.id, ()) for one in keeping.runs(home, run.evaluation))
-    known = by_file in ("previous", HISTORY) or any(by_file in names for names in named)
-    return by_file if known else "previous"
+    if by_file in (PREVIOUS, HISTORY) or keeping.is_named(home, by_file, beside=run):
+        return by_file
+    known = {one.id for one in keeping.runs(home)}
+    gone = [one for one, names in nights.names(home).items() if one not in known and by_file in names]
+    mine = [one for one in gone if one.startswith(f"{run.evaluation}-")]
+    if mine:
+        raise UsageError(
+            f"the run {mine[0]}, called {by_file}, is gone; run: conserve eval name last {by_file}"
+        )
+    return PREVIOUS
 
 
 def at_least_one_suite(run: RunRecord) -> None:

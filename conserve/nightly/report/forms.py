@@ -94,7 +94,14 @@ def junit(document: Document) -> str:
             for score in suite["scores"]
             if (suite["suite"], score["metric"]) not in judged
         ]
-    changes = [] if document["comparison"] is None else document["comparison"]["changes"]
+    comparison = document["comparison"] or {"missing": {}, "changes": []}
+    failed = {suite["suite"] for suite in run["suites"] if suite["error"] is not None}
+    cases += [
+        case(suite, "comparison", "skipped", why)
+        for suite, why in comparison["missing"].items()
+        if suite not in failed
+    ]
+    changes = comparison["changes"]
     for change in changes:
         said = f"{change['before']:.4g} before {change['night']}, {change['since']:.4g} since"
         cases.append(case(change["suite"], f"{change['metric']} over the nights", "failure", said))
