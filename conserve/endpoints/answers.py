@@ -10,10 +10,9 @@ from msgspec import Meta
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault, EndpointUnavailable, one_line
 
-CUT_SHORT = (
-    "abort",
-    "error",
-)  # finish reasons of answers that the server gave up, as vLLM does when it stops
+BROKEN_OFF = "error"
+CUT_SHORT = ("abort", BROKEN_OFF)
+"""Finish reasons of answers that the server gave up, as vLLM does when it stops, or when a request breaks it."""
 LEVELS = 8  # of nesting in log probabilities; OpenAI's have 6
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by msgspec for malformed content
 
@@ -150,10 +149,14 @@ def beside(tool_calls: Sequence[Mapping[str, Any]] | None, refusal: str | None) 
 
 
 def with_usage(choices: tuple[Choice, ...], usage: TokenUsage | None, model: str | None) -> Completion:
-    """The completion of these choices; raises `EndpointUnavailable` if one was cut short."""
+    """The completion of these choices.
+
+    Raises `EndpointUnavailable` if one was cut short, and `EndpointFault` if by an error: it may be the row's.
+    """
     for choice in choices:
         if choice.finish_reason in CUT_SHORT:
-            raise EndpointUnavailable(f"the server gave the answer up (finish_reason {choice.finish_reason})")
+            said = f"the server gave the answer up (finish_reason {choice.finish_reason})"
+            raise EndpointFault(said) if choice.finish_reason == BROKEN_OFF else EndpointUnavailable(said)
     usage = usage or TokenUsage()
     details = usage.prompt_tokens_details or PromptDetails()
     return Completion(

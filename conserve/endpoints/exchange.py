@@ -1,10 +1,12 @@
 """Exchanges with a server, each bounded in time and in size."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+from urllib.request import getproxies
 
 import httpx
 
@@ -20,6 +22,14 @@ COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
 COMPLAINT_S = 10.0  # time for an error's body to come
 END_S = 0.1  # from the last part of an answer to the end of its body
 LAST_PORT = 65_535
+KEEPALIVE = (  # a connection that is silent for a minute is asked for a sign of life, four times in a minute
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+        if hasattr(socket, name)
+    ),
+)
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
 
@@ -89,6 +99,16 @@ def check_address(base_url: str) -> None:
         raise SettingsError(f"--endpoint {without_login(base_url)!r} is no address{why}") from error
 
 
+def kept_alive(limits: httpx.Limits) -> httpx.AsyncHTTPTransport | None:
+    """A transport that finds out within two minutes that a server's machine is gone; None where proxies are set.
+
+    Without it a row waits for as long as an answer may take.
+    """
+    if getproxies():
+        return None
+    return httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)
+
+
 def open_client(
     base_url: str,
     api_key: str | None,
@@ -97,19 +117,19 @@ def open_client(
     login: tuple[str, str] | None = None,
 ) -> httpx.AsyncClient:
     """A client for the server at this address; raises `SettingsError` for a malformed address or key."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    key = (api_key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError("the API key has characters that no header carries; correct CONSERVE_API_KEY")
     check_address(base_url)
-    try:
-        return httpx.AsyncClient(
-            base_url=base_url,
-            headers=headers,
-            auth=login,
-            timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN),
-            transport=transport,
-        )
-    except UnicodeEncodeError as error:
-        raise SettingsError("CONSERVE_API_KEY has characters that no header carries; correct it") from error
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN)
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        auth=login,
+        timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
+        limits=limits,
+        transport=transport or kept_alive(limits),
+    )
 
 
 async def chunks(

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from math import inf
 from typing import Any
 
 import httpx
@@ -38,10 +39,10 @@ from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes, has_route
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
-from conserve.endpoints.refusals import refusal, untrusted
+from conserve.endpoints.refusals import is_of_account, refusal, untrusted
 from conserve.endpoints.requests import request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
-from conserve.endpoints.window import CongestionWindow, MetricsPressure, SlownessWindow
+from conserve.endpoints.window import CALM_AGAIN, CongestionWindow, MetricsPressure, SlownessWindow
 from conserve.errors import (
     AnswerTooLong,
     EndpointBusy,
@@ -97,6 +98,7 @@ class HttpEndpoint:
         self._memory = AnswerMemory(self._limits)
         self._server: ServerFacts | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
+        self._halved_at = -inf
         self._streams = True
         self._in_flight = 0
         self._streamed: set[AnswerPieces] = set()
@@ -156,7 +158,10 @@ class HttpEndpoint:
             async with self._culprit.judging(self.server.model, call.url):
                 return await self._complete(call, on_tokens)
         except EndpointBusy:
-            self._window.observe(pressed=True)
+            now = asyncio.get_running_loop().time()
+            if now >= self._halved_at + LOOK_EVERY_S:  # a burst of refusals is one sign of pressure
+                self._halved_at = now
+                self._window.observe(pressed=True)
             raise
         except (EndpointUnavailable, EngineDied):
             self._look_again = True
@@ -290,6 +295,8 @@ class HttpEndpoint:
                     )
                 if said.status in DOUBTFUL:
                     raise await self._doubtful(call, said, url)
+                if said.status == httpx.codes.BAD_REQUEST and is_of_account(said):
+                    raise await self._of_account(call, said, url)
                 raise refusal(said, url, call.url, now=time.time())
             yield answer
 
@@ -319,6 +326,17 @@ class HttpEndpoint:
             where = f"{self.base_url} answers no request on any route: {str(error).rstrip('. ')}"
             return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=said.status)
         return error
+
+    async def _of_account(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
+        """The error for a 400 that names the key or the model; the row's unless a small request gets it too."""
+        error = refusal(said, url, call.url, now=time.time())
+        try:
+            small = await self._probes.smallest(self.server.model, call.url)
+        except httpx.HTTPError as broken:
+            return EndpointUnavailable(f"{self.base_url} answers no other request either: {broken}")
+        if small.status != httpx.codes.BAD_REQUEST or not is_of_account(small):
+            return error
+        return EndpointUnusable(f"{error}; check CONSERVE_API_KEY and --model", status=small.status)
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
         """The error for a connection that broke or took too long."""
@@ -358,11 +376,15 @@ class HttpEndpoint:
                 continue
             if self.server.has_metrics:
                 page = await metrics(self._client)
-                pressed = page is None or from_metrics.observe(page)
+                pressed = page is None or from_metrics.observe(page, rows=self._window.size)
             else:
                 probe_s = await self._probe_s()
-                pressed = probe_s is None or from_probes.observe(probe_s)
+                pressed = probe_s is None or from_probes.observe(probe_s, rows=self._window.size)
             self._window.observe(pressed)
+            if self._window.small_for >= CALM_AGAIN:
+                self._window.small_for = 0
+                from_metrics.rescale()
+                from_probes.rescale()
 
     async def _probe_s(self) -> float | None:
         """Time of a completion of one token, in seconds; None if the server is in trouble."""

@@ -96,6 +96,11 @@ class PodList:
     items: list[Pod]
 
 
+def is_port(text: str) -> bool:
+    """True for the number of a TCP port."""
+    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65_536
+
+
 class Pods:
     """The ready pods of a namespace with these labels. A pod that ends leaves at once, before its server does."""
 
@@ -117,7 +122,7 @@ class Pods:
         if selector.startswith("selector="):
             selector = selector.removeprefix("selector=")
         port = asked.pop("port", None)
-        if not parts.netloc or not selector or asked or not (port is None or port.isdigit()):
+        if not parts.netloc or not selector or asked or not (port is None or is_port(port)):
             raise SettingsError(f"--endpoints {without_login(source)} is not of the form {FORM}")
         host = environ.get("KUBERNETES_SERVICE_HOST")
         if not host:

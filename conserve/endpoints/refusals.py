@@ -1,5 +1,6 @@
 """Responses that are not completions: the error for each, which tells if the row or the server is at fault."""
 
+import re
 import ssl
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -24,6 +25,10 @@ from conserve.errors import (
 from conserve.open_files import causes
 
 TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
+OF_ACCOUNT = re.compile(
+    r"api[ _-]?key|(invalid|unknown|no such) model\b|model\b.{0,80}\b(not found|not exist|invalid|unknown)\b",
+    re.IGNORECASE,
+)
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
 UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
 BUSY = (409, 423, 425, 429, 503)
@@ -71,6 +76,11 @@ def error_of(
         return EndpointFault(message)
     too_long = any(words in lowered for words in TOO_LONG)
     return RequestRejected(message, kind="too_long" if too_long else "invalid_request")
+
+
+def is_of_account(reply: WholeResponse) -> bool:
+    """True if a message is about the key or the name of the model, as some gateways say it with status 400."""
+    return OF_ACCOUNT.search(error_message(reply.content)) is not None
 
 
 def error_in_stream(error: Any) -> EndpointError:

@@ -1,6 +1,7 @@
 """Lists of servers, which may change while a harvester runs: given ones, a file, a name in DNS."""
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
 
 Resolve = Callable[[str, int], Sequence[str]]
+
+PLAIN_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 
 
 class Roster(Protocol):
@@ -133,6 +136,7 @@ def server_url(text: str, *, given_as: str = "--endpoint") -> str:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        known = known and (PLAIN_HOST.fullmatch(parts.hostname or "") is not None or is_address(url))
     except ValueError:
         known = False
     if not known:
@@ -140,6 +144,17 @@ def server_url(text: str, *, given_as: str = "--endpoint") -> str:
             f"{given_as} takes an http:// or https:// address, not {without_login(text)!r}{about_login(text)}"
         )
     return url
+
+
+def is_address(url: str) -> bool:
+    """True for an address that requests can be sent to; asked of odd hosts alone, since it loads httpx."""
+    from conserve.endpoints.exchange import check_address
+
+    try:
+        check_address(url)
+    except SettingsError:
+        return False
+    return True
 
 
 def host_and_port(source: str) -> tuple[str, int]:

@@ -11,6 +11,10 @@ from typing import NamedTuple, Self
 
 SLOWER = 1.5  # ratio to the calm latency that counts as pressure
 READINGS = 5  # readings in a median, so that one slow answer does not count
+SMALL = 0.25  # part of the largest window below which one is small
+CALM_AGAIN = 600  # readings of a small window, after which those beside few rows set the scale anew
+FEW_ROWS = 2  # that make no pressure
+AT_FEW = 30  # readings beside them that may set the scale
 
 
 class CongestionWindow:
@@ -19,11 +23,13 @@ class CongestionWindow:
     def __init__(self, *, low: int = 1, high: int) -> None:
         self.low, self.high = low, max(low, high)
         self.size = low
+        self.small_for = 0  # readings
 
     def observe(self, pressed: bool) -> int:
         """Take one reading; returns the new size, between `low` and `high`."""
         size = self.size // 2 if pressed else self.size + 1
         self.size = min(max(size, self.low), self.high)
+        self.small_for = self.small_for + 1 if self.size < max(2, self.high * SMALL) else 0
         return self.size
 
 
@@ -32,15 +38,29 @@ class SlownessWindow:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=READINGS)
+        self._at_few: deque[float] = deque(maxlen=AT_FEW)
         self._lowest_s = float("inf")
 
-    def observe(self, latency_s: float) -> bool:
-        """Take one reading; True if the server is under pressure. The first `READINGS` set the scale."""
+    def observe(self, latency_s: float, *, rows: int = FEW_ROWS + 1) -> bool:
+        """Take one reading beside so many rows; True if the server is under pressure.
+
+        The first `READINGS` set the scale.
+        """
         self._recent.append(latency_s)
+        if rows <= FEW_ROWS:
+            self._at_few.append(latency_s)
         now_s = median(self._recent)
         if len(self._recent) == READINGS:
             self._lowest_s = min(self._lowest_s, now_s)
         return now_s > SLOWER * self._lowest_s
+
+    def rescale(self) -> None:
+        """Let readings beside few rows set the scale: prompts may be longer by now, or clients more.
+
+        Readings beside more rows must not, or rows would make room for themselves.
+        """
+        if len(self._at_few) == AT_FEW:
+            self._lowest_s = max(self._lowest_s, median(self._at_few))
 
 
 class ServerMetrics(NamedTuple):
@@ -77,11 +97,16 @@ class MetricsPressure:
         self._latencies = SlownessWindow()
         self._last: ServerMetrics | None = None
 
-    def observe(self, metrics: ServerMetrics) -> bool:
-        """Take one reading; True if the server is under pressure."""
+    def observe(self, metrics: ServerMetrics, *, rows: int = FEW_ROWS + 1) -> bool:
+        """Take one reading beside so many rows; True if the server is under pressure."""
         last, self._last = self._last, metrics
         slow = False
         if last is not None and metrics.first_tokens > last.first_tokens:
             answered = metrics.first_tokens - last.first_tokens
-            slow = self._latencies.observe((metrics.first_token_s - last.first_token_s) / answered)
+            first_token_s = (metrics.first_token_s - last.first_token_s) / answered
+            slow = self._latencies.observe(first_token_s, rows=rows)
         return slow or metrics.waiting > 0
+
+    def rescale(self) -> None:
+        """Let readings beside few rows set the scale."""
+        self._latencies.rescale()

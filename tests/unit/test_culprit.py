@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -53,6 +54,7 @@ class Server:
         self.back_at = 0.0  # it is down until then
         self.well_at = 0.0  # it answers all with 500 until then
         self.lives = 0  # ends of them
+        self._life = asyncio.Event()  # set at its end
         self.rows: list[str] = []  # that came while it was up
         self.small: httpx.Response | Exception | None = None  # its answer to small requests, if another one
         self.failure = httpx.Response(500, json={"error": {"message": "out of memory"}})
@@ -60,6 +62,7 @@ class Server:
         self.broken: set[str] = set()  # routes that answer 500
         self.unknown = False  # the model
         self.slots = 8
+        self.refused = 0
 
     async def serve(self, request: httpx.Request) -> httpx.Response:
         loop = asyncio.get_running_loop()
@@ -91,21 +94,28 @@ class Server:
         return await self._row(asked["messages"][-1]["content"])
 
     async def _row(self, text: str) -> httpx.Response:
-        loop, lives = asyncio.get_running_loop(), self.lives
+        loop, life = asyncio.get_running_loop(), self._life
         self.rows.append(text)
         if "kill" in text or "poison" in text:
             await asyncio.sleep(KILLER_S)
             until = loop.time() + self.back_after_s
             self.lives += 1
             self.back_at, self.well_at = (until, 0.0) if "kill" in text else (0.0, until)
+            self._life.set()
+            self._life = asyncio.Event()
         else:
-            end = loop.time() + ROW_S
-            while loop.time() < end and self.lives == lives:
-                await asyncio.sleep(0.1)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(life.wait(), ROW_S)
         if loop.time() < self.back_at:
             raise httpx.ReadError("reset")
         if loop.time() < self.well_at:
             return self.failure
+        if "too large" in text:
+            self.refused += 1
+            return httpx.Response(429, json={"error": {"message": "Request too large: Limit 30000 TPM"}})
+        if "breaks" in text:
+            broken = {"message": {"content": ""}, "finish_reason": "error"}
+            return httpx.Response(200, json={"choices": [broken]})
         if "absent" in text:
             return httpx.Response(404, json={"error": {"message": "No such file: file-abc"}})
         return httpx.Response(500, text="no") if "fault" in text else answer(text)
@@ -462,3 +472,38 @@ def test_servers_that_are_restarted_again_and_again_fail_no_row(
 
     tally = virtual_time.run(go())
     assert (tally.succeeded, tally.failed) == (40, 0)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_row_that_is_refused_as_busy_for_ever_holds_no_other_up(
+    store: Store, queue_up: Callable[..., str], servers: int
+) -> None:
+    """As a request beyond the limit of tokens a minute. It waits, asked about once a minute."""
+    rows = [f"row {n}" for n in range(200)]
+    job_id = queue_up("too large", *rows)
+    its = [Server() for _ in range(servers)]
+    began: list[float] = []
+
+    async def go() -> Tally:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        endpoint = fleet(*its) if servers > 1 else its[0].endpoint()
+        began.append(loop.time())
+        tally = asyncio.create_task(Harvester(store, endpoint, clock=loop.time).run(stop))
+        while sum(len(one.rows) - one.refused for one in its) < len(rows):
+            await asyncio.sleep(1.0)
+        began.append(loop.time())
+        loop.call_later(600.0, stop.set)
+        return await tally
+
+    tally = virtual_time.run(go())
+    assert (tally.succeeded, tally.failed) == (200, 0), job_id
+    assert began[1] - began[0] < 2 * ROW_S * 200 / (8 * servers) + 10
+    assert sum(one.refused for one in its) < 60
+
+
+def test_a_row_with_which_a_server_breaks_its_answer_off_fails_alone(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("breaks", *[f"row {n}" for n in range(20)])
+    tally = harvest(store, Server().endpoint(), max_attempts=3)
+    assert (tally.succeeded, tally.failed) == (20, 1)

@@ -884,3 +884,60 @@ def test_a_server_alone_is_not_noted(store: Store) -> None:
     asyncio.run(looking.look())
     with store.read() as tx:
         assert notes.drained(tx) == frozenset()
+
+
+@pytest.mark.parametrize("row_s", [5.0, 20.0])
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_row_stays_on_a_server_whose_engine_hangs_while_its_routes_answer(
+    row_s: float, streams: bool
+) -> None:
+    servers = [ModelledServer(url, streams=streams, tokens_per_s=45 / row_s, places=8) for url in (A, B)]
+    hangs = lambda play: play.at(1.0, lambda: setattr(servers[1], "tokens_per_s", 1e-9))  # noqa: E731
+    play = send(servers, prompts_of(1, 100, prefix_chars=64), hangs)
+    assert play.seconds < 2 * 100 / 8 * row_s
+    assert len(servers[0].texts) > 90
+
+
+def test_rows_of_a_server_that_another_row_found_out_of_reach_are_asked_elsewhere() -> None:
+    """The machine is gone without a word: the rows that it had hear nothing, and a new one cannot connect."""
+    servers = [ModelledServer(url, tokens_per_s=2.0) for url in (A, B)]
+
+    async def run() -> float:
+        play = Play(servers)
+        await play.fleet.start()
+        rows = prompts_of(1, 16, prefix_chars=64)
+        tasks = [asyncio.create_task(play.fleet.complete(call(row), seen)) for row in rows[:12]]
+        await asyncio.sleep(3.0)
+        assert servers[1].running == 6
+        servers[1].up, servers[1].tokens_per_s = False, 1e-9
+        tasks += [asyncio.create_task(play.fleet.complete(call(row), seen)) for row in rows[12:]]
+        await asyncio.wait_for(asyncio.gather(*tasks), 300.0)
+        await play.fleet.close()
+        assert [line for line in play.said if "its rows go elsewhere" in line]
+        return now_s() - play.begun
+
+    assert virtual_time.run(run()) < 60
+
+
+def test_a_server_that_refuses_the_key_is_named_beside_one_that_answers() -> None:
+    servers = [ModelledServer(url) for url in (A, B)]
+    servers[1].failing = lambda: EndpointUnusable("HTTP 401: no; check CONSERVE_API_KEY", status=401)
+    play = send(servers, SHORT)
+    assert [line for line in play.said if "check CONSERVE_API_KEY" in line]
+    assert len(servers[0].texts) == len(SHORT)
+
+
+def test_a_row_that_every_server_refuses_as_busy_goes_back() -> None:
+    servers = [ModelledServer(url) for url in (A, B)]
+    for server in servers:
+        server.failing = lambda: EndpointBusy("HTTP 429: Request too large")
+
+    async def run() -> float:
+        play = Play(servers)
+        await play.fleet.start()
+        with pytest.raises(EndpointBusy):
+            await play.fleet.complete(call("row"), seen)
+        await play.fleet.close()
+        return now_s() - play.begun
+
+    assert virtual_time.run(run()) < 10

@@ -23,7 +23,7 @@ from conserve.errors import (
     RequestRejected,
 )
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
-from conserve.jobs.fleet.dispatch import Dispatch, load_of
+from conserve.jobs.fleet.dispatch import Dispatch, load_of, usual_pace
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
 from conserve.jobs.fleet.fleet import Fleet, now_s
 from conserve.jobs.fleet.member import START_S, Errand, Member
@@ -219,7 +219,7 @@ def test_a_pace_is_of_one_place_and_old_rows_count_less() -> None:
 def test_a_server_that_was_never_measured_has_the_pace_of_the_others() -> None:
     def test() -> None:
         fast, fresh = member(places=2), member(places=4)
-        assert load_of(fresh, [fresh]).tokens_per_s == 4.0
+        assert load_of(fresh, usual_pace([fresh])).tokens_per_s == 4.0
         fast.pace.elapse(0.0, 1)
         fast.pace.elapse(10.0, 1)
         fast.pace.add(500.0)
@@ -228,10 +228,11 @@ def test_a_server_that_was_never_measured_has_the_pace_of_the_others() -> None:
             turn=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         fresh.enqueue(row, 30.0, 0)
-        load = load_of(fresh, [fast, fresh])
+        load = load_of(fresh, usual_pace([fast, fresh]))
         assert (load.tokens_per_s, load.tokens, load.coming) == (200.0, 30.0, {7, 8})
+        assert load_of(fresh, 1.0, with_queue=False).coming == set()
         fresh.tokens = -1.0
-        assert load_of(fresh, [fast, fresh]).tokens == 0.0
+        assert load_of(fresh, usual_pace([fast, fresh])).tokens == 0.0
 
     in_loop(test)
 
@@ -809,8 +810,11 @@ def test_a_server_that_is_undrained_keeps_the_rows_that_it_runs() -> None:
         ({"other_closed": True}, 999.0, False),
         ({"ready": False}, 999.0, False),
         ({"seen_at": None}, 999.0, False),
-        ({"moves": (2, 2)}, 999.0, False),
-        ({"moves": (2, 1)}, 999.0, True),
+        ({"moves": (2, 2)}, 140.0, False),
+        ({"moves": (2, 2)}, 140.1, True),
+        ({"moves": (2, 1)}, 120.0, False),
+        ({"moves": (2, 1)}, 120.1, True),
+        ({"moves": (5, 6)}, 421.0, True),
         ({"moves": None}, 999.0, False),
     ],
 )
@@ -835,8 +839,13 @@ def test_a_server_is_silent_if_it_brings_nothing_for_far_longer_than_rows_take_e
         assert quiet.suspected is silent
         said = [(quiet, f"{A} fell silent with {len(rows)} rows in flight")]
         assert cared.lost == (said if silent else [])
-        assert [row.recalled for row in rows] == [silent and moved < 2 for moved in moves or ()]
-        assert [row.moves for row in rows] == [min(2, moved + silent) for moved in moves or ()]
+        left = [silent and now - 100.0 > 10.0 * 2**moved for moved in moves or ()]
+        if "others_took" in changes:
+            left = [silent] * 2
+        assert [row.recalled for row in rows] == left
+        assert [row.moves for row in rows] == [
+            moved + one for moved, one in zip(moves or (), left, strict=True)
+        ]
 
     virtual_time.run(run())
 

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from conserve.endpoints.exchange import AnswerLimits
+from conserve.endpoints.exchange import AnswerLimits, kept_alive, open_client
 from conserve.endpoints.handing import TURN_S
 from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
@@ -1036,3 +1037,105 @@ def test_streamed_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of
 
     virtual_time.run(go())
     assert largest == most
+
+
+@pytest.mark.parametrize(
+    ("said", "others", "error"),
+    [
+        ("API key expired. Please renew the API key.", "too", EndpointUnusable),
+        ("Invalid model: served", "too", EndpointUnusable),
+        ("The model `served` does not exist", "too", EndpointUnusable),
+        ("API key expired", "answered", RequestRejected),  # a row that quotes it
+        ("API key expired", "otherwise", RequestRejected),
+        ("API key expired", "not at all", EndpointUnavailable),
+        ("This model's maximum context length is 8 tokens", "too", RequestRejected),
+        ("the model does not support images", "too", RequestRejected),
+    ],
+)
+def test_a_key_or_a_model_that_a_400_names_is_the_rows_fault_unless_small_requests_have_it_too(
+    said: str, others: str, error: type[EndpointError]
+) -> None:
+    refused = httpx.Response(400, json={"error": {"message": said}})
+    small = {"too": refused, "answered": None, "otherwise": httpx.Response(400, text="too small")}
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            known = request.url.path == "/v1/models"
+            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        if json.loads(request.content).get("max_tokens") != 1:
+            return refused
+        if others == "not at all":
+            raise httpx.ConnectError("gone")
+        return small[others] or httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        try:
+            await endpoint.complete(Call(key="1", url=Url.CHAT, body={"messages": []}))
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(error):
+        asyncio.run(go())
+
+
+def test_a_key_is_sent_without_the_blanks_around_it_and_shown_in_no_message() -> None:
+    endpoint = HttpEndpoint("http://server", api_key=" sk-secret\n")
+    assert endpoint._client.headers["Authorization"] == "Bearer sk-secret"
+    with pytest.raises(SettingsError) as raised:
+        HttpEndpoint("http://server", api_key="sk-se\ncret")
+    assert "sk-se" not in str(raised.value)
+
+
+def test_connections_to_a_machine_that_is_gone_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the system, which asks for a sign of life; through a proxy the connection is the proxy's."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    found: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async def go() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = open_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
+        async with client.stream("GET", "/") as answer:
+            socket_ = answer.extensions["network_stream"].get_extra_info("socket")
+            found.append(socket_.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+            await answer.aread()
+        await client.aclose()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(go())
+    assert found == [1]
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert kept_alive(httpx.Limits()) is None
+
+
+def test_a_burst_of_refusals_is_one_sign_of_pressure() -> None:
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            known = request.url.path == "/v1/models"
+            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        return httpx.Response(429)
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", considerate=True, transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        endpoint._window.size = 64
+        for size in (32, 16):
+            rows = [
+                endpoint.complete(Call(key=str(n), url=Url.CHAT, body={"messages": []})) for n in range(9)
+            ]
+            await asyncio.gather(*rows, return_exceptions=True)
+            assert endpoint.capacity == size
+            await asyncio.sleep(1.0)
+        await endpoint.close()
+
+    virtual_time.run(go())

@@ -289,6 +289,14 @@ def test_an_error_is_judged_by_what_it_says_about_the_row(
     assert decide(error, faults=0, max_attempts=2, alone=True) == decision
 
 
+def test_a_row_that_is_refused_as_busy_beside_others_waits_alone() -> None:
+    busy = EndpointBusy("wait", retry_after_s=7.0)
+    decisions = [decide(busy, faults=0, max_attempts=2, alone=True, refusals=n) for n in (2, 3, 6, 7, 99)]
+    assert [one.hold_s for one in decisions] == [7.0, 0, 0, 0, 0]
+    assert [one.after_s for one in decisions] == [0, 7.0, 8.0, 16.0, 60.0]
+    assert not any(one.counts or one.error_type for one in decisions)
+
+
 def test_as_many_faults_fail_a_row_as_it_has_attempts() -> None:
     decisions = [decide(EndpointFault("x"), faults=n, max_attempts=3, alone=False) for n in range(3)]
     assert [decision.error_type for decision in decisions] == [None, None, "endpoint_fault"]

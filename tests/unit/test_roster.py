@@ -29,10 +29,28 @@ def test_given_servers_are_named_once_and_without_a_route() -> None:
     assert look(Given(["http://a:8000/", "http://a:8000/v1", "https://b"])) == ["http://a:8000", "https://b"]
 
 
-@pytest.mark.parametrize("url", ["a:8000", "ftp://a", "http://", "http://a:port", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "a:8000",
+        "ftp://a",
+        "http://",
+        "http://a:port",
+        "",
+        "http://gpu\u20131:8000",
+        "http://a:99999",
+    ],
+)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(SettingsError, match="takes an http:// or https:// address"):
         Given([url])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1]:8000", "http://gpu_1.example:80", "https://m\u00fcnchen.example"]
+)
+def test_what_is_an_address_is_taken(url: str) -> None:
+    assert look(Given([url])) == [url]
 
 
 def test_a_password_goes_along_with_an_address_and_is_in_no_sentence() -> None:
@@ -128,6 +146,10 @@ def test_a_server_with_addresses_of_both_families_is_one(
         ("file:///nowhere/list", "there is no list of servers /nowhere/list"),
         ("k8s://models", "is not of the form k8s://"),
         ("k8s://models/app=vllm?port=http", "is not of the form k8s://"),
+        ("k8s://models/app=vllm?port=²", "is not of the form k8s://"),
+        ("k8s://models/app=vllm?port=0", "is not of the form k8s://"),
+        ("k8s://models/app=vllm?port=99999", "is not of the form k8s://"),
+        (f"k8s://models/app=vllm?port={'9' * 5000}", "is not of the form k8s://"),
         ("k8s://models/app=vllm", "this is no pod"),
     ],
 )

@@ -1,9 +1,16 @@
 """Number of rows that a server bears: additive increase, multiplicative decrease, and signs of pressure."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.endpoints.window import CongestionWindow, MetricsPressure, ServerMetrics, SlownessWindow
+from conserve.endpoints.window import (
+    CALM_AGAIN,
+    CongestionWindow,
+    MetricsPressure,
+    ServerMetrics,
+    SlownessWindow,
+)
 
 LOOKS = st.lists(st.booleans(), max_size=200)
 PAGE = """\
@@ -85,6 +92,44 @@ def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
 def test_small_changes_are_no_pressure(latencies: list[float]) -> None:
     judged = SlownessWindow()
     assert not any(judged.observe(latency) for latency in latencies)
+
+
+@pytest.mark.parametrize("row_s", [0.5, 5.0])
+def test_longer_prompts_than_those_of_the_start_are_no_pressure_for_ever(row_s: float) -> None:
+    """Rows whose first token takes twice as long, and no live request: the window opens again."""
+    pressure, window = MetricsPressure(), CongestionWindow(high=64)
+    count, seconds, due, sizes = 0.0, 0.0, 0.0, list[int]()
+    for ttft_s, looks in ((0.05, 300), (0.1, 3000)):
+        for _ in range(looks):
+            due += window.size / row_s
+            count, seconds, due = count + int(due), seconds + int(due) * ttft_s, due % 1
+            metrics = ServerMetrics(0, count, seconds)
+            sizes.append(window.observe(pressure.observe(metrics, rows=window.size)))
+            if window.small_for >= CALM_AGAIN:
+                window.small_for = 0
+                pressure.rescale()
+    assert min(sizes[300:]) <= 4
+    assert sum(sizes[-100:]) / 100 > 32
+
+
+def test_rows_make_no_room_for_themselves() -> None:
+    """Latency that rows cause never sets the scale, however long it lasts."""
+    judged, window, sizes = SlownessWindow(), CongestionWindow(high=64), list[int]()
+    for _ in range(20_000):
+        sizes.append(window.observe(judged.observe(0.1 + 0.01 * window.size, rows=window.size)))
+        if window.small_for >= CALM_AGAIN:
+            window.small_for = 0
+            judged.rescale()
+    assert max(sizes[-1000:]) <= max(sizes[100:1100]) + 1
+    assert max(sizes) < 16
+
+
+def test_a_window_is_small_below_a_quarter_of_its_largest_size() -> None:
+    window = CongestionWindow(high=12)
+    assert [(window.observe(pressed=False), window.small_for) for _ in range(3)] == [(2, 1), (3, 0), (4, 0)]
+    assert [(window.observe(pressed=True), window.small_for) for _ in range(3)] == [(2, 1), (1, 2), (1, 3)]
+    one = CongestionWindow(high=1)
+    assert (one.observe(pressed=False), one.small_for) == (1, 1)
 
 
 def test_one_slow_answer_is_no_pressure() -> None:

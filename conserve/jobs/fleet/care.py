@@ -15,7 +15,9 @@ SILENT_S = 10.0  # least time without tokens after which a server is suspected; 
 SILENT_TIMES = 3.0  # the time that the slowest of others' last rows took
 SLOWER = 2.0  # a row goes elsewhere if it would be done there in this part of the time
 MARGIN_S = 1.0
-MOST_MOVES = 2  # of one row, away from slow servers: one that is long would else never end
+MOST_MOVES = (
+    2  # of one row, away from servers that are slow and not silent: one that is long would else never end
+)
 MOST_MISSES = 2  # signs of life that a server may owe
 
 
@@ -41,20 +43,24 @@ class Care:
         """Withdraw rows that have to leave a server, and suspect one that is silent."""
         if member.recall_at is not None and now >= member.recall_at:
             member.recall(list(member.running))
-        elif self._is_silent(member, now):
+        elif silent := self._silent_rows(member, now):
             error = EndpointUnavailable(f"{member.url} fell silent with {len(member.running)} rows in flight")
             member.suspect(error, now)
             self._servers.lost(member, error)
-            self._move(member, list(member.running))
+            move(member, silent)
 
-    def _is_silent(self, member: Member, now: float) -> bool:
-        """True if a server has brought nothing for far longer than rows take elsewhere."""
+    def _silent_rows(self, member: Member, now: float) -> list[Errand]:
+        """Rows of a server that has brought nothing for far longer than rows take elsewhere.
+
+        Each move doubles the silence that a row is left in: one that is long ends, and one on a server that hangs
+        leaves it.
+        """
         others = [one for one in self._servers.open() if one is not member and not one.suspected]
         slowest_s = max((time_s for one in others for time_s in one.times_s), default=None)
         if slowest_s is None or member.seen_at is None or not member.ready:
-            return False
-        may_move = any(errand.moves < MOST_MOVES for errand in member.running)
-        return may_move and now - member.seen_at > max(SILENT_S, SILENT_TIMES * slowest_s)
+            return []
+        silence_s, limit_s = now - member.seen_at, max(SILENT_S, SILENT_TIMES * slowest_s)
+        return [errand for errand in member.running if silence_s > limit_s * 2.0**errand.moves]
 
     async def check(self, member: Member) -> None:
         """Ask a server for a sign of life; one that gives none is out of reach, and its rows go elsewhere.
@@ -86,15 +92,15 @@ class Care:
                 continue
             for slow in found:
                 if late := late_rows(slow, pace, now):
-                    self._move(slow, late[: idle.free])
+                    move(slow, late[: idle.free])
                     break
 
-    def _move(self, member: Member, errands: Sequence[Errand]) -> None:
-        """Ask rows elsewhere since their server is slow, those that were not moved too often."""
-        movable = [errand for errand in errands if errand.moves < MOST_MOVES]
-        for errand in movable:
-            errand.moves += 1
-        member.recall(movable)
+
+def move(member: Member, errands: Sequence[Errand]) -> None:
+    """Ask rows elsewhere since their server is slow."""
+    for errand in errands:
+        errand.moves += 1
+    member.recall(errands)
 
 
 def late_rows(member: Member, pace: float, now: float) -> list[Errand]:
@@ -106,5 +112,6 @@ def late_rows(member: Member, pace: float, now: float) -> list[Errand]:
         errand
         for errand in member.running
         if errand.moves < MOST_MOVES
+        and not errand.recalled
         and errand.charge / own - (now - errand.sent_at) > SLOWER * errand.charge / pace + MARGIN_S
     ]

@@ -79,7 +79,8 @@ class Dispatch:
             return
         block_tokens = self._servers.kv_cache.block_tokens
         by_number = {errand.asked.number: errand for errand in errands}
-        loads = {member: load_of(member, takers) for member in takers}
+        usual = usual_pace(takers)
+        loads = {member: load_of(member, usual) for member in takers}
         for avoided in {errand.avoid for errand in errands}:
             allowed = [member for member in takers if member not in avoided] or list(takers)
             some = [errand.asked for errand in errands if errand.avoid == avoided]
@@ -92,7 +93,7 @@ class Dispatch:
     def _enqueue(self, piece: Piece, errands: Sequence[Errand], member: Member, block_tokens: int) -> None:
         """Let the rows of a piece wait for a server, each charged with its part of the piece's prefixes."""
         number = next(self._pieces)
-        shared = block_tokens * sum(1 for _ in piece.blocks()) / len(errands)
+        shared = block_tokens * sum(len(row.key) - begin for begin, row in piece.branches()) / len(errands)
         for errand in errands:
             member.enqueue(errand, errand.asked.tokens + shared, number)
 
@@ -108,27 +109,38 @@ class Dispatch:
 
     def _take_over(self, idle: Member, takers: Sequence[Member], now: float) -> None:
         """Let a server with places to spare take the last piece of the slowest one, if that pays."""
-        # One that is suspected takes a single row, to show what it can do.
-        loads = {member: load_of(member, takers) for member in takers}
-        slow = max(takers, key=lambda member: loads[member].wait_s if member.queue else -1.0)
+        # One that is suspected takes a single row, to show what it can do; none that left a server already, which
+        # would be the same one time and again.
+        usual = usual_pace(takers)
+        slow = max(
+            (one for one in takers if one.queue), key=lambda one: load_of(one, usual, with_queue=False).wait_s
+        )
+        if idle.suspected and slow.queue and slow.queue[-1].moves:
+            return
         taken = slow.last_piece(1 if idle.suspected else max(1, len(slow.queue) // 2))
         if not taken:
             return
         block_tokens = self._servers.kv_cache.block_tokens
         piece = Piece.of(errand.asked for errand in taken)
-        better = idle.suspected or pays(piece, loads[slow], loads[idle], block_tokens=block_tokens)
+        better = idle.suspected or pays(
+            piece, load_of(slow, usual), load_of(idle, usual), block_tokens=block_tokens
+        )
         self._enqueue(piece, taken, idle if better else slow, block_tokens)
         if better:
             self._send(idle, now)
 
 
-def load_of(member: Member, takers: Sequence[Member]) -> ServerLoad:
-    """A server as a placement sees it."""
+def usual_pace(takers: Sequence[Member]) -> float:
+    """Mean pace of a place of these servers, as far as it is known."""
     known = [pace for one in takers if (pace := one.pace.of_a_place) is not None]
-    usual = sum(known) / len(known) if known else 1.0
+    return sum(known) / len(known) if known else 1.0
+
+
+def load_of(member: Member, usual: float, *, with_queue: bool = True) -> ServerLoad:
+    """A server as a placement sees it; `with_queue`: with the blocks of rows that wait, which takes time."""
     return ServerLoad(
         tokens_per_s=member.pace.believed(usual) * max(1, member.places),
         tokens=max(0.0, member.tokens),
         cached=member.cached,
-        coming={block for errand in member.queue for block in errand.asked.key},
+        coming={block for errand in member.queue for block in errand.asked.key} if with_queue else set(),
     )

@@ -42,6 +42,7 @@ TICK_S = 0.5  # how soon silence, a server that is back and a change of the list
 AHEAD = 2.0  # rows that wait for a server, for each row that it runs: groups are seen before they are split
 LOOK_S = 10.0  # longest time that a look at the list of servers takes
 MOST_LOSSES = 3  # servers that went down with a row until the row is taken for the reason
+MOST_REFUSALS = 3  # as busy, of one row, until the harvester lets it wait
 MOST_FAULTS = 3  # useless answers one after the other until a server is suspected
 
 
@@ -223,11 +224,16 @@ class Fleet:
         if useless and member.fault() >= MOST_FAULTS and others:
             member.suspect(error, now_s())
         if isinstance(error, EndpointBusy) and others:
+            errand.refusals += 1
+            if errand.refusals > MOST_REFUSALS:  # as it seems, it is this row that no server takes
+                raise error
             member.hold(error.retry_after_s, now_s())
         if isinstance(error, EndpointUnusable | EngineDied):
             member.refuses = isinstance(error, EndpointUnusable)
             if member.ready:  # one incident, however many rows it takes
                 member.fail(error, now_s())
+                if others:
+                    self.servers.lost(member, error)
         if isinstance(error, EndpointUnavailable):
             await self._see_what_is_lost(errand, member, error, elsewhere=bool(others))
         if isinstance(error, ServerLost):
@@ -255,6 +261,8 @@ class Fleet:
                 member.hold(None, now_s())
         if ready:
             return
+        if elsewhere:  # as after a sign of life that it owes: its other rows wait for nothing
+            member.recall([one for one in member.running if one is not errand])
         errand.losses += 1
         if errand.losses >= MOST_LOSSES:
             raise EngineDied(f"{errand.losses} servers went down with this row in flight: {error}") from error

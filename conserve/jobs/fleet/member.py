@@ -59,6 +59,7 @@ class Errand:
     begun_with: int = 0  # tokens that it was sent with
     moves: int = 0  # away from servers that were slow
     losses: int = 0  # servers that went down with it
+    refusals: int = 0  # by servers that were busy
     avoid: frozenset["Member"] = frozenset()  # servers that it comes from
     task: "asyncio.Task[Completion] | None" = None
     recalled: bool = False  # it is to be asked elsewhere

@@ -37,12 +37,17 @@ class Piece(NamedTuple):
         """Tokens of the rows beyond their keys."""
         return sum(row.tokens for row in self.rows)
 
-    def blocks(self) -> Iterator[int]:
-        """Yield each block once."""
+    def branches(self) -> Iterator[tuple[int, UnplacedRow]]:
+        """Yield each row with the number of blocks that it shares with the row before."""
         before: Key = ()
         for row in self.rows:
-            yield from row.key[shared_blocks(before, row.key) :]
+            yield shared_blocks(before, row.key), row
             before = row.key
+
+    def blocks(self) -> Iterator[int]:
+        """Yield each block once."""
+        for begin, row in self.branches():
+            yield from row.key[begin:]
 
 
 def pieces(rows: Sequence[UnplacedRow], *, servers: int, block_tokens: int) -> list[Piece]:

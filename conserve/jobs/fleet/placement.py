@@ -5,10 +5,13 @@ the server's prefix cache saves, take the least time. So a piece stays where its
 behind by more than the piece is worth: `WORTH` times the tokens of prefixes that another one would compute again.
 """
 
+from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from conserve.jobs.fleet.pieces import Piece
+from conserve.jobs.window.prefix_tree import Key
 
 # Tokens of waiting that a saved token is worth. A server that is behind has rows to run meanwhile and loses
 # nothing; a prefix that is computed again is lost for good.
@@ -30,9 +33,16 @@ class ServerLoad:
         return self.tokens / self.tokens_per_s
 
     def missing(self, piece: Piece, block_tokens: int) -> int:
-        """Tokens of the piece's prefixes that the server would compute."""
-        absent = (block for block in piece.blocks() if block not in self.cached and block not in self.coming)
-        return block_tokens * len(set(absent))
+        """Tokens of the piece's prefixes that the server would compute: all behind the first block it lacks."""
+        return block_tokens * sum(
+            len(row.key)
+            - bisect_left(range(begin, len(row.key)), True, key=partial(self._lacks, row.key))
+            - begin
+            for begin, row in piece.branches()
+        )
+
+    def _lacks(self, key: Key, place: int) -> bool:
+        return key[place] not in self.cached and key[place] not in self.coming
 
     def take(self, piece: Piece, block_tokens: int) -> None:
         """Add a piece."""

@@ -4,10 +4,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from conserve.endpoints.protocol import Endpoint
-from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, one_line
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnusable,
+    EngineDied,
+    one_line,
+)
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outbox import OutboxWriter
@@ -45,6 +52,13 @@ class Flight:
         return len(self.tokens) > len(known)
 
 
+class BusyReplies(NamedTuple):
+    """BusyReplies of a row by a busy endpoint that answered others meanwhile, and its answers by the last of them."""
+
+    times: int
+    answers: int
+
+
 class Flights:
     """All rows in flight at an endpoint."""
 
@@ -64,6 +78,8 @@ class Flights:
         self._hold, self._outage, self._clock = hold, outage, clock
         self._max_attempts, self._max_deaths = max_attempts, max_deaths
         self._flights: set[Flight] = set()
+        self._answers = 0
+        self._refused: dict[tuple[str, int], BusyReplies] = {}  # by job and position
         self._broke: set[str] = set()  # kinds of errors that broke the task of a row
         self.landed = asyncio.Event()  # set when a row has left the endpoint
         self.unusable: EndpointUnusable | None = None  # the error of an endpoint that answers no row any more
@@ -156,6 +172,8 @@ class Flights:
             self._warn(work, error)
             self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
+            self._answers += 1
+            self._refused.pop((work.job_id, work.row.position), None)
             self._hold.end()
             self._outage.answered()
             self._tally.answer(completion, no_json=lacks_json(work, result))
@@ -202,6 +220,7 @@ class Flights:
             attempts=work.row.attempts,
             max_deaths=self._max_deaths,
             suspect=work.row.suspect,
+            refusals=self._refusals_of(work) if isinstance(error, EndpointBusy) else 0,
         )
         if decision.error_type is not None:
             self._end(flight, failure(work, decision.error_type, str(error), now=self._clock()))
@@ -212,6 +231,13 @@ class Flights:
         self._save_tokens(flight)
         self._end(flight, decision)
         self._tally.waiting_for = self._hold.begin(error, decision.hold_s) or self._tally.waiting_for
+
+    def _refusals_of(self, work: ReadyRow) -> int:
+        """Times that a busy endpoint refused the row, between which it answered others; this one counts."""
+        key = (work.job_id, work.row.position)
+        before = self._refused.get(key, BusyReplies(0, -1))
+        self._refused[key] = BusyReplies(before.times + (self._answers > before.answers), self._answers)
+        return self._refused[key].times
 
     def _end(self, flight: Flight, outcome: Result | RetryDecision) -> None:
         """Put the outcome of a row in flight into the outbox; a row ends once."""

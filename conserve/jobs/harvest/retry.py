@@ -14,6 +14,7 @@ from conserve.errors import (
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
+REFUSED_ALONE = 3  # refusals of a row by an endpoint that answers others, from which on the row waits alone
 SUSPECT_FAILURES = 2  # engines that die with a row alone in flight until the row is to blame
 
 
@@ -40,11 +41,13 @@ def decide(
     deaths: int = 0,
     max_deaths: int = SUSPECT_FAILURES,
     suspect: bool = False,
+    refusals: int = 0,
 ) -> RetryDecision:
     """Judge an error by what it says about the row.
 
     A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which waits as
-    long as it takes, as a `suspect` if it is one. A faulty answer counts, and `max_attempts` of them fail the row;
+    long as it takes, as a `suspect` if it is one. All others wait with it, unless the endpoint has answered others
+    between `REFUSED_ALONE` of its `refusals`. A faulty answer counts, and `max_attempts` of them fail the row;
     `faults` is their number so far. A faulty answer that brought tokens for the next attempt to go on from
     (`gained`) does not count, since the row gets done by pieces; each of its `attempts` is waited for longer than
     the one before. Rows in flight when an engine died are suspects: each runs alone, and one that was alone when
@@ -57,6 +60,9 @@ def decide(
         return decide_suspect(error, deaths=deaths, alone=alone, max_deaths=max_deaths)
     if isinstance(error, EndpointBusy):
         hold_s = min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
+        if refusals >= REFUSED_ALONE:
+            alone_s = max(hold_s, backoff_s(refusals - REFUSED_ALONE))
+            return RetryDecision(after_s=alone_s, suspect=suspect)
         return RetryDecision(hold_s=hold_s, suspect=suspect)
     if isinstance(error, ServerLost):
         if gained:
