@@ -154,6 +154,15 @@ class TestTime:
         composer.add(ROWS[0], 1)
         plan = composer.plan()
         assert (plan.online_ms, plan.predicted_ms) == (40, 41)
+        dear, rows = Composer(view_of()), Composer(view_of())
+        dear.add(DEAR, 10)
+        for other in (dear, rows):
+            other.begin_offline(inf)
+            other.add(ROWS[0], 1)
+        assert (dear.plan().online_ms, dear.plan().predicted_ms) == (60, 61), (
+            "with what its tokens cost beyond"
+        )
+        assert (rows.plan().online_ms, rows.plan().predicted_ms) == (0, 11)
 
     @pytest.mark.parametrize(("limit_ms", "cheap", "dear"), [(59.0, 0, 0), (60.0, 0, 0), (75.0, 15, 3)])
     def test_tokens_fit_into_the_time_that_the_batch_and_its_surcharges_leave(
@@ -178,6 +187,25 @@ class TestTime:
             composer = Composer(view_of(max_tokens=2))
             add_steps(composer, decodes(steps))
             assert composer.token_budget(FRESH, limit_ms) == 0
+
+    @pytest.mark.parametrize(
+        ("weights", "least_ms"),
+        [
+            ((1, 0, 0, 0, 0, 0, 0, 10), 11.0),
+            ((1, 0, 0, 0, 0, 5, 0, 10), 11.0),  # a prompt would take 5 ms more
+            ((1, 0, 0, 0.25, 0, 0, 0, 10), 11.25),  # of a context without a token
+        ],
+    )
+    def test_there_is_time_where_the_shortest_decode_step_fits(
+        self, weights: tuple[float, ...], least_ms: float
+    ) -> None:
+        composer = Composer(view_of(model=ConServeModel.of(*weights)))
+        assert not composer.has_time(least_ms - 0.01)
+        assert composer.has_time(least_ms)
+        assert Composer(view_of(model=CorrectedModel(MS_PER_TOKEN))).has_time(inf)
+        dear = Composer(view_of())
+        dear.add(DEAR, 10)
+        assert [dear.has_time(limit_ms) for limit_ms in (60.9, 61.0)] == [False, True]
 
     def test_a_decode_step_fits_where_a_prompt_does_not(self) -> None:
         composer = Composer(view_of(model=ConServeModel.of(1, 0, 0, 0, 0, 5, 0, 10)))  # a prompt: 5 ms more
@@ -215,6 +243,7 @@ class TestTime:
         composer.begin_offline(50.0)
         assert composer.row_budget(SEEING, 50.0) == 40
         assert composer.row_budget(SEEING, 80.0) == 60, "the second one has to fit"
+        assert composer.row_budget(SEEING, 151.0) == 100, "the first one takes none of its time"
         composer.add(SEEING, 40)
         assert composer.predicted_ms == 10 + 40 + 40
         assert composer.row_budget(SEEING._replace(name="other"), 115.0) == 20

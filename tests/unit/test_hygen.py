@@ -94,6 +94,12 @@ class TestPhases:
         assert found.restored == (["row"] if comes else [])
         assert found.tokens == {"decode0": 1}, "its tokens are copied back, not computed"
 
+    def test_a_running_prompt_gets_what_the_budget_leaves_though_slots_are_lacking(self) -> None:
+        prompt = Candidate("prompt", 100, 0, blocks=7)
+        view = view_of(online=[*decodes(1), prompt], offline=decodes(1, "row"), free_slots=-1, budget_ms=51.0)
+        found = hygen().plan(view)
+        assert (found.tokens, found.evicted) == ({"decode0": 1, "prompt": 40}, ["row0"])
+
     def test_one_whose_lora_adapter_live_requests_keep_away_holds_up_no_other(self) -> None:
         wants, other = Candidate("wants", 10, 0), Candidate("other", 20, 0)
         queue = {"online": decodes(1), "waiting_online": [wants, other], "budget_ms": 150.0}

@@ -24,6 +24,13 @@ def test_a_row_starts_in_what_is_left(kept: int, starts: bool) -> None:
     assert started(waiting_offline=[FRESH], **room) == starts
 
 
+@pytest.mark.parametrize(("kept", "starts"), [(4, True), (5, False), (100, False)])
+def test_beside_one_row_another_starts_in_what_is_left(kept: int, starts: bool) -> None:
+    assert (
+        started(waiting_offline=[FRESH], free_blocks=BLOCKS + 4, kept_blocks=kept, offline=TWO[:1]) == starts
+    )
+
+
 def test_a_row_is_restored_in_what_is_left() -> None:
     row = FRESH._replace(restorable=99)
     room = {"free_blocks": BLOCKS + 4, "offline": TWO, "waiting_offline": [row]}

@@ -29,6 +29,9 @@ class TestASequenceThatIsMadeAsItIsRead:
         assert (lazy[0], lazy.known) == (0, 6)
         assert lazy.has(7)
         assert lazy.known == 7
+        assert Lazy(iter("abcd"))[-1] == "d"
+        assert list(Lazy(iter("abcd"))[:-1]) == [*"abc"]
+        assert list(Lazy(count())[:0]) == []
         one = Lazy(iter("a"))
         assert (bool(one), one.known) == (True, 1)
         assert bool(Lazy(count()))
@@ -81,6 +84,12 @@ def beside_a_live_request(rows: Sequence[Candidate], tokens: float) -> set[str]:
 def test_rows_that_find_no_time_are_not_looked_at(fitting: int) -> None:
     rows = decodes(2 * READ_AT_ONCE, "row")
     assert beside_a_live_request(rows, 1 + fitting) == {row.name for row in rows[:fitting]}
+
+
+def test_no_row_is_looked_at_beside_a_prompt_that_leaves_no_time() -> None:
+    live = Candidate("live", 100, 0)
+    view = view_of(waiting_online=[live], waiting_offline=unread(), slo=Slo(harm=0.1), own_ms=50.0)
+    assert Conserve().plan(view).tokens == {"live": 100}
 
 
 def test_all_rows_are_looked_at_where_they_find_time() -> None:

@@ -36,6 +36,7 @@ class TestAfterATurn:
 def test_without_an_slo_to_keep_a_prompt_is_computed_whole() -> None:
     view = view_of(online=decodes(1), waiting_online=[PROMPT], slo=Slo(ttft_ms=1e4, tbt_ms=40.0))
     assert OnlineOnly().plan(view).tokens == {"decode0": 1, "prompt": 100}
+    assert OnlineOnly(keeps_promises=True).plan(view).tokens == {"decode0": 1, "prompt": 29}
 
 
 class TestOwedBlocks:

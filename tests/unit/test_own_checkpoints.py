@@ -164,3 +164,10 @@ def test_the_example_copies_the_longest_rows_first(monkeypatch: pytest.MonkeyPat
     assert chosen_by(longest, SHORT._replace(budget=14)) == {"second": 9, "first": 3, "live": 2}
     assert chosen_by(longest, SHORT._replace(free=60)) is None
     assert chosen_by(longest, SHORT._replace(budget=0)) is None
+
+
+def test_rows_may_be_told_before_the_first_question() -> None:
+    told: list[Any] = []
+    policy = Choosing(takes=told.append)
+    own(policy).checkpoint(list(ROWS))
+    assert told == [tuple(ROWS)]

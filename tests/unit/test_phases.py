@@ -173,6 +173,10 @@ class TestImages:
         row = self.seeing._replace(images=(Image(20, 10.0),))
         assert plan_of(**self.beside, waiting_offline=[row, SMALL]).tokens == {"live0": 1, "seeing": 39}
 
+    def test_a_running_row_gets_on_to_its_image_and_so_do_rows_behind_it(self) -> None:
+        rows = [self.seeing._replace(blocks=7), Candidate("other", 20, 0, blocks=2)]
+        assert plan_of(**self.beside, offline=rows).tokens == {"live0": 1, "seeing": 20, "other": 20}
+
     def test_none_is_passed_where_no_token_finds_time(self) -> None:
         late = Candidate("late", 1, 0, restorable=1)
         full = {**self.beside, "slo": Slo(tbt_ms=11.0)}

@@ -1,5 +1,6 @@
 """Rows that push: what they may fill, what is counted, and what the operator is told."""
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
-from conserve.engine.policy.view import PUSH_ARGUMENT, Candidate, Slo
+from conserve.engine.policy.view import PUSH_ARGUMENT, Candidate, Image, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, plan_of, view_of
 
@@ -164,6 +165,9 @@ def test_the_engine_knows_a_row_that_pushes_by_the_name_that_the_harvester_gives
 
 def test_a_limit_of_nothing_has_no_share_that_a_push_could_fall_short_of() -> None:
     assert policy.worth_ms(0.0, 20.0, 15.0) == 20.0
+    assert policy.worth_ms(10.0, 10.0, 10.0) == 0.0, "it leaves rows no time"
+    assert policy.worth_ms(50.0, 45.0, 10.0) == 0.0, "it is shorter"
+    assert policy.worth_ms(inf, 50.0, 10.0) == 0.0
 
 
 def test_urgent_rows_push_in_a_turn_of_rows_alone() -> None:
@@ -177,6 +181,13 @@ def test_urgent_rows_push_in_a_turn_of_rows_alone() -> None:
     assert longer.tokens["other"] == usual.tokens["other"]
     assert longer.pushed == {"urgent": longer.tokens["urgent"]}
     assert longer.predicted_ms == pytest.approx(1.5 * usual.predicted_ms, abs=1.0)
+
+
+def test_an_image_has_to_fit_into_a_turn_since_live_requests_wait_for_its_end() -> None:
+    live = [Candidate("live", 1, 100, True, 7, answered=True)]
+    seeing = Candidate("seeing", 400, 0, images=(Image(20, 1000.0),))
+    engine = {"online": live, "slo": Slo(ttft_ms=1000.0, tbt_ms=200.0), "rows_leave": True}
+    assert plan_of(**engine, offline=[seeing]).tokens == {"seeing": 20}
 
 
 def test_without_live_requests_rows_push_beyond_what_an_arrival_may_wait_for() -> None:
@@ -249,6 +260,8 @@ def test_a_plan_that_pushes_more_than_it_computes_is_at_fault() -> None:
     view = view_of(offline=[Candidate("row", 5, 0)])
     plan = Conserve().plan(view)
     assert fault_of(plan, view) is None
+    whole = Plan(tokens=plan.tokens, batch=plan.batch, predicted_ms=plan.predicted_ms, pushed={"row": 5})
+    assert fault_of(whole, view) is None
     wrong: Any
     for wrong in ({"row": 6}, {"row": 2.5}, {"gone": 1}, ["row"]):
         pushing = Plan(tokens=plan.tokens, batch=plan.batch, predicted_ms=plan.predicted_ms, pushed=wrong)

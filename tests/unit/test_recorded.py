@@ -98,8 +98,16 @@ def test_images_are_recorded_in_lines_that_are_new_to_an_earlier_conserve() -> N
     assert json.loads(line_of(view_of(ahead=True), None, policy="conserve", at=0.0))["version"] == 4
     adapters = json.loads(line_of(view_of(adapters={"row": 1}), None, policy="conserve", at=0.0))
     assert adapters["version"] == 5
+    assert json.loads(line_of(view_of(kept_blocks=1), None, policy="conserve", at=0.0))["version"] == 6
+    pushed = json.loads(line_of(view_of(pushed={"row"}), None, policy="conserve", at=0.0))
+    assert pushed["version"] == 3
+    promised = view_of(slo=Slo(only_ttft_harm=0.1, only_tbt_harm=0.2))
+    slo = json.loads(line_of(promised, None, policy="conserve", at=0.0))["view"]["slo"]
+    assert (slo["broken_ttft_harm"], slo["broken_tbt_harm"]) == (0.1, 0.2), "as before they were of other use"
     assert "adapters" in adapters["view"]
-    assert "adapters" not in json.loads(line)["view"], "as before there were any"
+    assert not {"adapters", "pushed", "kv_groups"} & json.loads(line)["view"].keys(), (
+        "as before there were any"
+    )
     row, fresh = recorded(line).view.waiting_offline
     assert (row.images, fresh.images, len(fresh.prefix)) == ((), IMAGES, 3)
     assert line_of(recorded(line).view, None, policy="conserve", at=0.0) == line

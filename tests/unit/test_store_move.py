@@ -287,7 +287,9 @@ def is_store(url: str) -> bool:
         return guard.is_store(tx) and guard.mark_of(tx) is None and moves.rows_in(tx) > 0
 
 
-def test_a_move_waits_for_no_harvester_unless_asked(store: Store, settings: Settings, tmp_path: Path) -> None:
+def test_a_move_waits_for_no_harvester_unless_asked(
+    store: Store, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_job(store)
     held = leased(store, owner=owners.this_process())
     there = f"sqlite:///{tmp_path / 'other.db'}"
@@ -295,8 +297,20 @@ def test_a_move_waits_for_no_harvester_unless_asked(store: Store, settings: Sett
     assert done.returncode == 1
     assert "stop these harvesters and run this again, or add --wait" in done.stderr
     assert conserve("status").returncode == 0  # nothing has changed
-    threading.Timer(0.3, lambda: finish(store, held)).start()
+    refused, require = threading.Event(), Release.require
+
+    def noted(release: Release, tx: Any) -> None:
+        try:
+            require(release, tx)
+        except StoreInUse:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(Release, "require", noted)
+    harvester = threading.Thread(target=lambda: refused.wait() and finish(store, held))
+    harvester.start()
     done = moved(source_of(settings), there, "--wait")
+    harvester.join()
     assert done.returncode == 0, done.stderr
     assert "waiting: rows are with" in done.stderr
 
