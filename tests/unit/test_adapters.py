@@ -46,6 +46,11 @@ class TestFits:
         assert adapters.fits("plain")
         assert not adapters.fits("other")
 
+    def test_a_running_request_without_an_adapter_takes_no_place(self) -> None:
+        running = [Candidate(name, 1, 20, True, 2) for name in ("plain", "a1")]
+        view = view_of(online=running, adapters={"a1": 1, "wants": 2}, most_adapters=2)
+        assert Adapters(view).fits("wants")
+
     def test_one_that_entered_counts_until_it_has_left_as_often(self) -> None:
         adapters = adapters_of(1, first=1, second=1, other=2)
         assert adapters.fits("other")
@@ -116,6 +121,17 @@ class TestPlan:
             most_adapters=1,
         )
         assert plan.admitted == admitted
+
+    def test_rows_that_fit_are_not_counted_among_those(self) -> None:
+        waiting = [Candidate(f"row{number}", 1, 0) for number in range(MOST_PASSED + 10)]
+        plan = plan_of(waiting_offline=waiting, free_slots=1000, adapters={"none": 1}, most_adapters=1)
+        assert len(plan.admitted) == MOST_PASSED + 10
+
+    def test_rows_that_give_an_adapter_up_are_no_victims_any_more(self) -> None:
+        victims = decodes(2, "row")
+        composer = Composer(view_of(offline=victims, adapters={"row0": 1, "wants": 2}, most_adapters=1))
+        composer.make_adapter_room(victims, WANTS)
+        assert (composer.evicted, [one.name for one in victims]) == (["row0"], ["row1"])
 
     def test_the_second_of_two_waiting_adapters_waits_once_the_first_has_the_place(self) -> None:
         first, second = Candidate("first", 10, 0), Candidate("second", 10, 0)

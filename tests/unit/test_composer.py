@@ -274,6 +274,11 @@ class TestTime:
             composer.add(plain, 5)
             assert composer.row_budget(other, 10 + tokens + 40 * (tokens > 20) + 5 + 55) == budget
 
+    def test_an_image_of_any_length_is_encoded_where_no_live_request_waits(self) -> None:
+        composer = Composer(view_of())
+        composer.begin_offline(50.0)
+        assert composer.can_encode(SEEING._replace(images=(Image(0, 1000.0),)), 50.0)
+
     def test_an_image_of_a_live_request_takes_the_time_of_rows(self) -> None:
         composer = Composer(view_of())
         composer.add(SEEING, 100)

@@ -70,6 +70,10 @@ def test_rows_get_less_where_live_requests_queue(busy: float, tokens: int) -> No
     assert offline_tokens(beside(live_busy=busy)) == tokens
 
 
+def test_a_harm_beside_a_promise_in_ms_is_of_latencies_too() -> None:
+    assert offline_tokens(beside(Slo(tbt_ms=1000.0, harm=0.5), live_busy=0.5)) == 4
+
+
 def test_where_a_promise_in_ms_is_not_kept_the_harm_is_that_of_iterations() -> None:
     broken = Slo(ttft_ms=1000, tbt_ms=100, only_tbt_harm=0.5)
     assert offline_tokens(beside(broken, live_busy=0.5)) == offline_tokens(beside(broken)) == 10

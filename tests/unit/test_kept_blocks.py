@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.recorded import VERSION_OF_KEPT, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Slo
 from tests.policy_views import FRESH, decodes, plan_of, view_of
@@ -22,6 +23,15 @@ def started(name: str = "fresh", **changes: Any) -> bool:
 def test_a_row_starts_in_what_is_left(kept: int, starts: bool) -> None:
     room = {"free_blocks": BLOCKS + 4, "kept_blocks": kept, "offline": TWO}  # one is spare for two rows
     assert started(waiting_offline=[FRESH], **room) == starts
+
+
+@pytest.mark.parametrize(
+    ("free", "kept", "left"), [(5, 5, 0), (5, 3, 2), (5, 9, 0), (-2, 0, -2), (-2, 4, -2)]
+)
+def test_what_rows_leave_is_no_more_than_is_free(free: int, kept: int, left: int) -> None:
+    composer = Composer(view_of(free_blocks=free, kept_blocks=kept))
+    composer.leave_kept()
+    assert (composer.free_blocks, composer.kept_blocks) == (left, 0)
 
 
 @pytest.mark.parametrize(("kept", "starts"), [(4, True), (5, False), (100, False)])

@@ -1,6 +1,7 @@
 """A policy of the user's own: found by its path, followed where the engine can, replaced where it cannot."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from conserve.cli.serve_flags import require_policy
+from conserve.engine.policy import own_class
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.hygen import HyGen
@@ -507,3 +509,14 @@ def test_the_example_takes_half_of_the_time_that_is_left(monkeypatch: pytest.Mon
     assert busy is not None
     assert busy.total == 2
     assert view.slo.ttft_ms == inf
+
+
+def test_of_what_users_code_raises_ctrl_c_alone_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_class.signal, "getsignal", lambda number: signal.default_int_handler)
+    for error in (ZeroDivisionError("no"), SystemExit(3)):
+        own_class.pass_interrupt(error)
+    with pytest.raises(KeyboardInterrupt):
+        own_class.pass_interrupt(KeyboardInterrupt())
+    in_thread = threading.Thread(target=lambda: own_class.pass_interrupt(KeyboardInterrupt()))
+    in_thread.start()
+    in_thread.join()

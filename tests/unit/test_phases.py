@@ -199,6 +199,11 @@ class TestDecodeStepsFirst:
         assert plan.tokens.get("prompt", 0) == tokens
         assert len(plan.tokens.keys() - {"prompt"}) == 1 + 2
 
+    def test_no_prompt_overtakes_one_whose_next_token_finds_no_time(self) -> None:
+        dear = DEAR._replace(blocks=2)
+        rows = [dear, Candidate("cheap", 20, 0, blocks=2)]
+        assert plan_of(online=decodes(1), offline=rows, slo=Slo(tbt_ms=20.0)).tokens == {"decode0": 1}
+
     def test_rows_are_evicted_for_the_blocks_of_steps_that_find_time(self) -> None:
         """The first row needs a block. So do the last two, for whose steps there is no time."""
         grows = Candidate("grows", 1, 16, True, 1)
@@ -225,6 +230,13 @@ class TestDeferred:
         assert (plan.admitted, plan.restored) == ([row.name for row in rows], [])
         plan = plan_of(waiting_offline=[*rows, SMALL], max_tokens=10_000, free_blocks=33 * 7 + 19)
         assert plan.admitted[-1] == "small"
+
+    def test_deferred_rows_are_admitted_as_long_as_slots_are_free_beside_the_reserved_ones(self) -> None:
+        assert plan_of(waiting_offline=alike(3), free_slots=2).admitted == ["alike0", "alike1"]
+        assert plan_of(waiting_offline=alike(3), free_slots=4, reserved_slots=2).admitted == [
+            "alike0",
+            "alike1",
+        ]
 
     def test_deferred_rows_are_admitted_as_long_as_tokens_and_blocks_are_left(self) -> None:
         assert plan_of(waiting_offline=alike(3), max_tokens=200).tokens == {"alike0": 100, "alike1": 100}

@@ -190,6 +190,19 @@ def test_an_image_has_to_fit_into_a_turn_since_live_requests_wait_for_its_end() 
     assert plan_of(**engine, offline=[seeing]).tokens == {"seeing": 20}
 
 
+def test_what_a_push_gains_is_of_the_time_that_live_requests_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "LEAST_GAIN", LEAST_GAIN)
+    rows = [Candidate("urgent", 500, 0)]
+    assert pushed({"urgent"}, online=decodes(50, "live"), offline=rows).pushed == {"urgent": 50}
+
+
+def test_under_a_harm_rows_push_by_as_many_times_the_whole_iteration() -> None:
+    """Ten live decode steps take 20 ms, half of which rows add, and a half of the 30 ms when they push."""
+    rows = [Candidate("other", 500, 0), Candidate("urgent", 500, 0)]
+    plan = pushed({"urgent"}, online=decodes(10, "live"), offline=rows, slo=Slo(harm=0.5))
+    assert (plan.tokens["other"], plan.pushed) == (10, {"urgent": 15})
+
+
 def test_without_live_requests_rows_push_beyond_what_an_arrival_may_wait_for() -> None:
     rows = [Candidate("other", 4000, 0), Candidate("urgent", 4000, 0)]
     engine = {"offline": rows, "slo": Slo(harm=0.5), "prompt_tokens": 190, "max_tokens": 9000}
