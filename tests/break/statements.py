@@ -52,6 +52,15 @@ STATEMENTS = (
     "pragma storage_info('{path}')",
     "pragma table_info('{path}')", "pragma add_parquet_key('a', '0123456789112345')",
     "merge into jobs using jobs on true",
+    "from json_execute_serialized_sql(json_serialize_sql('with x as (copy (select 9) to ''{path}'' "
+    "(format csv, use_tmp_file false)) select 1'))",
+    "from query('with x as (copy (select 9) to ''{path}'' (format csv, use_tmp_file false)) select 1')",
+    "from query('from json_execute_serialized_sql(json_serialize_sql(''with x as (copy (select 9) to "
+    "{path}) select 1''))')",
+    "from (pivot (from json_execute_serialized_sql(json_serialize_sql('with x as (copy (select 9) to ''{path}'') "
+    "select 1 as k'))) on k)",
+    "pivot (from json_execute_serialized_sql(json_serialize_sql('with x as (copy (select 9) to ''{path}'') "
+    "select 1 as k'))) on k",
 )  # fmt: skip
 TABLES = (
     "{call}", "(from {call})", "(select * from {call}) x", "lateral (select * from {call})", "results, {call}",

@@ -20,7 +20,7 @@ from conserve.api.queries import results_query, sql_query
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
-from conserve.errors import QueryError
+from conserve.errors import InputError, QueryError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
@@ -558,6 +558,16 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
         ("copy (select 1) to 'x.csv'", False),
         ("delete from t", False),
         ("selec", False),
+        ("from query('select 1')", True),
+        ("select query from (select 'x' as query)", True),
+        ("from query('from query(''select 1'')')", True),
+        ("from query('select ' || '1')", False),
+        ("from query(getvariable('x'))", False),
+        ("from query('delete from t')", False),
+        ("from query('from query(''with x as (copy (select 1) to y) select 1'')')", False),
+        ("from \"query\"('with x as (delete from t returning a) from x')", False),
+        ("select * from json_execute_serialized_sql(json_serialize_sql('select 1'))", False),
+        ("select (select 1 from JSON_execute_serialized_sql('{}'))", False),
     ],
 )
 def test_a_statement_only_reads_if_no_part_of_it_writes(sql: str, reads: bool) -> None:
@@ -574,6 +584,8 @@ def test_a_statement_only_reads_if_no_part_of_it_writes(sql: str, reads: bool) -
         ('pivot x on "insert"', False),
         ("pivot x on 'insert'", False),
         ("pivot copies on inserted", False),
+        ("pivot (from json_execute_serialized_sql('{}')) on k", True),
+        ("pivot (from query('select 1')) on k", True),
     ],
 )
 def test_a_pivot_names_no_word_that_writes(sql: str, names: bool) -> None:
@@ -598,3 +610,31 @@ def test_no_query_leaves_a_file_where_the_command_runs(
     with scanned(f"select q from '{path}'", tmp_path) as rows:
         assert rows.read_all().num_rows == 1
     assert not list(here.iterdir())
+
+
+def test_numbers_and_times_that_arrow_lacks_are_their_text() -> None:
+    sql = (
+        "select 340282366920938463463374607431768211455::uhugeint as n, '101'::bit as b, "
+        "'12:30:00+02'::timetz as t, 7 as n, null::uhugeint as none, 1::hugeint as h"
+    )
+    found = rows_of(duckdb.sql(sql))
+    (row,) = found.tuples()
+    assert row[:4] == ("340282366920938463463374607431768211455", "101", "12:30:00+02", 7)
+    assert row[4:] == (None, 1)
+    assert found.schema.names == ["n", "b", "t", "n_1", "none", "h"]
+
+
+def test_a_query_over_files_writes_none(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.csv"
+    precious.write_text("mine\n")
+    copy = f"with x as (copy (select 9) to ''{precious}'') select 1 as a"
+    for sql in (
+        f"from json_execute_serialized_sql(json_serialize_sql('{copy}'))",
+        f"from query('{copy}')",
+        copy.replace("''", "'"),
+    ):
+        with pytest.raises(InputError, match="takes one SELECT"), scanned(sql, tmp_path):
+            pass
+    assert precious.read_text() == "mine\n"
+    with scanned("select '170141183460469231731687303715884105728'::uhugeint as n", tmp_path) as rows:
+        assert rows.read_all().to_pylist() == [{"n": "170141183460469231731687303715884105728"}]

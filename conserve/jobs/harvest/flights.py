@@ -53,7 +53,7 @@ class Flight:
 
 
 class BusyReplies(NamedTuple):
-    """BusyReplies of a row by a busy endpoint that answered others meanwhile, and its answers by the last of them."""
+    """Times that a busy endpoint refused a row and answered others meanwhile, and its answers by the last of them."""
 
     times: int
     answers: int

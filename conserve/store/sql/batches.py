@@ -1,6 +1,6 @@
 """Rows of an answer as Arrow batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -8,6 +8,9 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from conserve.store.sql.quoting import quoted
+
+CHANGED_BY_ARROW = {"UHUGEINT", "BIT", "TIME WITH TIME ZONE"}  # types of DuckDB's that Arrow lacks
 UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 BATCH_ROWS = 2048  # one vector of DuckDB's; with 100 KB a row a batch is 200 MB
 
@@ -29,11 +32,25 @@ class RowBatches:
 def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
     """Rows of a relation; DuckDB computes no more than the first ones before they are read."""
     names = unique(answer.columns)
+    answer = as_text(answer, CHANGED_BY_ARROW)
     documents = {name for name, kind in zip(names, answer.types, strict=True) if str(kind) == "JSON"}
     reader = answer.to_arrow_reader(BATCH_ROWS)
     schema = pa.schema([field.with_name(name) for field, name in zip(reader.schema, names, strict=True)])
     batches = (pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in reader)
     return RowBatches(schema, frozenset(documents), batches)
+
+
+def as_text(answer: duckdb.DuckDBPyRelation, kinds: Collection[str]) -> duckdb.DuckDBPyRelation:
+    """The relation with the columns of these types as text."""
+    if not any(str(kind) in kinds for kind in answer.types):
+        return answer
+    columns = (
+        f"cast(#{number} as varchar) as {quoted(name)}"
+        if str(kind) in kinds
+        else f"#{number} as {quoted(name)}"
+        for number, (name, kind) in enumerate(zip(answer.columns, answer.types, strict=True), 1)
+    )
+    return answer.project(", ".join(columns))
 
 
 def unique(names: Sequence[str]) -> list[str]:

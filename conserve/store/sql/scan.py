@@ -8,8 +8,8 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
+from conserve.store.sql.batches import CHANGED_BY_ARROW, as_text
 from conserve.store.sql.mistakes import one_line
-from conserve.store.sql.quoting import quoted
 from conserve.store.sql.reading import only_reads
 
 BATCH_ROWS = 2048
@@ -38,11 +38,8 @@ def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelati
     if len(statements) != 1 or not only_reads(duck, statements[0].query):
         raise InputError("--sql takes one SELECT, as in --sql \"select text from 'data.parquet'\"")
     found = duck.sql(statements[0].query)
-    unkept = [name for name, kind in zip(found.columns, found.types, strict=True) if "INTERVAL" in str(kind)]
-    if not unkept:
-        return found
-    as_text = ", ".join(f"cast({quoted(name)} as varchar) as {quoted(name)}" for name in unkept)
-    return found.project(f"* replace ({as_text})")  # Parquet has no such type
+    unkept = {name for name in map(str, found.types) if "INTERVAL" in name}  # which Parquet lacks
+    return as_text(found, unkept | CHANGED_BY_ARROW)
 
 
 def in_one_line(error: Exception) -> str:
