@@ -105,6 +105,8 @@ def request_params(
     if schema is not None:
         answer = {"name": "answer", "schema": dict(schema), "strict": True}
         params["response_format"] = {"type": "json_schema", "json_schema": answer}
+    if both := sorted(params.keys() & given.keys()):
+        raise UsageError(f"{both[0]} is given twice, by a flag of its own and by --param; leave one out")
     if not unknown_params and (unknown := unknown_name(given)) is not None:
         raise UsageError(f"--param: {one_line(unknown)}")
     return params | dict(given)

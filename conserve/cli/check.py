@@ -68,8 +68,11 @@ def find(
     from conserve.jobs.repair import task_fault
     from conserve.store.books import catalog
     from conserve.store.database.store import Store
-    from conserve.store.upkeep import checking
+    from conserve.store.upkeep import checking, rebuild
 
+    if rebuild.unfinished(settings.sqlite_file) is not None:
+        said = "its repair was interrupted, and it lacks what it had"
+        return checking.Checked(damages=[checking.database_is("the database", said)]), None
     try:
         with closing(Store.open(settings) if write else Store.open_to_read(settings)) as store:
             with store.read() as tx:
@@ -115,6 +118,8 @@ def mend_database(settings: Settings) -> list[str]:
 
     now = time.time()
     said: list[str] = []
+    if rebuild.unfinished(settings.sqlite_file) is not None:
+        return rebuild.rebuild(settings, now=now)
     try:
         with closing(Store.open(settings)) as store:
             said = mending.mend_database(store)

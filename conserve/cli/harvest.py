@@ -324,4 +324,4 @@ class Announcer:
             )
         except ConserveError:
             return  # the harvester says that the store is out of reach
-        say_how_they_stand(readings)
+        await in_thread(partial(say_how_they_stand, self._settings, readings))

@@ -30,6 +30,7 @@ from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
 from conserve.cli.signals import told_to_stop
+from conserve.cli.status_report import retriable
 from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, job_named, read_jobs
@@ -228,7 +229,7 @@ def report(
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
     for job_id, reason in done.refused.items():
         output.say(f"refused: {reason}", job=job_id)
-    say_how_they_stand([reading for reading in ours if reading.id not in told])
+    say_how_they_stand(settings, [reading for reading in ours if reading.id not in told])
     if done.no_json:
         output.say(
             f"{done.no_json:,} of {output.count(done.succeeded, 'answer')} are not the JSON that was asked for, "
@@ -245,7 +246,7 @@ def report(
     return exit_code(done, ours, paused=paused)
 
 
-def say_how_they_stand(readings: list[JobReading]) -> None:
+def say_how_they_stand(settings: Settings, readings: list[JobReading]) -> None:
     """Print a line on each job, then what to do about those that did not end well."""
     for reading in readings:
         failed = f", {reading.failed:,} failed" if reading.failed else ""
@@ -256,7 +257,9 @@ def say_how_they_stand(readings: list[JobReading]) -> None:
         jobs = " ".join(f"--job {job_id}" for job_id in with_failed)
         query = "select error, count(*) as rows, min(row_index) as first from results where error is not null"
         output.say(f'why rows failed: conserve sql {jobs} "{query} group by all"')
-        output.say(f"then try them again with: conserve retry {' '.join(with_failed)}")
+        again = [r.id for r in readings if retriable(settings, r) == "failed rows"]
+        if again:
+            output.say(f"then try them again with: conserve retry {' '.join(again)}")
     expired = " ".join(reading.id for reading in readings if reading.state == JobState.EXPIRED)
     if expired:
         output.say(f"put the rows that are left back with: conserve retry {expired}")

@@ -71,6 +71,8 @@ def guard() -> None:
     for number in (0, 1, 2):
         if not is_open(number):  # opened for reading, so that writing to it is an error
             os.open(os.devnull, os.O_RDONLY)
+    if sys.stdin is None:  # Python found 0 closed; now it is an empty file
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = text_stream(Stdout(1, "w", closefd=False), sys.stdout, line_buffering=os.isatty(1))
     sys.stderr = text_stream(Stderr(2, "w", closefd=False), sys.stderr, line_buffering=True)
 

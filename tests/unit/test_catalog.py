@@ -557,6 +557,7 @@ KNOWN = ["gsm-aaaa", "gsm-bbbb", "mmlu-cccc"]
         ("last", "mmlu-cccc"),
         ("gsm-b", "gsm-bbbb"),
         ("m", "mmlu-cccc"),
+        ("mmlu", "mmlu-cccc"),
     ],
 )
 def test_a_job_is_found_by_what_names_no_other(wanted: str, found: str) -> None:
@@ -566,6 +567,7 @@ def test_a_job_is_found_by_what_names_no_other(wanted: str, found: str) -> None:
 def test_a_job_called_last_or_like_the_beginning_of_another_is_found_by_its_name() -> None:
     assert resolve(["last", "other"], "last") == "last"
     assert resolve(["a", "ab"], "a") == "a"
+    assert resolve(["night-f8d7", "night-eval-uzap"], "night") == "night-f8d7"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -141,6 +143,42 @@ def test_an_interrupted_run_names_the_command_that_goes_on(
     code, _, stderr = ended(running)
     assert code == 130
     assert f"go on with: conserve run --endpoint '{address}'\n" in stderr
+
+
+def test_a_run_recommends_no_retry_of_rows_that_would_fail_again(write_input: WriteInput) -> None:
+    unrendered, failing = submit(write_input(q=["a", None])), submit(write_input(q=["REJECT", None]))
+    ran = conserve("run", "--endpoint", "fake:")
+    assert f"then try them again with: conserve retry {failing}\n" in ran.stderr
+    assert f"--job {unrendered}" in ran.stderr
+    alone = submit(write_input(q=["b", None]))
+    assert "try them again" not in conserve("run", alone, "--endpoint", "fake:").stderr
+
+
+@pytest.mark.parametrize("words", [("submit", "-", "--prompt", "{{ q }}"), ("sql", "-")])
+def test_a_closed_standard_input_is_an_empty_one(words: tuple[str, ...]) -> None:
+    command = f"{sys.executable} -m conserve {shlex.join(words)} <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (("--max-tokens", "5", "--param", "max_tokens=7"), "max_tokens"),
+        (
+            ("--schema", '{"type": "object"}', "--param", 'response_format={"type": "text"}'),
+            "response_format",
+        ),
+        (("--stop", "x", "--param", 'stop="abc"'), "stop"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_a_usage_error(
+    write_input: WriteInput, flags: tuple[str, ...], name: str
+) -> None:
+    done = conserve("submit", str(write_input(q=["a"])), "--prompt", "{{ q }}", *flags)
+    assert done.returncode == 2
+    assert f"{name} is given twice, by a flag of its own and by --param; leave one out" in done.stderr
 
 
 def test_status_recommends_a_retry_where_it_has_rows_to_take_up(

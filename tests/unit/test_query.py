@@ -5,7 +5,9 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,8 @@ from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
 from conserve.store.sql import export, query, scratch
-from conserve.store.sql.batches import rows_of
+from conserve.store.sql import snapshot as snapshots
+from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.export import Format
 from conserve.store.sql.input_columns import input_types, shown_names
 from conserve.store.sql.input_parts import changed, parts_of
@@ -39,10 +42,11 @@ from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
 from conserve.store.sql.reading import names_writing, only_reads
+from conserve.store.sql.relation import relation
 from conserve.store.sql.scan import scanned
 from conserve.store.sql.snapshot import snapshot
 from conserve.store.sql.unheld import read_fault
-from tests import virtual_time
+from tests import commands, virtual_time
 from tests.conftest import WriteInput, own_environment
 from tests.store_rows import finish, leased
 
@@ -638,3 +642,42 @@ def test_a_query_over_files_writes_none(tmp_path: Path) -> None:
     assert precious.read_text() == "mine\n"
     with scanned("select '170141183460469231731687303715884105728'::uhugeint as n", tmp_path) as rows:
         assert rows.read_all().to_pylist() == [{"n": "170141183460469231731687303715884105728"}]
+
+
+def test_an_interval_is_a_length_of_time() -> None:
+    found = rows_of(duckdb.sql("select interval 90 second as a, interval 14 month as b, null::interval as c"))
+    assert list(found.tuples()) == [(timedelta(seconds=90), "14 months 0:00:00", None)]
+    sink = io.BytesIO()
+    export.write_lines(rows_of(duckdb.sql("select interval 90 second as a")), sink)
+    assert sink.getvalue() == b'{"a":"PT90S"}\n'
+
+
+def test_a_store_that_is_changed_while_it_is_read_is_read_again(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are put back take their shards along, which is no damage."""
+    path = write_input(q=["a", "REJECT"])
+    job_id = submit(store, str(path), TASK).job_id
+    drain(store)
+    real, calls = snapshots.unreadable, list[int]()
+
+    def compared(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            commands.conserve("retry", job_id)
+        return real(*args, **named)
+
+    monkeypatch.setattr(snapshots, "unreadable", compared)
+    found = snapshot(store, now=0.0)
+    assert (found.damages, len(calls)) == ([], 2)
+
+
+def test_relations_can_be_made_in_threads(opened: Views) -> None:
+    rows = pa.table({"a": [1]})
+
+    def made(number: int) -> int:
+        batches = RowBatches(rows.schema, frozenset(), rows.to_batches())
+        return len(relation(batches).columns)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(made, range(64))) == [1] * 64

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from conserve.config import Settings, load
-from conserve.errors import StoreError
+from conserve.errors import StoreError, StoreFull
 from conserve.store.books import batches, catalog, keys, shards
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import lineage
@@ -545,3 +546,42 @@ def test_keys_that_could_not_be_read_are_told(jobs: Jobs, settings: Settings) ->
     assert rebuild.is_whole_table(database(settings), "api_key")
     database(settings).write_bytes(b"garbage" * 1000)
     assert rebuild.KEYS_UNREAD in rebuild.rebuild(settings, now=1.0)
+
+
+@pytest.mark.parametrize("begun_again", [1, 2])
+def test_a_repair_that_is_interrupted_begins_again_and_loses_nothing(
+    jobs: Jobs, settings: Settings, monkeypatch: pytest.MonkeyPatch, begun_again: int
+) -> None:
+    conserve("cancel", jobs.queued)
+    conserve("keys", "add", "ann")
+    database = settings.sqlite_file
+    assert database is not None
+    break_table(database, "shard")
+    with monkeypatch.context() as full:
+        full.setattr(rebuild.counters, "never_again", Mock(side_effect=StoreFull("no space left")))
+        for _ in range(begun_again):
+            assert conserve("check", "--repair").returncode != 0
+    found = conserve("check")
+    assert found.returncode == 1
+    assert "its repair was interrupted" in found.stdout + found.stderr
+    repaired = conserve("check", "--repair")
+    assert repaired.returncode == 0, repaired.stderr
+    assert conserve("check").returncode == 0
+    states = {reading.id: reading.state for reading in read_jobs(settings, now=0.0)}
+    assert states[jobs.queued] == "cancelled"
+    assert "ann" in conserve("keys", "list").stdout
+    assert results(jobs.half) == jobs.expected[jobs.half]
+
+
+def break_table(database: Path, table: str) -> None:
+    """Overwrite the root page of a table."""
+    with sqlite3.connect(database) as connection:
+        connection.execute("pragma wal_checkpoint(truncate)")
+        ((page,),) = connection.execute(
+            "select rootpage from sqlite_master where name = ?", [table]
+        ).fetchall()
+        ((size,),) = connection.execute("pragma page_size").fetchall()
+    connection.close()
+    content = bytearray(database.read_bytes())
+    content[(page - 1) * size : (page - 1) * size + 40] = b"\xff" * 40
+    database.write_bytes(content)

@@ -53,7 +53,7 @@ class Flight:
 
 
 class BusyReplies(NamedTuple):
-    """Times that a busy endpoint refused a row and answered others meanwhile, and its answers by the last of them."""
+    """Times that a busy endpoint refused a row and answered others meanwhile, and its answers by the last."""
 
     times: int
     answers: int

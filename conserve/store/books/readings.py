@@ -373,14 +373,18 @@ def batches_named(settings: Settings, wanted: str) -> list[tuple[str, str | None
 
 
 def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = ()) -> str:
-    """Full id for what the user typed: an id, an unambiguous beginning, or "last". Raises `JobNotFound`.
+    """Full id for what the user typed: an id, "last", the name of one job alone, or an unambiguous beginning.
 
     The id of a batch, or an unambiguous beginning of one, is that of its job; `batches` are those that begin so.
+    Raises `JobNotFound`.
     """
     if wanted in known:
         return wanted
     if wanted == "last" and known:
         return known[-1]
+    namesakes = [job_id for job_id in known if wanted and job_id.rpartition("-")[0] == wanted]
+    if len(namesakes) == 1:
+        return namesakes[0]
     matches = {job_id: job_id for job_id in known if wanted and job_id.startswith(wanted)}
     matches |= {batch_id: job_id or "" for batch_id, job_id in batches}
     if len(matches) > 1 and wanted not in matches:

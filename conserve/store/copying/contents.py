@@ -67,7 +67,7 @@ def take(names: Iterable[str], source: Path, target: Path, *, copy: bool) -> lis
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            put(source / name, path, copy=copy)
+            put(source / name, path, copy=copy or name.startswith(f"{PROFILES}/"))  # a profile is appended to
             if path.name == marks.MARK and marks.of(path.parent) is None:
                 put(source / name, path, copy=copy)  # it was just being rewritten
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -68,6 +69,8 @@ def unique(names: Sequence[str]) -> list[str]:
 
 def values(column: pa.Array) -> list[Any]:
     """Values of a column as Python objects; text where Python has no type, as for dates beyond the year 9999."""
+    if pa.types.is_interval(column.type):
+        return [None if one is None else length_of(one) for one in column.to_pylist()]
     if holds_nanoseconds(column.type):  # where pandas is installed, Arrow gives objects of its own
         return [value_of(scalar) for scalar in column]
     named = pa.types.is_map(column.type) and pa.types.is_string(column.type.key_type)
@@ -76,6 +79,12 @@ def values(column: pa.Array) -> list[Any]:
     except UNKNOWN_TO_PYTHON:
         found = [value_of(scalar) for scalar in column]
     return found
+
+
+def length_of(interval: Any) -> timedelta | str:
+    """An interval as a length of time, or as text if it has months, whose lengths differ."""
+    length = timedelta(days=interval.days, microseconds=interval.nanoseconds // 1000)
+    return f"{interval.months} months {length}" if interval.months else length
 
 
 def value_of(scalar: pa.Scalar) -> Any:

@@ -71,9 +71,12 @@ def meant(name: str, *candidates: str) -> str:
     """The words "did you mean text? If not, "; empty where no name is like this one."""
     names = [quotes or word for text in candidates for quotes, word in NAME.findall(text)]
     others = [one for one in names if one.lower() != name.lower()]
-    near = difflib.get_close_matches(name, others, n=1) or [
-        one for one in others if name.lower() in words_of(one)
-    ]
+    near = [one for one in others if one.lower() == f"input_{name}".lower()]  # beside a column of results
+    near = (
+        near
+        or difflib.get_close_matches(name, others, n=1)
+        or [one for one in others if name.lower() in words_of(one)]
+    )
     return f"did you mean {as_written(near[0])}? If not, " if near else ""
 
 

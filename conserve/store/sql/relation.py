@@ -1,5 +1,6 @@
 """Answers as relations of DuckDB, for programs that go on with SQL."""
 
+import threading
 from typing import TypeAlias
 
 import duckdb
@@ -9,6 +10,7 @@ from conserve.store.sql.batches import RowBatches
 from conserve.store.sql.quoting import quoted
 
 Relation: TypeAlias = duckdb.DuckDBPyRelation
+MAKING = threading.Lock()  # the default connection refuses a second call at a time
 
 
 def relation(rows: RowBatches, connection: duckdb.DuckDBPyConnection | None = None) -> Relation:
@@ -19,12 +21,13 @@ def relation(rows: RowBatches, connection: duckdb.DuckDBPyConnection | None = No
     """
     table = pa.Table.from_batches(rows.batches, schema=rows.schema)
     table = table.cast(pa.schema([field.with_type(without_zone(field.type)) for field in table.schema]))
-    found = duckdb.from_arrow(table, connection=connection)
-    typed = [
-        f"{quoted(name)}::json as {quoted(name)}" if name in rows.documents else quoted(name)
-        for name in rows.schema.names
-    ]
-    return found.project(", ".join(typed))
+    with MAKING:
+        found = duckdb.from_arrow(table, connection=connection)
+        typed = [
+            f"{quoted(name)}::json as {quoted(name)}" if name in rows.documents else quoted(name)
+            for name in rows.schema.names
+        ]
+        return found.project(", ".join(typed))
 
 
 def without_zone(kind: pa.DataType) -> pa.DataType:

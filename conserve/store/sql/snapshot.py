@@ -42,6 +42,7 @@ class Snapshot:
     damages: list[Damage]
 
 
+MOST_TRIES = 5
 PARTS = {"results": StorePart.SHARD, "inputs": StorePart.INPUTS, "requests": StorePart.REQUESTS}
 """Files that each view reads."""
 
@@ -52,8 +53,31 @@ def snapshot(
     """Read the store in one transaction, so that no row is missed or seen twice.
 
     Files of the views in `used` are compared with their digests, for which each is read once a day; those of all
-    views if it is None.
+    views if it is None. It is read again where files are gone since a job was retried or removed meanwhile.
     """
+    for _ in range(MOST_TRIES):
+        found = read_once(store, now=now, only=only, used=used)
+        if not is_outdated(store, found):
+            break
+    return found
+
+
+def is_outdated(store: Store, found: Snapshot) -> bool:
+    """True if a file that was missing is one that the store names no more."""
+    if not any(damage.job_id for damage in found.damages):
+        return False
+    with store.read() as tx:
+        jobs = set(catalog.ids(tx))
+        files = {file.file for file in shards.files(tx, [job.id for job in found.jobs])}
+    return any(
+        damage.job_id not in jobs or (damage.part is StorePart.SHARD and damage.file not in files)
+        for damage in found.damages
+        if damage.job_id
+    )
+
+
+def read_once(store: Store, *, now: float, only: Sequence[str] | None, used: Set[str] | None) -> Snapshot:
+    """Read the store in one transaction, then compare its files."""
     parts = FILES if used is None else [part for view, part in PARTS.items() if view in used]
     with store.read() as tx:
         jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]

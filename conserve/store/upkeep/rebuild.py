@@ -27,6 +27,7 @@ from conserve.store.files.locks import unopened
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import mending
+from conserve.whole import write_whole
 from conserve.words import count
 
 job, request, journal, shard, meta = (
@@ -64,20 +65,24 @@ def strangers(store: Store) -> list[Stranger]:
 def rebuild(settings: Settings, *, now: float) -> list[str]:
     """Make a new SQLite database beside the damaged one; returns the changes in words.
 
-    Raises `StoreInUse` while another process has the damaged one open: it would commit into the file put aside.
+    Raises `StoreInUse` while another process has the damaged one open: it would commit into the file put aside. One
+    that was killed half-way left a mark, by which the next one begins again with the database that it put aside.
     """
     path = settings.sqlite_file
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
-    aside = path.with_name(f"{path.name}.damaged-{int(now)}")
+    mark, begun = mark_of(path), unfinished(path)
+    aside = begun or path.with_name(f"{path.name}.damaged-{int(now)}")
+    away = aside if begun is None else path.with_name(f"{path.name}.unfinished-{int(now)}")
     with home.explained(settings.home), unopened(path) as free:
         if not free:
             raise StoreInUse(
                 f"another process has {path} open; stop what runs, and run: conserve check --repair"
             )
+        write_whole(mark, aside.name.encode(), durable=True)
         for suffix in LOG_FILES:
             with suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+                path.with_name(path.name + suffix).rename(away.with_name(away.name + suffix))
     salvaged = salvage(aside)
     unread = [said for name, said in UNREAD.items() if not is_whole_table(aside, name)]
     store = Store.open(settings)
@@ -85,7 +90,21 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
         said = refill(store, salvaged, now=now)
     finally:
         store.close()
+    mark.unlink()
     return [f"the damaged database is kept as {aside.name}", *said, *unread]
+
+
+def mark_of(path: Path) -> Path:
+    """File that stands beside a database while it is rebuilt, with the name of the damaged one."""
+    return path.with_name(f"{path.name}.rebuilding")
+
+
+def unfinished(path: Path | None) -> Path | None:
+    """The damaged database that a rebuild put aside and did not make up for; None without one."""
+    if path is None or not mark_of(path).exists():
+        return None
+    aside = path.with_name(mark_of(path).read_text(encoding="utf-8").strip())
+    return aside if aside.is_file() else None
 
 
 def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
