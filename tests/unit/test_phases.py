@@ -214,6 +214,16 @@ class TestDecodeStepsFirst:
         assert plan.tokens == {"live": 1, "grows": 1, "row0": 1}
 
 
+@pytest.mark.parametrize(("free", "tokens"), [(0, 2), (1, 3)])
+def test_a_prompt_that_runs_alone_fills_the_blocks_that_it_has(free: int, tokens: int) -> None:
+    row = Candidate("row", 3, 34, blocks=9)  # of four tokens: two have room
+    assert plan_of(offline=[row], free_blocks=free, block_tokens=4, max_tokens=3).tokens == {"row": tokens}
+    whole = Candidate("row", 3, 36, blocks=9)
+    assert plan_of(offline=[whole], free_blocks=0, block_tokens=4).tokens == {"row": 1}, (
+        "the engine finds it room"
+    )
+
+
 class TestDeferred:
     """Rows deferred for a prefix that the iteration computes are admitted last."""
 

@@ -64,8 +64,10 @@ def serve_least(
         tokens = min(
             request.tokens, composer.tokens_left, request.tokens if request.decode else prompt_tokens
         )
-        if composer.blocks_for(request, tokens) > composer.free_blocks:
-            tokens = min(tokens, 1) if not request.decode else tokens
+        while (
+            not request.decode and tokens > 1 and composer.blocks_for(request, tokens) > composer.free_blocks
+        ):
+            tokens -= 1
         composer.add(request, tokens)
     elif first and _can_start(composer, first[0]):
         composer.admit(first[0], min(first[0].tokens, prompt_tokens, composer.tokens_left))
