@@ -519,10 +519,12 @@ class TestLeast:
         assert self.computed(policy, offline=[speculative]) == {"row": 40}
         assert self.computed(policy, offline=[speculative], free_blocks=0) == {"row": 40}
 
-    def test_without_a_block_it_is_a_token(self) -> None:
+    def test_without_a_block_it_is_what_the_last_one_has_room_for(self) -> None:
         row = Candidate("row", 100, 60, False, 4)
         assert self.computed(Conserve(), offline=[row], free_blocks=1) == {"row": 16}
-        assert self.computed(Conserve(), offline=[row], free_blocks=0) == {"row": 1}
+        assert self.computed(Conserve(), offline=[row], free_blocks=0) == {"row": 4}
+        full = row._replace(context=64)
+        assert self.computed(Conserve(), offline=[full], free_blocks=0) == {"row": 1}
 
     def test_so_it_is_where_there_is_time_but_no_memory_for_all_of_a_prompt(self) -> None:
         row = Candidate("row", 100, 0, False, 1)
