@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from conserve.cli import output, server_status
 from conserve.cli.again import command
 from conserve.config import Settings
-from conserve.store.books.readings import FIRST_JOB, JobReading, job_named, read_harvested, read_jobs
+from conserve.store.books.job_names import FIRST_JOB
+from conserve.store.books.readings import JobReading, job_named, read_harvested, read_jobs
 from conserve.store.books.states import JobState
 
 WATCH_S = 1.0

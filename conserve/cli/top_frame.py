@@ -17,7 +17,8 @@ from conserve.cli.bars import bar, course, cut, short
 from conserve.cli.forecast_report import IDLE, none_runs, queue_sentence, when
 from conserve.cli.output import STATE_COLOURS
 from conserve.jobs.deadlines.queue import LIKELY
-from conserve.store.books.readings import FIRST_JOB, JobReading
+from conserve.store.books.job_names import FIRST_JOB
+from conserve.store.books.readings import JobReading
 
 WIDTH, HEIGHT = 80, 24
 NAME, BAR = 16, 8  # cells of a job's id and its progress, in a frame of 80

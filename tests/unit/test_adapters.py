@@ -122,6 +122,13 @@ class TestPlan:
         )
         assert plan.admitted == admitted
 
+    def test_a_row_that_was_deferred_begins_only_if_its_adapter_still_fits(self) -> None:
+        """It waits for the prefix of the first, and the third one takes the place meanwhile."""
+        alike = [Candidate(f"alike{n}", 100, 0, prefix=[f"p{n}" for n in range(6)]) for n in range(2)]
+        waiting = [*alike, Candidate("third", 10, 0)]
+        plan = plan_of(waiting_offline=waiting, adapters={"alike1": 1, "third": 2}, most_adapters=1)
+        assert plan.admitted == ["alike0", "third"]
+
     def test_rows_that_fit_are_not_counted_among_those(self) -> None:
         waiting = [Candidate(f"row{number}", 1, 0) for number in range(MOST_PASSED + 10)]
         plan = plan_of(waiting_offline=waiting, free_slots=1000, adapters={"none": 1}, most_adapters=1)

@@ -19,8 +19,8 @@ from conserve.errors import (
 )
 from conserve.store.books import catalog, readings
 from conserve.store.books.catalog import InputFile, Source
+from conserve.store.books.job_names import FIRST_JOB, resolve
 from conserve.store.books.readings import (
-    FIRST_JOB,
     JOBS,
     JobReading,
     data,
@@ -28,7 +28,6 @@ from conserve.store.books.readings import (
     opened,
     read_harvested,
     read_jobs,
-    resolve,
     row_order,
     untaken,
 )

@@ -10,9 +10,10 @@ from sqlalchemy import Connection, bindparam, exists, func, insert, or_, select,
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
+from conserve.store.books.job_names import resolve
 from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline, late_ids
-from conserve.store.books.readings import BATCH, BATCHES, resolve
+from conserve.store.books.readings import BATCH, BATCHES
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.connection import by_bytes, chunks

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.config import Settings
-from conserve.errors import JobNotFound, StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
+from conserve.errors import StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
+from conserve.store.books.job_names import resolve
 from conserve.store.books.states import JobState, OnLate, is_slot
 from conserve.store.database import moves
 from conserve.store.database.reader import reader
@@ -75,7 +76,6 @@ largest, since waiting rows lie in front of it."""
 BATCHES = "select id, job_id from batch where substr(id, 1, :length) = :wanted order by seq limit 9"
 """Batches of the Batch API whose id begins so, and their jobs; each job of `conserve submit` has one too."""
 
-FIRST_JOB = 'queue one with: conserve submit data.parquet --prompt "..."'
 """The next step in a store without jobs."""
 
 BATCH = "batch_"
@@ -370,34 +370,3 @@ def batches_named(settings: Settings, wanted: str) -> list[tuple[str, str | None
         if query is None or ((rows := query(VERSION, {})) and number(rows[0][0]) < WITH_BATCHES):
             return []
         return [(row[0], row[1]) for row in query(BATCHES, {"wanted": wanted, "length": len(wanted)})]
-
-
-def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = ()) -> str:
-    """Full id for what the user typed: an id, "last", the name of one job alone, or an unambiguous beginning.
-
-    The id of a batch, or an unambiguous beginning of one, is that of its job; `batches` are those that begin so.
-    Raises `JobNotFound`.
-    """
-    if wanted in known:
-        return wanted
-    if wanted == "last" and known:
-        return known[-1]
-    namesakes = [job_id for job_id in known if wanted and job_id.rpartition("-")[0] == wanted]
-    if len(namesakes) == 1:
-        return namesakes[0]
-    matches = {job_id: job_id for job_id in known if wanted and job_id.startswith(wanted)}
-    matches |= {batch_id: job_id or "" for batch_id, job_id in batches}
-    if len(matches) > 1 and wanted not in matches:
-        raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
-    if matches:
-        name = wanted if wanted in matches else next(iter(matches))
-        if not matches[name]:
-            raise JobNotFound(f"{name} has no job: its input is still checked, or was refused")
-        return matches[name]
-    if not known:
-        raise JobNotFound(f"there is no job {wanted!r}, for there are no jobs yet; {FIRST_JOB}")
-    import difflib
-
-    nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "run: conserve jobs"
-    raise JobNotFound(f"there is no job {wanted!r}; {hint}")
