@@ -16,7 +16,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from conserve.api.queries import results_query, sql_query
 from conserve.config import Settings, load
@@ -681,3 +681,13 @@ def test_relations_can_be_made_in_threads(opened: Views) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(made, range(64))) == [1] * 64
+
+
+def test_a_question_about_all_jobs_names_none_of_them(store: Store, write_input: WriteInput) -> None:
+    """A statement takes a bounded number of values, and a store may have more jobs."""
+    for name in ("a", "b"):
+        submit(store, str(write_input(f"{name}.parquet", q=[name])), TASK)
+    asked: list[Any] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *call: asked.append(call[3]))
+    assert len(snapshot(store, now=0.0).jobs) == 2
+    assert max(map(len, asked)) < 2

@@ -137,9 +137,10 @@ def read(tx: Connection, epochs: Collection[int]) -> list[Span]:
     return found
 
 
-def of_jobs(tx: Connection, job_ids: Collection[str]) -> list[Span]:
-    """Spans of these jobs."""
-    return [to_span(row) for row in tx.execute(select(span).where(span.c.job_id.in_(job_ids)))]
+def of_jobs(tx: Connection, job_ids: Collection[str] | None) -> list[Span]:
+    """Spans of these jobs, or of all."""
+    found = select(span) if job_ids is None else select(span).where(span.c.job_id.in_(job_ids))
+    return [to_span(row) for row in tx.execute(found)]
 
 
 def at(tx: Connection, job_id: str, position: int) -> Span | None:

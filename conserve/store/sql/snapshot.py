@@ -68,7 +68,7 @@ def is_outdated(store: Store, found: Snapshot) -> bool:
         return False
     with store.read() as tx:
         jobs = set(catalog.ids(tx))
-        files = {file.file for file in shards.files(tx, [job.id for job in found.jobs])}
+        files = {file.file for file in shards.files(tx)}
     return any(
         damage.job_id not in jobs or (damage.part is StorePart.SHARD and damage.file not in files)
         for damage in found.damages
@@ -83,9 +83,11 @@ def read_once(store: Store, *, now: float, only: Sequence[str] | None, used: Set
         jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
         entries = catalog.everything(tx)
         wanted = [job.id for job in jobs if only is None or job.id in only]
-        found = shards.files(tx, wanted)
-        rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
-        live = live_table(tx, wanted)
+        named = None if only is None else wanted  # a statement takes no more than 32,766 of them
+        found = shards.files(tx, named)
+        chosen = select(journal) if named is None else select(journal).where(journal.c.job_id.in_(named))
+        rows = tx.execute(chosen).all()
+        live = live_table(tx, named)
     those = set(wanted)
     ours = [entry for entry in entries if entry.id in those]
     damages = unreadable(store.data, ours, found, now=now, parts=parts)
@@ -108,10 +110,10 @@ def journal_table(rows: Sequence[Any]) -> pa.Table:
     return to_arrow([r.job_id for r in rows], [r.position for r in rows], [decode(r.payload) for r in rows])
 
 
-def live_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
-    """Rows of these jobs that are leased, or that came back and wait."""
-    columns = request.c.job_id, request.c.position, request.c.epoch, request.c.attempts
-    records = tx.execute(select(*columns).where(request.c.job_id.in_(job_ids))).all()
+def live_table(tx: Connection, job_ids: Sequence[str] | None) -> pa.Table:
+    """Rows of these jobs, or of all, that are leased, or that came back and wait."""
+    chosen = select(request.c.job_id, request.c.position, request.c.epoch, request.c.attempts)
+    records = tx.execute(chosen if job_ids is None else chosen.where(request.c.job_id.in_(job_ids))).all()
     rows = [(row.job_id, row.position, row.epoch is not None, row.attempts) for row in records]
     for span in spans.of_jobs(tx, job_ids):
         rows += [(span.job_id, position, True, 1) for position in span.positions]
