@@ -420,3 +420,33 @@ def read_back(path: Path) -> dict[str, Any]:
     else:
         row = json.loads(path.read_text())
     return dict(row)
+
+
+def test_inputs_that_are_alike_are_read_in_one_scan_and_each_row_is_its_jobs(
+    store: Store, tmp_path: Path
+) -> None:
+    def lines(name: str, *documents: dict[str, Any]) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in documents))
+        return queue(store, path)
+
+    alike = [lines(f"alike{n}", *({"q": f"{n} {row}", "n": row} for row in range(3))) for n in range(20)]
+    other = lines("other", {"q": "other", "n": "text"})  # its column is none of numbers
+    odd = lines("odd", {"q": "odd", "file_row_number": 7})
+    clash = [lines(f"clash{n}", {"q": "clash", "text": "mine", "filename": str(n)}) for n in range(2)]
+    with views(store, now=0.0) as opened:
+        ((sql,),) = opened.duck.execute(
+            "select sql from duckdb_views() where view_name = 'inputs'"
+        ).fetchall()
+        assert sql.lower().count("union all by name") == 3, "of four kinds"
+        found = opened.duck.execute(
+            "select job_id, row_index, q, n from inputs where n is not null"
+        ).fetchall()
+        mine = opened.duck.execute(
+            "select job_id, input_text, filename from inputs where filename is not null"
+        )
+        assert sorted(mine.fetchall()) == sorted((job, "mine", str(n)) for n, job in enumerate(clash))
+    expected = [(job, row, f"{n} {row}", str(row)) for n, job in enumerate(alike) for row in range(3)]
+    assert sorted(found) == sorted([*expected, (other, 0, "other", "text")])
+    numbered = rows(store, "select job_id, row_index, file_row_number from inputs where q = 'odd'")
+    assert numbered == [(odd, 0, 7)]

@@ -1,7 +1,7 @@
 """Columns of input files: the name under which each appears in SQL and beside results, and its type."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
 import duckdb
@@ -9,7 +9,7 @@ import duckdb
 from conserve.errors import first_line
 from conserve.store.books.results import COLUMNS
 from conserve.store.files.objects import FilePath
-from conserve.store.sql.input_parts import ROW_NUMBER, InputPart, relation
+from conserve.store.sql.input_parts import FILE, ROW_NUMBER, InputPart, relation
 from conserve.store.sql.quoting import literal, parquet, quoted
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
@@ -86,11 +86,26 @@ def input_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> 
 def input_select(job_id: str, parts: Sequence[InputPart], types: dict[str, str], as_text: set[str]) -> str:
     """SELECT of one job's input rows, each column under its shown name."""
     source, row_index = numbered(parts, types)
-    chosen = [f"{literal(job_id)} as job_id", f"{row_index} as row_index"]
+    chosen = [f"{literal(job_id)} as job_id", f"{row_index} as row_index", *columns_as(types, as_text)]
+    return f"select {', '.join(chosen)} from {source}"
+
+
+def inputs_select(paths: Sequence[FilePath], types: dict[str, str], as_text: set[str]) -> str:
+    """SELECT of the rows of several jobs' copied inputs, which have the same columns, each in its job's folder."""
+    scan = parquet(paths, f"filename = {literal(FILE[1:-1])}", f"{FILE_ROW} = true")
+    chosen = [
+        f"string_split({FILE}, '/')[-2] as job_id",
+        f"{FILE_ROW} as row_index",
+        *columns_as(types, as_text),
+    ]
+    return f"select {', '.join(chosen)} from {scan}"
+
+
+def columns_as(types: dict[str, str], as_text: set[str]) -> Iterator[str]:
+    """Yield each column of an input under its shown name."""
     for name, alias in shown_names(list(types)).items():
         cast = "::varchar" if alias.lower() in as_text else ""
-        chosen.append(f"{quoted(name)}{cast} as {quoted(alias)}")
-    return f"select {', '.join(chosen)} from {source}"
+        yield f"{quoted(name)}{cast} as {quoted(alias)}"
 
 
 def numbered(parts: Sequence[InputPart], names: Collection[str]) -> tuple[str, str]:

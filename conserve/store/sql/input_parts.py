@@ -36,6 +36,12 @@ def parts_of(data: FilePath, job_id: str, source: Source) -> list[InputPart]:
     ]
 
 
+def is_in_folder_of(job_id: str, parts: Sequence[InputPart]) -> bool:
+    """True for an input of one file in its job's folder, by whose path a scan of many knows the job."""
+    (first, *others) = parts
+    return not others and not first.partition and str(first.path).split("/")[-2:-1] == [job_id]
+
+
 def changed(source: Source, parts: Sequence[InputPart], known: digests.Memory) -> str | None:
     """Reason why these files cannot be joined with results; None if they can, as copied rows always can.
 

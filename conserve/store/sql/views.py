@@ -1,7 +1,7 @@
 """The views `jobs`, `results` and `inputs` over a snapshot; a file that cannot be read is left out of its view."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import duckdb
@@ -14,13 +14,15 @@ from conserve.store.books.shards import ShardFile
 from conserve.store.files import digests
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import (
+    FILE_ROW,
     RESULT_COLUMNS,
     disagreeing,
     input_select,
     input_types,
+    inputs_select,
     with_columns,
 )
-from conserve.store.sql.input_parts import InputPart, changed, parts_of
+from conserve.store.sql.input_parts import InputPart, changed, is_in_folder_of, parts_of
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut
 from conserve.store.sql.snapshot import Snapshot
@@ -165,10 +167,28 @@ def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPa
         else:
             types[job_id] = kinds
     as_text = disagreeing(list(types.values()))
-    selects = [input_select(job_id, readable[job_id], kinds, as_text) for job_id, kinds in types.items()]
+    selects = []
+    for job_ids in alike(types, readable):
+        kinds = types[job_ids[0]]
+        if len(job_ids) > 1:  # a union of thousands takes minutes to bind
+            paths = [readable[job_id][0].path for job_id in job_ids]
+            selects.append(inputs_select(paths, kinds, as_text))
+        else:
+            selects.append(input_select(job_ids[0], readable[job_ids[0]], kinds, as_text))
     nothing = "select null::varchar as job_id, null::bigint as row_index where false"
     duck.execute(f"create view inputs as {' union all by name '.join(selects) or nothing}")
     return left_out
+
+
+def alike(
+    types: Mapping[str, Mapping[str, str]], readable: Mapping[str, Sequence[InputPart]]
+) -> Iterable[list[str]]:
+    """Jobs whose inputs can be read in one scan: of one copied file each, with the same columns and types."""
+    groups: dict[object, list[str]] = {}
+    for job_id, kinds in types.items():
+        plain = is_in_folder_of(job_id, readable[job_id]) and FILE_ROW not in map(str.lower, kinds)
+        groups.setdefault(tuple(kinds.items()) if plain else job_id, []).append(job_id)
+    return groups.values()
 
 
 def odd_time(parts: Sequence[InputPart], kinds: Mapping[str, str]) -> str | None:
