@@ -223,7 +223,7 @@ def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 ODD = {
-    "interval '1 month 2 days'": ("[1,2,0]", [1, 2, 0], "[1,2,0]"),
+    "interval '1 month 2 days'": ("1 month 2 days, 0:00:00",) * 3,
     "timestamp '2026-01-02 03:04:05'": (
         "2026-01-02 03:04:05",
         "2026-01-02T03:04:05",

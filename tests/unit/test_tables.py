@@ -39,7 +39,7 @@ def read(folder: Path) -> list[tuple[Any, ...]]:
     return sorted((row["job_id"], row["n"], row["took"]) for row in found)
 
 
-TOOK = "[1,0,0]"
+TOOK = "1 month 0:00:00"
 
 
 def test_a_data_set_has_a_folder_for_each_job_whose_files_a_second_export_replaces(tmp_path: Path) -> None:

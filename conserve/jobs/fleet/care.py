@@ -15,9 +15,7 @@ SILENT_S = 10.0  # least time without tokens after which a server is suspected; 
 SILENT_TIMES = 3.0  # the time that the slowest of others' last rows took
 SLOWER = 2.0  # a row goes elsewhere if it would be done there in this part of the time
 MARGIN_S = 1.0
-MOST_MOVES = (
-    2  # of one row, away from servers that are slow and not silent: one that is long would else never end
-)
+MOST_MOVES = 2  # of one row, away from slow servers that are not silent: a long one would never end
 MOST_MISSES = 2  # signs of life that a server may owe
 
 

@@ -10,6 +10,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.store.sql.quoting import quoted
+from conserve.words import count as count_of
 
 CHANGED_BY_ARROW = {"UHUGEINT", "BIT", "TIME WITH TIME ZONE"}  # types of DuckDB's that Arrow lacks
 UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
@@ -84,7 +85,7 @@ def values(column: pa.Array) -> list[Any]:
 def length_of(interval: Any) -> timedelta | str:
     """An interval as a length of time, or as text if it has months, whose lengths differ."""
     length = timedelta(days=interval.days, microseconds=interval.nanoseconds // 1000)
-    return f"{interval.months} months {length}" if interval.months else length
+    return f"{count_of(interval.months, 'month')} {length}" if interval.months else length
 
 
 def value_of(scalar: pa.Scalar) -> Any:
