@@ -238,7 +238,7 @@ ODD = {
 
 @pytest.mark.parametrize("sql", ODD)
 def test_a_value_that_a_format_has_no_type_for_is_text(sql: str) -> None:
-    """Intervals are months, days and nanoseconds; bytes are base64 where they are text."""
+    """Intervals with months, whose lengths differ, are text, and bytes are base64 where they are text."""
     in_csv, in_lines, in_parquet = ODD[sql]
     written = {kind: io.BytesIO() for kind in (Format.CSV, Format.JSONL, Format.PARQUET)}
     for kind, sink in written.items():
