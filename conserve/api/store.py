@@ -18,6 +18,7 @@ from conserve.api.results import answered
 from conserve.api.twins import blocking
 from conserve.config import Settings
 from conserve.errors import RowsUnanswerable
+from conserve.store.books.job_names import namesakes
 from conserve.store.books.readings import job_named, read_jobs
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ class Store:
         Raises `JobNotFound`, which names the nearest.
         """
         known = read_jobs(self._settings, now=time.time())
-        namesakes = [reading.id for reading in known if reading.id.rpartition("-")[0] == name]
-        return Job(self._settings, namesakes[-1] if namesakes else job_named(self._settings, known, name))
+        same = namesakes([reading.id for reading in known], name)
+        return Job(self._settings, same[-1] if same else job_named(self._settings, known, name))
 
     @blocking
     def sql(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from conserve.evals.paired import Standard
+from conserve.evals.records import PREVIOUS
 
 Overlap = Literal["skip", "queue", "replace"]
 Answering = Literal["run", "serve"]
@@ -82,7 +83,7 @@ class NightlyPlan:
     targets: tuple[ModelTarget, ...]
     suites: tuple[SuitePlan, ...]
     reports: Reports = Reports()
-    against: str = "previous"  # what a report and the webhook compare with
+    against: str = PREVIOUS  # what a report and the webhook compare with
     overlap: Overlap = "queue"
     keep_s: float | None = None  # runs that are older are removed at the end of a run
     resume_s: float = RESUME_S  # a killed run that began longer ago is given up

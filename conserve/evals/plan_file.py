@@ -20,6 +20,7 @@ from conserve.evals.plan import (
     SuitePlan,
     less_is_better,
 )
+from conserve.evals.records import HISTORY, PREVIOUS
 
 T = TypeVar("T")
 
@@ -93,9 +94,10 @@ class PlanTable:
         )
 
     def against(self) -> str:
-        """What reports compare with; raises for what is nearly one of the two words."""
-        given = self.text("against") or WORDS_OF_RUNS[0]
-        near = [] if given in WORDS_OF_RUNS else get_close_matches(given, WORDS_OF_RUNS, n=1, cutoff=0.7)
+        """Run that reports compare with, or one of two words; raises `SettingsError` for nearly one of them."""
+        words = PREVIOUS, HISTORY
+        given = self.text("against") or PREVIOUS
+        near = [] if given in words else get_close_matches(given, words, n=1, cutoff=0.7)
         if near:
             raise SettingsError(f"{self._at('against')} is {given!r}; did you mean {near[0]}? Call no run so")
         return given
@@ -245,7 +247,6 @@ class PlanTable:
         return f"{self._path}.{name}" if self._path else name
 
 
-WORDS_OF_RUNS = ("previous", "history")
 WORDS: dict[type, str] = {
     str: "a text",
     int: "a whole number",

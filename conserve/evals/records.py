@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+PREVIOUS, HISTORY = "previous", "history"  # what a run is compared with, besides a run by its name
+
 
 class RunState(StrEnum):
     """State of a run."""

@@ -20,14 +20,12 @@ from conserve.evals.comparison import (
 from conserve.evals.history import ChangePoint, change_point, lasting_decline
 from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import RunRecord, SuiteRecord
+from conserve.evals.records import HISTORY, PREVIOUS, RunRecord, SuiteRecord
 from conserve.nightly import keeping
 from conserve.nightly.items import ItemKey, scores_of, texts_of
 from conserve.nightly.running import overridden
 from conserve.store.files import nights
 
-HISTORY = "history"
-PREVIOUS = "previous"
 NIGHTS = 60  # that a history reaches back
 FAMILIES = 2  # of tests against a history: the night against the level, and changes of level
 LEVEL_NIGHTS = 14  # that make the level which a run is compared with

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.outcome import Item
-from conserve.evals.records import RunRecord, RunState, SuiteRecord
+from conserve.evals.records import HISTORY, PREVIOUS, RunRecord, RunState, SuiteRecord
 from conserve.nightly.redacted import overrides_of, plan_text_of
 from conserve.store.files import home as store_home
 from conserve.store.files import nights
@@ -26,7 +26,7 @@ from conserve.store.sql.eval_views import ITEMS
 from conserve.whole import sync, write_whole
 
 ROWS_AT_ONCE = 1000
-NAME_TAKEN = ("last", "previous", "history")
+NAME_TAKEN = ("last", PREVIOUS, HISTORY)
 
 
 def new_id(home: Path, evaluation: str, *, now: float) -> str:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from conserve.config import Settings
 from conserve.errors import SettingsError, UsageError, one_line
 from conserve.evals.plan import NightlyPlan, Reports
-from conserve.evals.records import RunRecord
-from conserve.nightly.comparing import PREVIOUS
+from conserve.evals.records import PREVIOUS, RunRecord
 from conserve.nightly.redacted import host_of
 from conserve.nightly.report.document import Document, against_of, document
 from conserve.nightly.report.forms import SUFFIXES, written

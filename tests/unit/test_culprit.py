@@ -478,7 +478,7 @@ def test_servers_that_are_restarted_again_and_again_fail_no_row(
 def test_a_row_that_is_refused_as_busy_for_ever_holds_no_other_up(
     store: Store, queue_up: Callable[..., str], servers: int
 ) -> None:
-    """As a request beyond the limit of tokens a minute. It waits, asked about once a minute."""
+    """A request beyond the limit of tokens a minute waits, and is sent again about once a minute."""
     rows = [f"row {n}" for n in range(200)]
     job_id = queue_up("too large", *rows)
     its = [Server() for _ in range(servers)]

@@ -11,9 +11,9 @@ from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, comp
 from conserve.evals.history import change_point, lasting_decline
 from conserve.evals.level import interval
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
+from conserve.evals.records import HISTORY, MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.evals.verdict import Verdict
-from conserve.nightly.comparing import FAMILIES, HISTORY, LEVEL_NIGHTS, declines, mean
+from conserve.nightly.comparing import FAMILIES, LEVEL_NIGHTS, declines, mean
 
 
 def noisy(rng: np.random.Generator, *levels: float) -> list[float]:

@@ -61,6 +61,13 @@ def checked(folder: Path, text: str) -> None:
     check(plan_of(text), folder)
 
 
+def judge_of(folder: Path, entry: str) -> Judge:
+    """Judge that is shown the answer, with one more entry."""
+    entries = f"prompt = '{{{{ answer_of_model }}}}'\n{entry}\n"
+    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
+    return Judge(Options(plan, folder, own=("judge",)))
+
+
 def checked_select(folder: Path, score: str, *, data: str = "q.jsonl", more: str = "") -> None:
     checked(folder, suite("sql", f"select avg({score}) {JOINED}", data=data, more=more))
 
@@ -356,18 +363,14 @@ def test_a_mistyped_entry_is_told_the_common_ones_too(entry: str, says: str, tmp
 def test_a_judge_gives_the_first_grade_or_number(
     grades: str, text: str, score: float | None, tmp_path: Path
 ) -> None:
-    entries = f"prompt = '{{{{ answer_of_model }}}}'\ngrades = {{ {grades} }}\n"
-    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
-    assert Judge(Options(plan, tmp_path, own=("judge",))).score(text) == score
+    assert judge_of(tmp_path, f"grades = {{ {grades} }}").score(text) == score
 
 
 @pytest.mark.parametrize(
     "text", ['{"score": NaN}', '{"score": Infinity}', '{"score": "nan"}', '{"score": null}', "7"]
 )
 def test_a_judge_s_field_without_a_number_is_no_score(text: str, tmp_path: Path) -> None:
-    entries = "prompt = '{{ answer_of_model }}'\nfield = 'score'\n"
-    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
-    judge = Judge(Options(plan, tmp_path, own=("judge",)))
+    judge = judge_of(tmp_path, "field = 'score'")
     assert judge.score(text) is None
     assert judge.score('{"score": 0.5}') == 0.5
 
@@ -424,6 +427,4 @@ def test_a_field_that_no_known_server_has_is_sent_where_the_file_says_so(tmp_pat
 def test_the_score_of_a_judge_is_the_first_group_that_matched(
     pattern: str, text: str, score: float | None, tmp_path: Path
 ) -> None:
-    entries = f"prompt = '{{{{ answer_of_model }}}}'\npattern = '{pattern}'\n"
-    (plan,) = plan_of(f'[suites.q]\nkind = "judge"\n[suites.q.judge]\n{entries}').suites
-    assert Judge(Options(plan, tmp_path, own=("judge",))).score(text) == score
+    assert judge_of(tmp_path, f"pattern = '{pattern}'").score(text) == score

@@ -6,12 +6,10 @@ from typing import Any
 
 from conserve.errors import UsageError
 from conserve.evals.comparison import Comparison, SuiteMetric
-from conserve.evals.records import RunRecord
+from conserve.evals.records import HISTORY, PREVIOUS, RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.comparing import (
-    HISTORY,
     NIGHTS,
-    PREVIOUS,
     Flip,
     begun_anew,
     comparison,

@@ -7,6 +7,11 @@ from conserve.errors import JobNotFound
 FIRST_JOB = 'queue one with: conserve submit data.parquet --prompt "..."'
 
 
+def namesakes(known: Sequence[str], name: str) -> list[str]:
+    """Ids of the jobs of this name, which stands before the last hyphen."""
+    return [job_id for job_id in known if name and job_id.rpartition("-")[0] == name]
+
+
 def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = ()) -> str:
     """Full id for an id, "last", the name of one job, or an unambiguous beginning; raises `JobNotFound`.
 
@@ -16,9 +21,9 @@ def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str 
         return wanted
     if wanted == "last" and known:
         return known[-1]
-    namesakes = [job_id for job_id in known if wanted and job_id.rpartition("-")[0] == wanted]
-    if len(namesakes) == 1:
-        return namesakes[0]
+    same = namesakes(known, wanted)
+    if len(same) == 1:
+        return same[0]
     matches = {job_id: job_id for job_id in known if wanted and job_id.startswith(wanted)}
     matches |= {batch_id: job_id or "" for batch_id, job_id in batches}
     if len(matches) > 1 and wanted not in matches:
