@@ -19,6 +19,9 @@ JSON_LOGGING = Path(__file__).with_name("json_logging.json")  # for VLLM_LOGGING
 TAIL_BYTES = 65_536
 OUTPUTS = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 OUTPUTS_AT_ONCE = "32"  # requests; vLLM's default is 128
+PYDANTIC_DETAILS = (  # kind, value and address behind a complaint
+    r" *\[type=\w+, input_value=.*?, input_type=\w+\](?: For further information visit https?://\S+)?"
+)
 CONSEQUENCES = ("initialization failed", "EngineDeadError")  # of one process after another one has failed
 
 
@@ -103,7 +106,9 @@ class EngineLog:
 
 def last_error(log: str) -> str | None:
     """The last exception in a log that is not merely the consequence of another."""
-    errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+    errors = re.findall(
+        r"(?:^|^\(\w+ pid=\d+\) |\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", log, re.MULTILINE
+    )
     causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
     return str(causes[-1]) if causes else None
 
@@ -126,5 +131,6 @@ def why_not_started(model: str, error: Exception) -> str:
 def gist(message: str) -> str:
     """The gist of an error of vLLM's: without the wrapping by pydantic and worker processes, shortened."""
     message = re.sub(r"^\d+ validation errors? for \w+ Value error, ", "", message)
+    message = re.sub(PYDANTIC_DETAILS, "", message)
     message = re.sub(r"^RuntimeError: Worker failed with error '(.*)', please check .*$", r"\1", message)
-    return textwrap.shorten(message, 300, placeholder=" ...").rstrip(".")
+    return textwrap.shorten(message.rstrip("."), 300, placeholder=" ...")
