@@ -67,6 +67,8 @@ def results(
 
     context: Context = ctx.obj
     out = named_file(out)
+    if as_json and format not in (None, Format.JSONL):
+        raise UsageError(f"--json is --format jsonl; leave --json or --format {format} out")
     if format in TABLES:
         table_of(context, job, format, out, with_inputs=with_inputs, with_prompts=with_prompts)
         return

@@ -102,6 +102,11 @@ def wanted_format(out: Path | None, *, as_json: bool, as_csv: bool) -> "Format |
     flagged = Format.JSONL if as_json else Format.CSV if as_csv else None
     if out is not None and named is None and flagged is None:
         raise UsageError(f"-o {out} does not say how to write; end it in .parquet, .csv or .jsonl")
+    if flagged and named and flagged is not named:
+        flag = "--json" if as_json else "--csv"
+        raise UsageError(
+            f"{out} ends as {named} does, and {flag} asks for {flagged}; rename it, or leave {flag} out"
+        )
     return flagged or named
 
 

@@ -315,6 +315,7 @@ def test_rows_of_a_cancelled_job_wait_no_longer(write_input: WriteInput) -> None
         (["submit", "-", "--prompt", "x", "--schema", "{"], 2, "not JSON"),
         (["submit", "-", "--prompt", "x", "--param", "top_k"], 2, "KEY=JSON"),
         (["results", "x", "--format", "xml"], 2, "no format 'xml'"),
+        (["results", "x", "--json", "--format", "delta"], 2, "leave --json or --format delta out"),
         (["sql", "drop table jobs"], 2, "only SELECT"),
         (["run", "--lease-s", "0"], 2, "at least 1 second"),
         (["run", "--utility", "1.5"], 2, "not 1.5; try: --utility 0.9"),

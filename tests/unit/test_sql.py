@@ -182,6 +182,8 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         (["-o", "nowhere/out.csv", "select 1"], 2, "there is no folder"),
         (["-o", ".", "--csv", "select 1"], 2, "is a folder"),
         (["--json", "--csv", "select 1"], 2, "not both"),
+        (["--json", "-o", "out.csv", "select 1"], 2, "ends as csv does, and --json asks for jsonl"),
+        (["--csv", "-o", "out.parquet", "select 1"], 2, "leave --csv out"),
         (["--memory", "lots", "select 1"], 2, "a size like 4GiB"),
         (["--memory", "1MiB", "select 1"], 2, "too little memory"),
         (["--memory", "9000000TiB", "select 1"], 2, "a size below 8388608TiB"),
