@@ -1,6 +1,7 @@
 """All parts of a request reach the engine with its priority: beams, and turns after a server-side tool."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
@@ -115,6 +116,27 @@ async def answer_with_tools(engine: Engine, turns: Any, **fields: Any) -> None:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """An engine behind the plug-in's hooks, asked by a client without privileges."""
+    yield from hooked(noting)
+
+
+@pytest.fixture
+def traced_engine() -> Iterator[Engine]:
+    """The same where an agent had wrapped vLLM's method before the hooks were set."""
+    yield from hooked(traced(noting))
+
+
+def traced(generate: Any) -> Any:
+    """Wrap `AsyncLLM.generate` as a tracing agent does."""
+
+    @functools.wraps(generate)
+    def wrapped(*args: Any, **rest: Any) -> Any:
+        return generate(*args, **rest)
+
+    return wrapped
+
+
+def hooked(generate: Any) -> Iterator[Engine]:
+    """Set the hooks around this method, and take them back."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -123,7 +145,7 @@ def engine() -> Iterator[Engine]:
         for name in ("_get_priority", "_get_session_id")
     }
     with (
-        mock.patch.object(AsyncLLM, "generate", noting),
+        mock.patch.object(AsyncLLM, "generate", generate),
         mock.patch.object(AsyncLLM, "encode", AsyncLLM.encode),
         mock.patch.multiple(GenerateBaseServing, **kept),
     ):
@@ -151,3 +173,32 @@ def test_beams_of_a_request_that_asks_for_more_than_it_may_are_refused(engine: E
     with pytest.raises(Exception, match="wants the harvester's key"):
         asyncio.run(search_beams(engine, priority=-1))
     assert engine.priorities == []
+
+
+async def generate(engine: Engine, **rest: Any) -> None:
+    """Generate by keywords, as vLLM's `/v1/realtime` does."""
+    from vllm.sampling_params import SamplingParams
+
+    CALLER.set(Caller(role=Role.CLIENT))
+    async for _ in engine.generate(prompt=PROMPT, sampling_params=SamplingParams(), request_id="1", **rest):
+        pass
+
+
+def test_the_hooks_take_vllms_keywords(engine: Engine) -> None:
+    asyncio.run(generate(engine))
+    assert engine.priorities == [0]
+
+
+def test_an_agent_that_wraps_vllms_method_takes_no_check_away(traced_engine: Engine) -> None:
+    with pytest.raises(Exception, match="wants the harvester's key"):
+        asyncio.run(generate(traced_engine, priority=-1))
+    assert traced_engine.priorities == []
+
+
+def test_the_hooks_are_set_once_also_beneath_an_agents_wrapper(engine: Engine) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with mock.patch.object(AsyncLLM, "generate", traced(AsyncLLM.generate)):
+        before = AsyncLLM.generate
+        plugin.hook_server()
+        assert AsyncLLM.generate is before

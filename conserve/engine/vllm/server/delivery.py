@@ -141,11 +141,13 @@ def delivering(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `AsyncLLM.generate`: the delivery is told of live requests of one answer."""
 
     @functools.wraps(generate)
-    def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
+    def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
         delivery = DELIVERY.get()
         if delivery is not None and rest.get("priority", 0) < OFFLINE_PRIORITY:
-            delivery.comes_from(llm, request_id, getattr(params, "n", 1), class_of(llm, params))
-        return generate(llm, prompt, params, request_id, *args, **rest)
+            delivery.comes_from(
+                llm, request_id, getattr(sampling_params, "n", 1), class_of(llm, sampling_params)
+            )
+        return generate(llm, prompt, sampling_params, request_id, *args, **rest)
 
     return wrapped
 

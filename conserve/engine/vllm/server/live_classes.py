@@ -40,11 +40,11 @@ def classing(generate: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(generate)
-    def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
+    def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
         classes = classes_of_engine(llm)
-        if classes and hasattr(params, "extra_args") and rest.get("priority", 0) < OFFLINE_PRIORITY:
-            put_in_class(classes, params, rest)
-        return generate(llm, prompt, params, request_id, *args, **rest)
+        if classes and hasattr(sampling_params, "extra_args") and rest.get("priority", 0) < OFFLINE_PRIORITY:
+            put_in_class(classes, sampling_params, rest)
+        return generate(llm, prompt, sampling_params, request_id, *args, **rest)
 
     return wrapped
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.conserve")
 SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
+HOOKED = (
+    "conserve_hooked"  # attribute of what our hooks have replaced; tracing agents wrap vLLM's methods, too
+)
 COUNTING = "batched_count_greater_than"  # counts the tokens that are likelier than a sample
 
 
@@ -92,8 +95,8 @@ def hook_engine_core() -> None:
     EngineCore.conserve = ask_scheduler
     EngineCore.conserve_way = tell_way
     EngineCore.conserve_spill = ask_spilling
-    if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
-        EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
+    if not hasattr(EngineCore.preprocess_add_request, HOOKED):
+        EngineCore.preprocess_add_request = marked(announcing(EngineCore.preprocess_add_request))
         EngineCore.step_with_batch_queue = waiting(EngineCore.step_with_batch_queue)
 
 
@@ -104,14 +107,20 @@ def hook_server() -> None:
 
     from conserve.engine.vllm.server.delivery import delivering
 
-    if not hasattr(AsyncLLM.generate, "__wrapped__"):
+    if not hasattr(AsyncLLM.generate, HOOKED):
         priority_of = flex_is_offline(GenerateBaseServing._get_priority)
         session_of = noting_model(noting_priority(GenerateBaseServing._get_session_id, priority_of))
         GenerateBaseServing._get_priority = staticmethod(priority_of)
         GenerateBaseServing._get_session_id = staticmethod(session_of)
         resumable = resuming(AsyncLLM.generate)
-        AsyncLLM.generate = keeping_priority(classing(permitting(delivering(resumable))))
+        AsyncLLM.generate = marked(keeping_priority(classing(permitting(delivering(resumable)))))
         AsyncLLM.encode = permitting(AsyncLLM.encode)
+
+
+def marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook as ours, so that it is set once, also beneath a wrapper of others."""
+    setattr(hook, HOOKED, True)
+    return hook
 
 
 def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:

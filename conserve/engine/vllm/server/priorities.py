@@ -45,9 +45,9 @@ def keeping_priority(generate: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(generate)
-    def wrapped(llm: Any, prompt: Any, params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
+    def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **rest: Any) -> Any:
         if (asked := ASKED.get()) is not None:
             rest["priority"] = max(rest.get("priority", asked), asked)
-        return generate(llm, prompt, params, request_id, *args, **rest)
+        return generate(llm, prompt, sampling_params, request_id, *args, **rest)
 
     return wrapped
