@@ -80,12 +80,16 @@ def parked(engine: Any, live: int = 4, answer: int = 30) -> Any:
     return scheduler
 
 
-def drain(engine: Any, most: int = 4000) -> None:
+def until(engine: Any, condition: Callable[[], bool], most: int = 4000) -> None:
     for _ in range(most):
-        if not engine.scheduler.requests:
+        if condition():
             return
         engine._iterate()
     raise AssertionError(f"{len(engine.scheduler.requests)} requests are left")
+
+
+def drain(engine: Any) -> None:
+    until(engine, lambda: not engine.scheduler.requests)
 
 
 def test_they_go_on_where_they_were(make: Make) -> None:
@@ -214,6 +218,29 @@ def test_a_reset_of_the_cache_and_an_abort_leave_none(make: Make, copies: bool) 
     drain(engine)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_pause_that_resets_the_cache_takes_the_blocks_of_restored_rows(make: Make, comes: bool) -> None:
+    """As `/pause?mode=keep` and `/sleep?mode=keep` do: the engine steps until it has nothing to do, then resets."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = make([(200, 300)] * 4, blocks=70, copies=True)
+    scheduler = engine.scheduler
+    restores = scheduler.checkpoints._restores
+    until(engine, lambda: len(restores) > 0)
+    row = scheduler.requests[next(iter(restores._rows))]
+    if comes:  # and waits with its KV, since live requests have all slots
+        for _ in range(4):
+            scheduler.add_request(engine.request(20, 30))
+        until(engine, lambda: row.request_id not in restores)
+        assert row in list(scheduler.kv_holding_waiting)
+        assert row.request_id not in scheduler.parking.names
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    until(engine, lambda: not scheduler.has_requests())
+    assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    drain(engine)
 
 
 @pytest.mark.parametrize(("policy", "left"), [("priority", 0), ("non-preemptive", 0), ("online-only", 4)])

@@ -221,8 +221,8 @@ class Checkpoints:
 
     @property
     def copying(self) -> bool:
-        """True if any block is being saved, or is about to be."""
-        return bool(self._stores or self._last_minute)
+        """True if any block is being saved or restored, or is about to be."""
+        return bool(self._stores or self._last_minute or self._restores)
 
     def report(self) -> dict[str, Any]:
         """Tokens, blocks and failures since the engine started, and the time of a block's copy, for JSON."""

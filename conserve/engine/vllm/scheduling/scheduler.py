@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +44,7 @@ from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.repetition import Repetition
 from conserve.engine.vllm.scheduling.report import report
+from conserve.engine.vllm.scheduling.resets import resetting
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
 from conserve.engine.vllm.settings import EngineSettings
@@ -174,7 +174,8 @@ class CoServing:
         if self.ahead.waits():
             return False
         if self._policy.holds_offline and len(self._offline) == len(self.requests):
-            return bool(super().has_finished_requests())  # type: ignore[misc]
+            copying = self.checkpoints is not None and self.checkpoints.copying
+            return copying or bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
 
     @property
@@ -372,12 +373,8 @@ class CoServing:
         super().shutdown()  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Reset the cache as vLLM does, which needs all blocks free: no block is being saved meanwhile."""
-        self.prefixes.forget()
-        saves = self.checkpoints
-        with saves.standing_still(free=reset_running_requests) if saves is not None else nullcontext():
-            if reset_running_requests:
-                evict(self, [*self.parking.names], time.monotonic())
+        """Reset the cache as vLLM does, which needs all blocks free."""
+        with resetting(self, running=reset_running_requests):
             return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
 
 
