@@ -34,6 +34,7 @@ from conserve.engine.vllm.checkpoint.blocks import Checkpoints
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.checkpoint.spill_worker import begin_writing, read, said, what_was_written
 from conserve.engine.vllm.model.fingerprint import identity_of
+from conserve.engine.vllm.model.weights import version_of
 from conserve.errors import SpillRefused
 
 log = logging.getLogger("vllm.conserve")
@@ -78,7 +79,7 @@ class Spilling:
         try:
             spill = read_index(self._folder)
             if spill is not None:
-                require_same(spill.identity, self._identity(core.get_weight_version()))
+                require_same(spill.identity, self._identity(version_of(core)))
                 self._read(core, spill)
                 discard(self._folder)
         except Exception as error:  # in every case the KV can be computed again
@@ -114,7 +115,7 @@ class Spilling:
         try:
             if found.hosts:
                 self._require_room(len(found.hosts))
-                self._whose = self._identity(core.get_weight_version())
+                self._whose = self._identity(version_of(core))
                 arguments = (str(self._folder), secrets.token_hex(8), found.hosts, found.copies)
                 failed = not all(core.model_executor.collective_rpc(begin_writing, args=arguments))
         except Exception as error:  # a worker may have died: the KV can be computed again

@@ -67,17 +67,19 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.worker.cpu_model_runner": "the same",
         "vllm.v1.attention.backends.cpu_attn": "the same",
         "VllmConfig.{attention_config,cache_config,compilation_config,lora_config,model_config,"
-        "parallel_config,scheduler_config,speculative_config}": "the parts of the configuration",
+        "load_config,parallel_config,scheduler_config,speculative_config}": "the parts of the configuration",
         "AttentionConfig.backend": "part of a profile's key",
         "CacheConfig.{block_size,cache_dtype,enable_prefix_caching,num_gpu_blocks}": (
             "the KV cache; part of a profile's key"
         ),
         "CompilationConfig.{cudagraph_mode,max_cudagraph_capture_size,mode}": "part of a profile's key",
-        "ModelConfig.{dtype,enforce_eager,hf_overrides,is_multimodal_model,max_model_len,model,"
-        "override_generation_config,quantization,revision,tokenizer}": "which model it is, for profiles, saved tokens and limits",
+        "ModelConfig.{dtype,enforce_eager,hf_config,hf_config_path,hf_overrides,is_multimodal_model,max_model_len,"
+        "model,multimodal_config,override_generation_config,quantization,revision,tokenizer}": "which model it is, for profiles, saved tokens and limits",
         "vllm.distributed.device_communicators.{cpu_communicator.CpuCommunicator,"
         "base_device_communicator.DeviceCommunicatorBase}.all_gatherv": "can engines on a CPU exchange experts' tokens",
         "AsyncMPClient.{core_engines,_call_utility_async}": "every data parallel engine is asked",
+        "MultiModalConfig.mm_processor_kwargs": "the same",
+        "LoadConfig.download_dir": "the folder of its weights",
         "ModelConfig.is_moe": "data parallel engines of such a model wait for each other",
         "ParallelConfig.{data_parallel_size,data_parallel_size_local,distributed_executor_backend,"
         "enable_expert_parallel,nnodes,pipeline_parallel_size,tensor_parallel_size}": "the processes of the engine; refused where it spans machines",
@@ -202,6 +204,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
     Part.SERVER: {
         "vllm.entrypoints.common.cli_args.{make_arg_parser,validate_parsed_serve_args}": "the flags of vLLM's server",
         "vllm.entrypoints.launchers.api_server.entry.run_server": "vLLM's OpenAI server",
+        "EngineCore.collective_rpc": "wrapped: counts updates of the weights",
         "EngineCore.{preprocess_add_request,model_executor,scheduler}": "wrapped: tells of an arrival, in the I/O thread",
         "vllm.v1.metrics.prometheus.get_prometheus_registry": "/metrics is vLLM's and our metrics, one after the other",
         "GenerateBaseServing._get_priority": "wrapped: the flex tier is offline",

@@ -22,6 +22,7 @@ from conserve.engine.vllm.compat.installed import too_old, untried
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
 from conserve.engine.vllm.compat.versions import SUPPORTED
+from conserve.engine.vllm.model.weights import noting_updates, updated_version
 from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
@@ -98,6 +99,7 @@ def hook_engine_core() -> None:
     if not hasattr(EngineCore.preprocess_add_request, HOOKED):
         EngineCore.preprocess_add_request = marked(announcing(EngineCore.preprocess_add_request))
         EngineCore.step_with_batch_queue = waiting(EngineCore.step_with_batch_queue)
+        EngineCore.collective_rpc = noting_updates(EngineCore.collective_rpc)
 
 
 def hook_server() -> None:
@@ -126,7 +128,7 @@ def marked(hook: Callable[..., Any]) -> Callable[..., Any]:
 def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """Ask the scheduler (`CoServing.conserve`) through vLLM's utility calls; None if another scheduler runs."""
     asked = getattr(core.scheduler, "conserve", None)
-    return asked(change) if asked is not None else None
+    return {**asked(change), "weights": updated_version(core)} if asked is not None else None
 
 
 def tell_way(core: Any, teller: str, ways_ms: dict[str, Any]) -> dict[str, Any] | None:

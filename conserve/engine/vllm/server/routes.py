@@ -134,11 +134,12 @@ def reply_with(request: Request, said: Mapping[str, Any] | None, **more: float) 
         return reply({"error": {"message": "this engine runs with another scheduler"}}, 404)
     client = request.app.state.engine_client
     caller = CALLER.get()
+    at_start, weights = getattr(request.app.state, "conserve_identity", ""), said.get("weights")
     return reply(
         {
             "version": conserve.__version__,
             "resumes": caller is None or caller.role is Role.HARVESTER,
-            "identity": getattr(request.app.state, "conserve_identity", ""),
+            "identity": f"{at_start}+{weights}" if weights is not None else at_start,
             "engines": number_of_engines(client),
             "max_num_seqs": most_requests(client),
             "offline_priority": OFFLINE_PRIORITY,
