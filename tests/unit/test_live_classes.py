@@ -353,7 +353,7 @@ def test_metrics_have_the_label_class() -> None:
     pytest.importorskip("fastapi")
     from conserve.engine.vllm.server.metrics import Report
 
-    text = generate_latest(Report(SAID)).decode()  # type: ignore[arg-type]
+    text = generate_latest(Report(SAID, {})).decode()  # type: ignore[arg-type]
     for line in (
         'conserve_online_requests_total{class="chat"} 4.0',
         'conserve_slo_attainment{class="default"} 1.0',

@@ -58,7 +58,7 @@ def test_status_tells_what_was_found_and_lost() -> None:
 def test_metrics_have_it() -> None:
     samples = {
         sample.name: sample.value
-        for metric in Report({"live_prefixes": SAID}).collect()
+        for metric in Report({"live_prefixes": SAID}, {}).collect()
         for sample in metric.samples
     }
     assert samples == {

@@ -161,6 +161,24 @@ pytestmark = [
 ]
 
 
+def test_no_counter_falls_where_rows_leave_an_iteration_that_counted() -> None:
+    said = iter([50, 40, 60])
+    app = app_for(EngineClient(lambda: {"offline": {"tokens": next(said)}}))
+
+    async def shown() -> list[float]:
+        return [ours(await get(app, "/metrics"))["conserve_offline_tokens_total"] for _ in range(3)]
+
+    assert virtual_time.run(shown()) == [50, 50, 60]
+
+
+@pytest.mark.parametrize(("weights", "identity"), [(None, "m@1"), ("default.1", "m@1+default.1")])
+def test_weights_that_were_replaced_are_another_model(weights: str | None, identity: str) -> None:
+    app = app_for(EngineClient(lambda: {**SAID, "weights": weights}))
+    app.state.conserve_identity = "m@1"
+    answer = virtual_time.run(get(app, routes.PATH))
+    assert answer.json()["identity"] == identity
+
+
 def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
     client = EngineClient()
     answer = virtual_time.run(get(app_for(client), "/metrics"))

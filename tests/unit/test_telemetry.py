@@ -411,7 +411,7 @@ def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None
     with store.write() as tx:
         harvested.note(tx, 900, since=1e9 - 900.0, now=1e9)
     api = ApiMetrics(StoreLook(load(), lambda: 1e9), []).registry
-    found = families(harvest, api, Report({**SAID, "online": online}), ReportAge(0.0))
+    found = families(harvest, api, Report({**SAID, "online": online}, {}), ReportAge(0.0))
     former = {name.partition("/")[0] for name in FORMER_NAMES}
     page = (DOCS / "reference/metrics.md").read_text()
     assert found == set(re.findall(r"conserve_[a-z_]+", page)) - former | (found & former)

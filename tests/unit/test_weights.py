@@ -48,6 +48,10 @@ def test_a_named_version_is_told() -> None:
     assert updated_version(core) == "step-7"
 
 
+def test_an_older_vllm_has_no_versions() -> None:
+    assert updated_version(SimpleNamespace()) is None
+
+
 def config(**changes: Any) -> Any:
     """The parts of vLLM's configuration that make a model's identity."""
     unset = ("quantization", "revision", "hf_config_path", "multimodal_config")

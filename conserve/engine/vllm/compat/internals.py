@@ -78,8 +78,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.distributed.device_communicators.{cpu_communicator.CpuCommunicator,"
         "base_device_communicator.DeviceCommunicatorBase}.all_gatherv": "can engines on a CPU exchange experts' tokens",
         "AsyncMPClient.{core_engines,_call_utility_async}": "every data parallel engine is asked",
-        "MultiModalConfig.mm_processor_kwargs": "the same",
-        "LoadConfig.download_dir": "the folder of its weights",
+        "{MultiModalConfig.mm_processor_kwargs,LoadConfig.download_dir}": "the same, and the folder of its weights",
         "ModelConfig.is_moe": "data parallel engines of such a model wait for each other",
         "ParallelConfig.{data_parallel_size,data_parallel_size_local,distributed_executor_backend,"
         "enable_expert_parallel,nnodes,pipeline_parallel_size,tensor_parallel_size}": "the processes of the engine; refused where it spans machines",
@@ -204,8 +203,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
     Part.SERVER: {
         "vllm.entrypoints.common.cli_args.{make_arg_parser,validate_parsed_serve_args}": "the flags of vLLM's server",
         "vllm.entrypoints.launchers.api_server.entry.run_server": "vLLM's OpenAI server",
-        "EngineCore.collective_rpc": "wrapped: counts updates of the weights",
-        "EngineCore.{preprocess_add_request,model_executor,scheduler}": "wrapped: tells of an arrival, in the I/O thread",
+        "EngineCore.{collective_rpc,preprocess_add_request,model_executor,scheduler}": "wrapped: tells of an arrival, in the I/O thread",
         "vllm.v1.metrics.prometheus.get_prometheus_registry": "/metrics is vLLM's and our metrics, one after the other",
         "GenerateBaseServing._get_priority": "wrapped: the flex tier is offline",
         "GenerateBaseServing._get_session_id": "wrapped: called before a request's first part; its priority is noted",

@@ -28,8 +28,9 @@ def noting_updates(rpc: Callable[..., Any]) -> Callable[..., Any]:
 
 def version_of(core: Any) -> str:
     """Version of the engine core's weights, and how often they were updated, if ever."""
-    updates = getattr(core, UPDATES, 0)
-    return f"{core.get_weight_version()}.{updates}" if updates else str(core.get_weight_version())
+    updates, named = getattr(core, UPDATES, 0), getattr(core, "get_weight_version", None)
+    version = str(named()) if named is not None else AT_START  # of an older vLLM
+    return f"{version}.{updates}" if updates else version
 
 
 def updated_version(core: Any) -> str | None:

@@ -121,6 +121,7 @@ class MetricsRoute:
     def __init__(self, reports: LastReports, *, wait_s: float = WAIT_S) -> None:
         self._reports = reports
         self._wait_s = wait_s
+        self._highest: dict[str, float] = {}
 
     def attach(self, app: FastAPI) -> None:
         """Answer in the place of vLLM's route: the first route of a path does, in every version."""
@@ -132,7 +133,8 @@ class MetricsRoute:
         report = await self._reports.within(request.app.state.engine_client, self._wait_s)
         age_s = report.age_s if report is not None and report.said is not None else None
         said = report.said if report is not None and report.age_s <= STALE_S else None
-        content = await asyncio.to_thread(exposition, said, age_s) + await backlog(request.app.state)
+        shown = await asyncio.to_thread(exposition, said, age_s, self._highest)
+        content = shown + await backlog(request.app.state)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -148,15 +150,21 @@ class ReportAge(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Collector of the scheduler's report."""
+    """Collector of the scheduler's report.
+
+    `highest` has what each counter was shown with. An iteration counts once it is scheduled, and rows that leave it
+    are uncounted: Prometheus would take a fall for a restart, and count everything again.
+    """
 
     said: Mapping[str, Any]
+    highest: dict[str, float]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics whose figures the report has."""
         for count in COUNTS:
             value = at(self.said, count.place)
             if value is not None and not (count.place == ONLINE_REQUESTS and self._classes):
+                value = self.highest[count.name] = max(value, self.highest.get(count.name, value))
                 yield CounterMetricFamily(count.name, count.says, value)
                 if count.was is not None:
                     yield CounterMetricFamily(count.was, f"Deprecated: {count.name}_total.", value)
@@ -229,7 +237,7 @@ def at(said: Mapping[str, Any], place: tuple[str, ...]) -> float | None:
     return None if found is None else float(found)
 
 
-def exposition(said: Mapping[str, Any] | None, age_s: float | None) -> bytes:
+def exposition(said: Mapping[str, Any] | None, age_s: float | None, highest: dict[str, float]) -> bytes:
     """Both groups of metrics in Prometheus's text format, ours as far as the report is there."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -237,4 +245,4 @@ def exposition(said: Mapping[str, Any] | None, age_s: float | None) -> bytes:
     if age_s is None:
         return theirs
     aged = theirs + generate_latest(Build("serve")) + generate_latest(ReportAge(age_s))
-    return aged if said is None else aged + generate_latest(Report(said))
+    return aged if said is None else aged + generate_latest(Report(said, highest))
