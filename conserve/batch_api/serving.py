@@ -15,6 +15,9 @@ from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 
 DRAIN_S = 30  # for requests under way
+KEEP_ALIVE_S = (
+    75  # of a connection at rest: clients poll every few seconds, and proxies keep theirs for a minute
+)
 READY_LOOK_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,6 +45,7 @@ def serve(
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,
+        timeout_keep_alive=KEEP_ALIVE_S,  # uvicorn's 5 s end as the next poll of many clients comes
         server_header=False,
     )
     with ExitStack() as opened:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import openai
 import pytest
+import uvicorn
 from openai.types import Batch
 from sqlalchemy import text
 
-from conserve.batch_api import workers
+from conserve.batch_api import serving, workers
 from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import load
@@ -484,6 +485,22 @@ def test_callers_are_told_of_a_store_that_is_elsewhere(store: Store, state: Move
         add_mark(store, None)
         until(lambda: patient.get(health).status_code == 200)
         assert api.batches.retrieve(batch.id).status == "in_progress"
+
+
+def test_a_connection_at_rest_outlives_polls_of_clients_and_the_minute_of_proxies(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[uvicorn.Config] = []
+
+    class NotedServer(serving.SignalledServer):
+        def __init__(self, config: uvicorn.Config) -> None:
+            configs.append(config)
+            super().__init__(config)
+
+    monkeypatch.setattr(serving, "SignalledServer", NotedServer)
+    with quick_looks(), pytest.raises(StoreMoved):
+        serve(store, Limits(), on_ready=lambda: add_mark(store, MoveState.LEFT))
+    assert [config.timeout_keep_alive > 60 for config in configs] == [True]
 
 
 def test_an_api_by_itself_ends_once_its_store_is_elsewhere(store: Store) -> None:
