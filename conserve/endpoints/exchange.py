@@ -18,6 +18,7 @@ MIB = 1 << 20
 CONNECT_S = 10.0
 SILENT_S = 1800.0  # longest time without a byte: an offline request may wait long behind online traffic
 KEPT_OPEN = 64  # connections kept open between requests
+REST_S = 4.0  # of a connection between two requests: vLLM ends it after 5 s, under a request of that moment
 COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
 COMPLAINT_S = 10.0  # time for an error's body to come
 END_S = 0.1  # from the last part of an answer to the end of its body
@@ -121,7 +122,7 @@ def open_client(
     if not (key.isascii() and key.isprintable()):
         raise SettingsError("the API key has characters that no header carries; correct CONSERVE_API_KEY")
     check_address(base_url)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN, keepalive_expiry=REST_S)
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -1116,6 +1117,33 @@ def test_connections_to_a_machine_that_is_gone_are_found_out(monkeypatch: pytest
     assert found == [1]
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert kept_alive(httpx.Limits()) is None
+
+
+def test_a_connection_is_used_no_more_when_vllm_is_about_to_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM ends connections after 5 s at rest; a request that is sent just then has no answer."""
+    clock, later, begun = time.monotonic, [0.0], list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + later[0])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.append(0)
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                begun[-1] += 1
+        writer.close()
+
+    async def go() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = open_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
+        for rest_s in (0.0, 1.0, 4.5):
+            later[0] += rest_s
+            await client.get("/")
+        await client.aclose()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(go())
+    assert begun == [2, 1]
 
 
 def test_a_burst_of_refusals_is_one_sign_of_pressure() -> None:
