@@ -256,6 +256,15 @@ def test_jobs_of_earlier_databases_at_the_place_are_strangers(store: Store) -> N
     ]
 
 
+def test_jobs_of_a_database_that_is_at_another_place_by_now_are_no_strangers(store: Store) -> None:
+    """It was moved there by a command that knew another home; the one there answers its rows."""
+    for store_id in ("before", "moved"):
+        lineage.note(store.home, store.place, store_id)
+        lineage.note(store.home, "elsewhere.db", store_id)
+        marked(store, store_id, store_id=store_id)
+    assert [stranger.job_id for stranger in rebuild.strangers(store)] == ["before"]
+
+
 def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Store) -> None:
     """Answers are registered before errors; what is no file of results is passed over."""
     add_job(store, "job-1", rows=5, priority=3, tags={"by": "ann"})

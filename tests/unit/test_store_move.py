@@ -207,6 +207,31 @@ def test_another_store_made_at_the_old_place_does_not_own_the_jobs(
     assert (done.returncode, "damaged" in done.stdout) == (0, False), done.stdout
 
 
+def test_a_move_that_is_killed_as_it_forgets_the_old_place_forgets_it_when_it_is_run_again(
+    small: Store, settings: Settings, ends: moves.Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lineage, "forget", killed)
+        with pytest.raises(Killed):
+            moves.move(settings.home, ends, lambda *_: None, nobody)
+    assert lineage.ids(settings.home, small.place) == [small.id]
+    assert moves.move(settings.home, ends, lambda *_: None, nobody)
+    assert lineage.ids(settings.home, small.place) == []
+    lineage.note(settings.home, small.place, small.id)  # as an earlier version may have left it
+    assert moves.move(settings.home, ends, lambda *_: None, nobody) == {}
+    assert lineage.ids(settings.home, small.place) == []
+
+
+def test_a_move_in_another_home_forgets_the_old_place_in_the_home_that_has_the_file(
+    small: Store, tmp_path: Path, settings: Settings, ends: moves.Ends
+) -> None:
+    moves.move(tmp_path / "another", ends, lambda *_: None, nobody)
+    assert lineage.ids(settings.home, small.place) == []
+
+
 def test_epochs_go_on_where_they_were(filled: Store, settings: Settings, target: str) -> None:
     """No lease is left whose number shows the last epoch."""
     last = leased(filled, only=["two"], limit=1)

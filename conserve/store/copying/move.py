@@ -173,6 +173,7 @@ def conclude(home: Path, ends: Ends, mark: MoveMark) -> dict[str, TableDigest]:
     there = mark_on(ends.target)
     if there is None or there.id != mark.id:
         if mark.state is MoveState.LEFT:
+            forget(home, ends.source, mark.store_id)
             return {}
         raise StoreError(f"{address(ends.target)} was changed by another process; run this again")
     with transaction(ends.source, read_only=True) as source, transaction(ends.target) as tx:
@@ -182,11 +183,21 @@ def conclude(home: Path, ends: Ends, mark: MoveMark) -> dict[str, TableDigest]:
         if now is None or now.id != mark.id:
             raise StoreError("the move was cancelled meanwhile; the store stays where it was")
         guard.put_mark(tx, replace(mark, state=MoveState.LEFT))
+    forget(
+        home, ends.source, mark.store_id
+    )  # before the target opens: a move that is killed here goes on here
     with transaction(ends.target) as tx:
         guard.put_mark(tx, None)
-    lineage.forget(home, lineage.place(home, ends.source), mark.store_id)
     lineage.note(home, lineage.place(home, ends.target), mark.store_id)
     return found
+
+
+def forget(home: Path, source: Engine, store_id: str) -> None:
+    """Let no store that is made at the old place own the jobs, in this home and in the one that has the file."""
+    file = source.url.database
+    beside = [Path(file).parent] if source.dialect.name == "sqlite" and file else []
+    for each in (home, *beside):
+        lineage.forget(each, lineage.place(each, source), store_id)
 
 
 def cancel(ends: Ends) -> str | None:

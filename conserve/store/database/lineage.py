@@ -33,6 +33,13 @@ def ids(home: Path, at: str) -> list[str]:
     return listed(read(home), at)
 
 
+def left(home: Path, at: str) -> list[str]:
+    """Ids at a place, without those of databases that are at another place by now."""
+    found = read(home)
+    gone = {each for place in found if place != at for each in listed(found, place)[-1:]}
+    return [one for one in listed(found, at) if one not in gone]
+
+
 def listed(found: Mapping[str, object], at: str) -> list[str]:
     """Ids at a place, among the contents of the file."""
     known = found.get(at)
@@ -54,8 +61,10 @@ def forget(home: Path, at: str, store_id: str) -> None:
     """Remove the id of a store that was moved: another store that is made at its place does not own its jobs."""
     with suppress(OSError), alone(home):
         found = read(home)
-        left = [one for one in listed(found, at) if one != store_id]
-        write_whole(home / FILE, json.dumps({**found, at: left}).encode())
+        known = listed(found, at)
+        if store_id in known:
+            others = [one for one in known if one != store_id]
+            write_whole(home / FILE, json.dumps({**found, at: others}).encode())
 
 
 def drop_scratch(home: Path, *, now: float) -> None:

@@ -52,7 +52,7 @@ def strangers(store: Store) -> list[Stranger]:
     """Folders of jobs that only earlier databases at this place had; this one is new, emptied or an older copy."""
     with store.read() as tx:
         known = set(catalog.ids(tx))
-    ours = {store.id, *lineage.ids(store.home, store.place)}
+    ours = {store.id, *lineage.left(store.home, store.place)}
     found = []
     for folder in home.listed(home.jobs_folder(store.data)):
         named = folder.name in known or folder.name.startswith(".")
