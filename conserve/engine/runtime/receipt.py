@@ -26,6 +26,10 @@ KEPT = 240  # newest slots of each kind
 RESAMPLES = 200
 COVERED = 0.95  # of the intervals
 LEAST = 5  # slots of each kind with latencies, below which there is no interval
+LEAST_FOR_P99 = 20  # and below which nothing is said of P99s
+LEAST_LATENCIES = (
+    300  # of each kind for P99s: of a hundred, a P99 is the largest one, and longer the more there are
+)
 STEP = log(1.02)  # bins of latencies are 2 % wide
 RANKS = {"p50": 0.5, "p99": 0.99}
 
@@ -149,18 +153,23 @@ def bin_of(ms: float) -> int:
 
 
 def compared(with_it: Sequence[Mapping[int, int]], without: Sequence[Mapping[int, int]]) -> dict[str, Any]:
-    """P50 and P99 of both, the ratio, and its bootstrap interval over slots; None where there are no latencies."""
+    """P50 and P99 of both, the ratio, and its bootstrap interval over slots; None of too few latencies."""
     with_it, without = ([one for one in slots if one] for slots in (with_it, without))
     if not with_it or not without:
         return dict.fromkeys(RANKS)
     lowest = min(chain(*with_it, *without))
     highest = max(chain(*with_it, *without))
     dice = np.random.default_rng(len(with_it) + len(without))
-    here, there = (quantiles(table(slots, lowest, highest), dice) for slots in (with_it, without))
-    enough = min(len(with_it), len(without)) >= LEAST
-    return {
-        name: said(here[:, place], there[:, place], lowest, enough=enough) for place, name in enumerate(RANKS)
+    tables = [table(slots, lowest, highest) for slots in (with_it, without)]
+    here, there = (quantiles(counts, dice) for counts in tables)
+    slots, latencies = (min(sizes) for sizes in zip(*[(len(one), one.sum()) for one in tables], strict=True))
+    found: dict[str, Any] = {
+        name: said(here[:, place], there[:, place], lowest, enough=slots >= LEAST)
+        for place, name in enumerate(RANKS)
     }
+    if slots < LEAST_FOR_P99 or latencies < LEAST_LATENCIES:
+        found["p99"] = None
+    return found
 
 
 def table(slots: Sequence[Mapping[int, int]], lowest: int, highest: int) -> Any:
