@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from math import inf
+from itertools import pairwise
+from math import inf, pow, sqrt
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -11,7 +12,9 @@ from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttft
 from conserve.errors import EndpointUnusable, SettingsError
 
 SCANNED = 7  # values of the range, before the binary search
-STEPS = 4  # of the binary search: to 5 % of the value where the range spans a factor of 100
+STEPS = 4  # of a binary search: to 5 % of the value where the range spans a factor of 100
+MOST_RUNS = 16  # of a search
+STEEPEST, USUAL = 1.0, 0.25  # power of the value with which latencies change, at most and mostly
 LEAST, MOST = 0.05, 0.5  # tolerance (hygen section 5.2)
 STATISTICS = ("mean", "p50", "p90", "p99")
 METRICS = ("ttft", "tbt")
@@ -117,31 +120,65 @@ def excess(found: RunLatencies, alone: RunLatencies, promised: Iterable[Promise]
     return max((value / limit if limit else inf for value, limit in limits if value), default=0.0)
 
 
+class ExcessAt(NamedTuple):
+    """A value of the parameter, and the excess that its test run gave."""
+
+    value: float
+    excess: float
+
+
 async def search(
     low: float, high: float, run: TestRun, alone: RunLatencies, promised: Sequence[Promise]
 ) -> Found:
     """Largest value from `low` to `high` that keeps the promises; without one, the value that exceeds them least.
 
     The range is scanned from its upper end until a value keeps them, since too small a budget does harm as too
-    large a one does: it cuts live prompts into slivers. A binary search over ratios refines the value.
+    large a one does: it cuts live prompts into slivers. Binary searches over ratios refine the value, and look
+    between values that exceed the promises for one that keeps them. There are at most `MOST_RUNS` test runs.
     """
-    runs: list[tuple[float, float]] = []  # excess, value
+    tried: list[ExcessAt] = []
 
     async def keeps(value: float) -> bool:
-        runs.append((excess(await run(value), alone, promised), value))
-        return runs[-1][0] <= 1
+        tried.append(ExcessAt(value, excess(await run(value), alone, promised)))
+        return tried[-1].excess <= 1
 
-    above = high
     for value in np.geomspace(high, low, SCANNED).tolist():
         if await keeps(value):
             break
-        above = value
-    else:
-        return Found(min(runs)[1], False, len(runs))
-    for _ in range(STEPS if value < high else 0):
-        middle = (value * above) ** 0.5
-        if await keeps(middle):
-            value = middle
-        else:
-            above = middle
-    return Found(value, True, len(runs))
+    finest = (high / low) ** (
+        0.75 / ((SCANNED - 1) << (STEPS - 1))
+    )  # between one halving too few and the last
+    while len(tried) < MOST_RUNS and (middle := _between(tried, finest)) is not None:
+        await keeps(middle)
+    kept = [one.value for one in tried if one.excess <= 1]
+    if kept:
+        return Found(max(kept), True, len(tried))
+    return Found(min(tried, key=lambda one: one[::-1]).value, False, len(tried))
+
+
+def _between(tried: Sequence[ExcessAt], finest: float) -> float | None:
+    """Middle of the two neighbours between which a value above the largest that keeps is likeliest to keep.
+
+    None where all such neighbours are closer than the ratio `finest`, or none can have such a value between them.
+    """
+    found = sorted(tried)
+    largest = max((one.value for one in found if one.excess <= 1), default=0.0)
+    likely = [
+        (below, above)
+        for below, above in pairwise(found)
+        if above.value > max(largest, finest * below.value) and _least(below, above, STEEPEST) <= 1
+    ]
+    if not likely:
+        return None
+    below, above = min(likely, key=lambda both: _least(both[0], both[1], USUAL))
+    return sqrt(below.value * above.value)
+
+
+def _least(below: ExcessAt, above: ExcessAt, steepness: float) -> float:
+    """Square of the least excess between two values, if latencies change as this power of the value.
+
+    It is 0 above a value that keeps the promises: the largest one that does lies between the two.
+    """
+    if below.excess <= 1:
+        return 0.0
+    return below.excess * above.excess * pow(below.value / above.value, steepness)

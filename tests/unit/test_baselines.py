@@ -22,7 +22,7 @@ from conserve.bench.compare import Design
 from conserve.bench.forecast import EngineModel, play
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
-from conserve.bench.profiler import Promise, RunLatencies, excess, promises, search
+from conserve.bench.profiler import MOST_RUNS, Promise, RunLatencies, excess, promises, search
 from conserve.bench.servers.place import ServerPlace
 from conserve.bench.sizing import size
 from conserve.bench.stock import RowsInFlight, StockServer, in_flight_s, live_tokens, tokens_of
@@ -299,6 +299,48 @@ def test_a_budget_that_is_too_small_does_harm_too() -> None:
     strict = asyncio.run(search(2.0, 2000.0, run, latencies(10, 20), promises("p99-ttft=5%,p99-tbt=5%")))
     assert not strict.kept
     assert strict.value == pytest.approx((3000 / 10 * 20) ** 0.5, rel=0.8)
+
+
+@pytest.mark.parametrize(
+    ("kept", "largest"),
+    [((600.0, 780.0), 780), ((8.0, 30.0), 30), ((60.0, 200.0), 200), ((900.0, 1300.0), 1300)],
+)
+def test_a_valley_between_the_values_of_the_scan_is_found(kept: tuple[float, float], largest: float) -> None:
+    """Latencies are longer on both sides of it, in proportion to the square root of the distance."""
+    low, high = kept
+
+    async def run(budget_ms: float) -> RunLatencies:
+        beyond = max(low / budget_ms, budget_ms / high, 1.0)
+        return latencies(105, 105 * beyond**0.5)
+
+    alone = latencies(100, 100)
+    got = asyncio.run(search(14.8, 1738.0, run, alone, promises("p99-ttft=5%,p99-tbt=5%")))
+    assert got.kept
+    assert 0.93 * largest <= got.value <= largest
+    assert got.runs <= MOST_RUNS
+
+
+def test_a_larger_value_that_keeps_is_found_above_ones_that_do_not() -> None:
+    """Budgets up to 100 ms keep the promise, those from 900 to 1,300 do, and the others nearly do."""
+
+    async def run(budget_ms: float) -> RunLatencies:
+        return latencies(100, 104 if budget_ms <= 100 or 900 <= budget_ms <= 1300 else 107)
+
+    got = asyncio.run(search(14.8, 1738.0, run, latencies(100, 100), promises("p99-tbt=5%")))
+    assert got.kept
+    assert 1200 <= got.value <= 1300
+
+
+def test_a_search_ends_where_every_value_nearly_keeps() -> None:
+    tried: list[float] = []
+
+    async def run(budget_ms: float) -> RunLatencies:
+        tried.append(budget_ms)
+        return latencies(100, 106)
+
+    got = asyncio.run(search(14.8, 1738.0, run, latencies(100, 100), promises("p99-tbt=5%")))
+    assert not got.kept
+    assert got.runs == len(tried) == len(set(tried)) == MOST_RUNS
 
 
 @pytest.fixture(scope="module")
