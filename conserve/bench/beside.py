@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from conserve.bench.bound import Mix, added_ms
 from conserve.bench.forecast import EngineModel
-from conserve.bench.leftover import left_by_policy
+from conserve.bench.leftover import left_by_policy, left_ms
 from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates
 from conserve.bench.names import most_of, runs_offline
 from conserve.profiles.batch import Slice
@@ -27,24 +27,35 @@ def with_rows(
     `lengths` are prompt and answer tokens of offline rows. Without them no row is known: work by the server's own
     count, which is in prompt tokens, is compared instead, and the ratio alone is told.
     """
-    left_ms = left_by_policy(blocks, engine, shared_tokens=shared_tokens)
+    left = left_by_policy(blocks, engine, shared_tokens=shared_tokens)
     if lengths is not None:
-        return replace(comparison, rows=row_rates(comparison.policies, Mix.of(lengths, engine), left_ms))
+        return replace(comparison, rows=row_rates(comparison.policies, Mix.of(lengths, engine), left))
     work = {name: one.offline_work_per_s * token_ms(engine) for name, one in comparison.policies.items()}
-    rates = beside_live(comparison.policies, work, left_ms)
+    rates = beside_live(comparison.policies, work, left)
     ratios = {name: RowRates(of_non_preemptive=rate.of_non_preemptive) for name, rate in rates.items()}
     return replace(comparison, rows=ratios)
 
 
 def row_rates(
-    policies: Mapping[str, PolicyOutcome], mix: Mix, left_ms: Mapping[str, float]
+    policies: Mapping[str, PolicyOutcome], mix: Mix, left: Mapping[str, float]
 ) -> dict[str, RowRates]:
-    """Rows of each policy, by the mean row of this mix; `left_ms` is live work left behind, by policy."""
+    """Rows of each policy, by the mean row of this mix; `left` is live work left behind in ms, by policy."""
     rows = {
         name: mix.rows(one.offline_prompt_tokens_per_s, one.offline_decode_tokens_per_s)
         for name, one in policies.items()
     }
-    return beside_live(policies, rows, {name: ms / mix.row_ms for name, ms in left_ms.items()})
+    return beside_live(policies, rows, {name: ms / mix.row_ms for name, ms in left.items()})
+
+
+def rows_beside(
+    blocks: Sequence[Block], engine: EngineModel, mix: Mix, *, shared_tokens: int = 0
+) -> tuple[float, float, float]:
+    """Rows of one policy's blocks per second beside all live work, and the prompt tokens and decode steps."""
+    seconds = sum(block.engine_s for block in blocks)
+    steps = sum(block.offline_decodes for block in blocks)
+    prompts = sum(block.offline_tokens for block in blocks) - steps
+    left = left_ms(blocks, engine, shared_tokens=shared_tokens) / mix.row_ms
+    return (mix.rows(prompts, steps) - left) / seconds, prompts / seconds, steps / seconds
 
 
 def beside_live(

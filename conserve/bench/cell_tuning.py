@@ -5,10 +5,11 @@ has on the reported blocks themselves: then its rows are compared at equal P99s,
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from conserve.bench.beside import rows_beside
 from conserve.bench.measure import Block
 from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
 from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
@@ -77,10 +78,16 @@ def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int
         window=machine.window,
     )
 
+    mix = machine.mix(seed=seed)
+
+    def rows_per_s(blocks: Sequence[Block]) -> float:
+        shared = aim.traces[0].shared_tokens
+        return rows_beside(blocks, machine.engine, mix, shared_tokens=shared)[0]
+
     def budgeted(most: int) -> tuple[RunLatencies, float]:
         found.tokens = most
         blocks = simulator.play(SARATHI_P, aim.traces, **found.settings(SARATHI_P))
-        return latencies(blocks), tokens_per_s(blocks)
+        return latencies(blocks), rows_per_s(blocks)
 
     if SARATHI_P in policies:
         budget = token_budget(workload, aim.promised, beside=budgeted, alone=aim.reference)
@@ -88,33 +95,33 @@ def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int
         found.told.append(budget.sentence())
     for name in (HYGEN_STAR, HYGEN):
         if name in policies:
-            term = _searched(name, workload, simulator, aim, found)
+            term = _searched(name, workload, simulator, aim, found, rows_per_s)
             found.terms[name], found.kept[name] = {TERMS[name]: term.value}, term.kept
             found.told.append(sentence(name, term, aim.promised, aim.told))
     return found
 
 
 def _searched(
-    name: str, workload: TuningWorkload, simulator: Simulator, aim: CellAim, found: TunedCell
+    name: str,
+    workload: TuningWorkload,
+    simulator: Simulator,
+    aim: CellAim,
+    found: TunedCell,
+    rows_per_s: Callable[[Sequence[Block]], float],
 ) -> Found:
     """HyGen's parameter: of the values its search tries and that keep the aim, the one with the most rows."""
-    kept: list[tuple[float, float]] = []  # tokens per second, value
+    kept: list[tuple[float, float]] = []  # rows per second, value
 
     async def run(value: float) -> RunLatencies:
         found.terms[name] = {TERMS[name]: value}
         blocks = simulator.play(name, aim.traces, **found.settings(name))
         heard = latencies(blocks)
         if excess(heard, aim.reference, aim.promised) <= 1:
-            kept.append((tokens_per_s(blocks), value))
+            kept.append((rows_per_s(blocks), value))
         return heard
 
     term = asyncio.run(tuned_term(name, workload, found.predictor, aim.promised, run, aim.reference))
     return term._replace(value=max(kept)[1]) if kept else term
-
-
-def tokens_per_s(blocks: Sequence[Block]) -> float:
-    """Offline tokens per second of these blocks."""
-    return sum(one.offline_tokens for one in blocks) / sum(one.duration_s for one in blocks)
 
 
 def predictor_of(model: LinearModel, seed: int) -> HyGenModel:

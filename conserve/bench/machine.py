@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from conserve.bench.bound import Mix
 from conserve.bench.forecast import EngineModel
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
@@ -25,6 +26,7 @@ SMALL = 2048  # tokens of an iteration and of a context on which lengths are the
 # As vLLM serves an 8B model on an H100, for profiles that tell no sizes.
 USUAL = IterationLimits(tokens=8192, requests=256, context=32768, kv_tokens=457_728, block_tokens=64)
 ROWS = 1 << 16  # different rows
+MIXED = 1000  # rows in a mean
 HOST_BYTES = 4 << 30  # of host memory for copies of KV, as `conserve serve` takes by default
 COPY_BYTES_PER_MS = 6.7e6  # as KV is copied beside computing on two cores (docs/benchmarks/memory.md)
 USUAL_COPY_MS = 0.2  # of a block, for profiles that tell no copies: 8 MB over PCIe
@@ -114,6 +116,10 @@ class BenchMachine:
     def window(self) -> int:
         """Rows in the engine, waiting ones included."""
         return self.flags["max_num_seqs"] * 5 // 4
+
+    def mix(self, *, seed: int) -> Mix:
+        """The mean offline row."""
+        return Mix.of(self.rows(MIXED, seed=seed), self.engine)
 
     def rows(self, count: int = ROWS, *, seed: int) -> list[tuple[int, int]]:
         """Prompt and answer tokens of offline rows."""

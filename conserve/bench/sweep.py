@@ -11,7 +11,7 @@ from typing import Any
 
 from conserve.bench import cell as cells
 from conserve.bench import points
-from conserve.bench.bound import Mix, rows_per_s
+from conserve.bench.bound import rows_per_s
 from conserve.bench.cell import PlayedCell
 from conserve.bench.cell_tuning import CellAim, tuned
 from conserve.bench.compare import limits
@@ -28,7 +28,7 @@ FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, be
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 FIGURES = (
-    2  # of cells: one more with each change of what is played or counted, so that none is beside another's
+    3  # of cells: one more with each change of what is played or counted, so that none is beside another's
 )
 Document = dict[str, Any]
 
@@ -158,7 +158,7 @@ def sentence_on(ledger: CellLedger, left_s: float, known: int) -> str:
 
 def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     """Measure a cell on a simulated engine."""
-    engine, mix = simulator.machine.engine, _mix(simulator)
+    engine, mix = simulator.machine.engine, simulator.machine.mix(seed=simulator.seed)
     rate, traces = arrivals(cell, plan, simulator)
     alone = simulator.play(ONLINE_ONLY, traces)
     slo = limits(alone, cell.scale)
@@ -196,10 +196,6 @@ def arrivals(cell: Cell, plan: SweepPlan, simulator: Simulator) -> tuple[float, 
     source = points.arrivals(cell, rate, plan.block_s, times=machine.times, seed=plan.seed)
     blocks = max(plan.blocks, min(MOST_BLOCKS, ceil(plan.requests / (rate * plan.block_s))))
     return rate, [source(number) for number in range(blocks)]
-
-
-def _mix(simulator: Simulator) -> Mix:
-    return Mix.of(simulator.machine.rows(1000, seed=simulator.seed), simulator.machine.engine)
 
 
 def ranked(measured: Iterable[Mapping[str, Any]], policy: str = CONSERVE) -> list[Mapping[str, Any]]:

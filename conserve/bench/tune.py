@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
+from conserve.bench.beside import rows_beside
 from conserve.bench.bound import Mix
-from conserve.bench.leftover import left_ms
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY
 from conserve.bench.profiler import Promise, RunLatencies, excess, search
@@ -115,18 +115,15 @@ class Tuning:
     def _candidate(
         self, parameter: Parameter, value: float, blocks: Sequence[Block], found: RunLatencies
     ) -> TriedValue:
-        seconds = sum(block.duration_s for block in blocks)
-        steps = sum(block.offline_decodes for block in blocks)
-        prompts = sum(block.offline_tokens for block in blocks) - steps
         engine, shared = self.simulator.machine.engine, self.blocks[0].shared_tokens
-        left_rows = left_ms(blocks, engine, shared_tokens=shared) / self.mix.row_ms
+        rows, prompts, steps = rows_beside(blocks, engine, self.mix, shared_tokens=shared)
         return TriedValue(
             parameter=parameter,
             value=value,
             excess=excess(found, self.alone, self.promised),
-            rows_per_s=(self.mix.rows(prompts, steps) - left_rows) / seconds,
-            prompt_tokens_per_s=prompts / seconds,
-            decode_tokens_per_s=steps / seconds,
+            rows_per_s=rows,
+            prompt_tokens_per_s=prompts,
+            decode_tokens_per_s=steps,
         )
 
 

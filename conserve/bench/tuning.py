@@ -98,10 +98,10 @@ def token_budget(
     beside: Callable[[int], tuple[RunLatencies, float]] | None = None,
     alone: RunLatencies | None = None,
 ) -> TokenBudget:
-    """Token budget with the most offline tokens that keeps the promises, else the one nearest to that.
+    """Token budget with the most rows that keeps the promises, else the one nearest to that.
 
-    `beside` is a test run with a budget, which returns latencies beside rows and their tokens per second, and
-    `alone` has the latencies without rows: those of the forecast by default.
+    `beside` is a test run with a budget, which returns latencies beside rows and the rows' rate, and `alone` has
+    the latencies without rows: those of the forecast by default, whose rate is of tokens.
     """
 
     def forecast(tokens: int) -> tuple[RunLatencies, float]:

@@ -182,13 +182,12 @@ def start(
     machine: "BenchMachine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
 ) -> "Tuning":
     """The search on a simulated engine."""
-    from conserve.bench.bound import Mix
     from conserve.bench.simulated import Simulator
     from conserve.bench.tune import Tuning
 
     output.say("searching on simulated time: about 20 test runs")
     simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)
-    mix = Mix.of(machine.rows(1000, seed=seed), machine.engine)
+    mix = machine.mix(seed=seed)
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
 
 

@@ -233,10 +233,12 @@ def test_where_live_work_fills_the_time_no_ratio_is_told() -> None:
     assert found["policies"]["conserve"]["of_bound"] > 0
 
 
-def at_equal_p99(slow_of: Callable[[float], float]) -> tuple[dict[str, Any], list[float]]:
+def at_equal_p99(
+    slow_of: Callable[[float], float], steps_of: Callable[[float], int] = lambda budget: 0
+) -> tuple[dict[str, Any], list[float]]:
     """A cell whose baselines are tuned to conserve's P99s, and the budgets that HyGen had, the reported one last.
 
-    HyGen's latencies are so many times online-only's by its budget, and its rows are more with a larger one.
+    HyGen's latencies are so many times online-only's by its budget, and its tokens are more with a larger one.
     """
     budgets: list[float] = []
 
@@ -245,8 +247,9 @@ def at_equal_p99(slow_of: Callable[[float], float]) -> tuple[dict[str, Any], lis
             yield from made_up(machine, policy, blocks, **given)
             return
         budgets.append(given["terms"]["budget_ms"])
+        steps = steps_of(budgets[-1])
         for trace in blocks:
-            yield block_of(trace, slow_of(budgets[-1]), round(10 * budgets[-1]), 0)
+            yield block_of(trace, slow_of(budgets[-1]), round(10 * budgets[-1]) + steps, steps)
 
     plan = replace(PLAN, policies=[*PLAN.policies, "hygen", "hygen-star", "sarathi-p"], equal_p99=True)
     return sweep.simulated(CELL, plan, replace(simulator(), simulate=shared)), budgets
@@ -265,6 +268,17 @@ def test_baselines_are_tuned_to_our_p99s_on_the_reported_blocks() -> None:
     }
     assert found["at_equal_p99"]["hygen-star"]["times"] == found["at_equal_p99"]["sarathi-p"]["times"] == 1.0
     assert any("to conserve's, on the reported blocks" in said for said in found["tuned"])
+
+
+def test_of_settings_with_our_p99s_the_one_with_the_most_rows_is_taken_not_the_one_with_the_most_tokens() -> (
+    None
+):
+    """Up to 100 ms almost all of HyGen's tokens are decode steps, which take longer than tokens of prompts."""
+    found, budgets = at_equal_p99(lambda budget: 1.0 + budget / 1000, lambda budget: 900 * (budget < 100))
+    reported = budgets.pop()
+    assert reported == max(budget for budget in budgets if budget < 100)
+    assert reported < max(budget for budget in budgets if 1.0 + budget / 1000 <= 1.05 * 1.1)
+    assert found["at_equal_p99"]["hygen"]["kept"]
 
 
 def test_a_baseline_that_has_our_p99s_with_no_setting_has_no_ratio() -> None:
