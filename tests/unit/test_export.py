@@ -203,7 +203,8 @@ def test_rows_without_a_result_come_in_the_order_of_the_input(store: Store) -> N
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Over several batches, with quotes, line breaks and nulls in it."""
-    monkeypatch.setattr("conserve.store.sql.batches.BATCH_ROWS", 2)
+    for name in ("READ_ROWS", "BATCH_ROWS"):
+        monkeypatch.setattr(f"conserve.store.sql.batches.{name}", 2)
     values = ["plain", 'a "quoted", one', "über\n Zeilen", None, "last"]
     answer = duckdb.from_arrow(pa.table({"text": values, "n": range(5)}))
     sink = io.BytesIO()

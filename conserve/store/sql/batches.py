@@ -14,7 +14,9 @@ from conserve.words import count as count_of
 
 CHANGED_BY_ARROW = {"UHUGEINT", "BIT", "TIME WITH TIME ZONE"}  # types of DuckDB's that Arrow lacks
 UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
-BATCH_ROWS = 2048  # one vector of DuckDB's; with 100 KB a row a batch is 200 MB
+READ_ROWS = 128  # that DuckDB hands over at a time: Arrow holds at most 2 GiB of text in a column of them
+BATCH_ROWS = 2048  # one vector of DuckDB's
+BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,31 @@ def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
     names = unique(answer.columns)
     answer = as_text(answer, CHANGED_BY_ARROW)
     documents = {name for name, kind in zip(names, answer.types, strict=True) if str(kind) == "JSON"}
-    reader = answer.to_arrow_reader(BATCH_ROWS)
+    reader = streamed(answer)
     schema = pa.schema([field.with_name(name) for field, name in zip(reader.schema, names, strict=True)])
     batches = (pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in reader)
     return RowBatches(schema, frozenset(documents), batches)
+
+
+def streamed(answer: duckdb.DuckDBPyRelation) -> pa.RecordBatchReader:
+    """Rows of a relation in batches of 2,048, or of fewer where rows are long."""
+    reader = answer.to_arrow_reader(READ_ROWS)
+    return pa.RecordBatchReader.from_batches(reader.schema, joined(reader))
+
+
+def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Join batches until they have enough rows or bytes."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield pa.concat_batches(held)
+            held, rows, size = [], 0, 0
+    if held:
+        yield pa.concat_batches(held)
 
 
 def as_text(answer: duckdb.DuckDBPyRelation, kinds: Collection[str]) -> duckdb.DuckDBPyRelation:

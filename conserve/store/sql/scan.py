@@ -8,11 +8,9 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
-from conserve.store.sql.batches import CHANGED_BY_ARROW, as_text
+from conserve.store.sql.batches import CHANGED_BY_ARROW, as_text, streamed
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.reading import only_reads
-
-BATCH_ROWS = 2048
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def scanned(sql: str, scratch: Path) -> Iterator[pa.RecordBatchReader]:
         with duckdb.connect(":memory:", config={"temp_directory": str(scratch)}) as duck:
             duck.execute("set python_enable_replacements = false")
             duck.execute("set timezone = 'UTC'")
-            yield selected(duck, sql).to_arrow_reader(BATCH_ROWS)
+            yield streamed(selected(duck, sql))
     except (duckdb.Error, pa.ArrowException, UnicodeError) as error:
         raise InputError(f"--sql fails: {in_one_line(error)}; correct it and submit again") from error
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import first_line
 from conserve.store.files.objects import FilePath, source
+from conserve.store.sql.batches import streamed
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import BATCH_ROWS
 
@@ -77,7 +78,7 @@ def read_fault(path: FilePath, columns: Collection[str]) -> str | None:
     chosen = ", ".join(map(quoted, sorted(columns)))
     with duckdb.connect(":memory:") as duck:
         try:
-            for _ in duck.sql(f"select {chosen} from {parquet([path])}").to_arrow_reader(BATCH_ROWS):
+            for _ in streamed(duck.sql(f"select {chosen} from {parquet([path])}")):
                 pass
         except (duckdb.OutOfMemoryException, MemoryError):
             raise
