@@ -325,6 +325,36 @@ def test_a_column_of_the_files_wins_over_a_partition(store: Store, tmp_path: Pat
     assert [row[1] for row in inputs(store, "year")] == [100, 200] * 3
 
 
+@pytest.mark.parametrize(
+    ("files", "row"),
+    [
+        ({"a": ["name", "NAME"], "b": ["NAME", "name"]}, ("b.name", "b.NAME")),
+        ({"a": ["name"], "b": ["NAME"]}, (None, "b.NAME")),
+        ({"NAME=1/a": ["name"], "NAME=2/b": ["name"]}, ("NAME=2/b.name", 2)),
+    ],
+)
+def test_names_that_differ_in_case_alone_are_told_apart_in_a_copy(
+    store: Store, tmp_path: Path, files: dict[str, list[str]], row: tuple[object, ...]
+) -> None:
+    """DuckDB would give such columns their numbers by the first file that has them."""
+    folder = tmp_path / "data"
+    for file, names in files.items():
+        parquet(folder / f"{file}.parquet", q=["x"], **{name: [f"{file}.{name}"] for name in names})
+    for keep in (Keep.LINK, Keep.REFERENCE):
+        with pytest.raises(InputError, match=r"'name' and 'NAME' of .* submit with --keep-input copy"):
+            submit(store, Input(names=[str(folder)], keep=keep), PROMPT)
+    assert submit(store, Input(names=[str(folder)], copy_gib=0), PROMPT).kept is Keep.COPY
+    assert inputs(store, 'name, "NAME_1"')[1] == (1, *row)
+
+
+def test_names_that_differ_in_case_alone_are_told_apart_in_like_files(store: Store, tmp_path: Path) -> None:
+    for file in ("a", "b"):
+        parquet(tmp_path / "data" / f"{file}.parquet", q=["x"], name=[f"{file}1"], NAME=[f"{file}2"])
+    done = submit(store, Input(names=[str(tmp_path / "data")], keep=Keep.LINK), PROMPT)
+    assert done.kept is not Keep.REFERENCE
+    assert inputs(store, 'name, "NAME_1"') == [(0, "a1", "a2"), (1, "b1", "b2")]
+
+
 def test_several_files_of_lines_are_one_input(store: Store, tmp_path: Path) -> None:
     for day, suffix in ((1, ""), (2, ".gz"), (3, ".zst")):
         folder = tmp_path / "data" / f"day={day}"

@@ -112,6 +112,20 @@ class ParquetParts(Columns):
             schema = schema.append(pa.field(key, partition_type(values)))
         return pa.schema([field.with_nullable(True) for field in schema])
 
+    def namesakes(self) -> tuple[str, str] | None:
+        """Two columns that SQL confuses while the files lie apart: their names differ in case alone.
+
+        None if there are none. Columns of files that all have the same ones are numbered alike, unless one is a
+        folder's.
+        """
+        alike = len({tuple(part.columns) for part in self.parts}) == 1
+        known: dict[str, str] = {}
+        for name in self.columns:
+            first = known.setdefault(name.lower(), name)
+            if first != name and (name in self.partitions[0] or not alike):
+                return first, name
+        return None
+
     @property
     def first_rows(self) -> list[int]:
         """Row index of each file's first row."""
