@@ -14,7 +14,7 @@ from conserve.words import count as count_of
 
 CHANGED_BY_ARROW = {"UHUGEINT", "BIT", "TIME WITH TIME ZONE"}  # types of DuckDB's that Arrow lacks
 UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
-READ_ROWS = 128  # that DuckDB hands over at a time: Arrow holds at most 2 GiB of text in a column of them
+READ_ROWS = 32  # that DuckDB hands over at a time: Arrow holds at most 2 GiB of text in a column of them
 BATCH_ROWS = 2048  # one vector of DuckDB's
 BATCH_BYTES = 64 << 20
 
