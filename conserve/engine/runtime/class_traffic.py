@@ -23,6 +23,7 @@ class Moment(NamedTuple):
     at: float  # monotonic seconds
     value: float
     times: int = 1  # number of equal measurements
+    promised: bool = True  # by the promises of its class
 
 
 class LateCount:
@@ -139,10 +140,10 @@ class ClassTraffic:
         return True
 
     def _waited(self, ms: float, rows_ms: float, at: float, *, promised: bool) -> None:
-        remember(self.ttft_ms, Moment(at, ms))
+        remember(self.ttft_ms, Moment(at, ms, promised=promised))
         self.ttft_counts.note(ms)
-        self.ttft_late.note(ms)
         if promised:
+            self.ttft_late.note(ms)
             self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
 
     def gap(self, ms: float, rows_ms: float, count: int, *, at: float) -> None:
@@ -162,11 +163,12 @@ class ClassTraffic:
         """Latencies of the last 60 s beside the promises, for JSON; `holds_back` as in `Traffic.report`."""
         there = self.busy or self.expected(now=now)
         ttft_ms, tbt_ms = map(Ranked, self.latencies(now=now))
+        promised_ms = Ranked(moment for moment in self.ttft_ms if moment.promised)
         return {
             "requests": self.requests,
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
-            "attainment": attained(self.promises, ttft_ms, tbt_ms),
+            "attainment": attained(self.promises, promised_ms, tbt_ms),
             "held_back": self.accountant.broken if holds_back and there else [],
             "paused_for": self.paused_for(now=now) if holds_back else [],
             "way_ms": {
@@ -178,7 +180,7 @@ class ClassTraffic:
             },
             "promises": {
                 name: kept(getattr(self.promises, name), ordered)
-                for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
+                for name, ordered in zip(LATENCIES, (promised_ms, tbt_ms), strict=True)
             },
             "counts": {"ttft_ms": self.ttft_late.report(), "tbt_ms": self.tbt_late.report()},
             "histograms": {"ttft_ms": self.ttft_counts.report(), "tbt_ms": self.tbt_counts.report()},
