@@ -7,7 +7,7 @@ such blocks would give. So this work is taken off the rows, and all policies hav
 
 from collections.abc import Iterable, Sequence
 
-from conserve.bench.answers import LoadAnswer
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import added_ms, decodes_ms
 from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, by_policy
@@ -26,7 +26,7 @@ def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int 
     """Time that live tokens which came after the end of their block's time add to iterations.
 
     The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole,
-    also that of a request that failed.
+    also that of a request that failed. A request that was refused within the block's time is no work.
     """
     return sum(
         _left_ms(answer, block.duration_s, engine, shared_tokens)
@@ -37,6 +37,8 @@ def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int 
 
 def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_tokens: int) -> float:
     """Time that the late tokens of one answer add to iterations."""
+    if answer.status is RequestEnd.REFUSED and answer.ended_s <= end_s:
+        return 0.0
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
     cached = min(shared_tokens, prompt - 1)
     prompt_ms = 0.0 if done else added_ms(engine, Slice(prompt - cached, cached))

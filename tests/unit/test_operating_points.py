@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from conserve.bench import points, sweep
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.bound import Mix, added_ms, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.forecast import play
+from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
+from conserve.bench.measure import Block
 from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulated import Simulator
@@ -310,17 +313,47 @@ def left_rows_per_s(slow: float) -> float:
     """Rows' worth of the live work that `made_up` answers after the end of a block."""
     _, traces = sweep.arrivals(CELL, PLAN, simulator())
     mix = Mix.of(MACHINE.rows(1000, seed=0), MACHINE.engine)
-    left_ms = 0.0
+    late_ms = 0.0
     for trace, one in ((of, one) for of in traces for one in of):
         at_s = [one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)]
         late = sum(at > 30.0 for at in at_s)
         if late == one.output_tokens:
             cached = trace.cached(one)
-            left_ms += added_ms(MACHINE.engine, Slice(one.input_tokens - cached, cached))
+            late_ms += added_ms(MACHINE.engine, Slice(one.input_tokens - cached, cached))
             late -= 1
         context = one.input_tokens + one.output_tokens // 2
-        left_ms += late * added_ms(MACHINE.engine, Slice(1, context, True))
-    return left_ms / mix.row_ms / 30.0 / len(traces)
+        late_ms += late * added_ms(MACHINE.engine, Slice(1, context, True))
+    return late_ms / mix.row_ms / 30.0 / len(traces)
+
+
+@pytest.mark.parametrize(
+    ("status", "ended_s", "counts"),
+    [
+        (RequestEnd.REFUSED, 0.01, False),
+        (RequestEnd.REFUSED, 31.0, True),
+        (RequestEnd.TIMEOUT, 31.0, True),
+        (RequestEnd.TIMEOUT, 29.0, True),
+        (RequestEnd.BROKEN, 0.01, True),
+    ],
+)
+def test_a_request_that_the_server_refuses_leaves_no_work_behind(
+    status: RequestEnd, ended_s: float, counts: bool
+) -> None:
+    """A prompt beyond the context is refused under every policy; one that waited for the block's end is work."""
+    failed = LoadAnswer(
+        index=0, due_s=0.0, sent_s=0.0, ended_s=ended_s, input_tokens=1000, token_at_s=(), status=status
+    )
+    block = Block(
+        policy="conserve",
+        started_s=0.0,
+        duration_s=30.0,
+        answers=(failed,),
+        offline_tokens=0,
+        iterations=0,
+        planned=0,
+        overruns=0,
+    )
+    assert left_ms([block], MACHINE.engine) == counts * added_ms(MACHINE.engine, Slice(1000, 0))
 
 
 def test_cells_with_few_requests_have_more_blocks() -> None:
