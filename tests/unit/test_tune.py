@@ -253,7 +253,7 @@ def test_each_engine_has_a_trace_of_its_own(tmp_path: Path) -> None:
     assert len({trace.duration_s for trace in engines}) == 1
     assert engines[2].arrivals[0].at_s == 600.0
     blocks = recorded.parts(engines, 100.0, 50)
-    assert [len(one) for one in blocks] == [10] * (11 + 11 + 5), "no block has the requests of two engines"
+    assert [len(one) for one in blocks] == [10] * (11 + 11 + 6), "no block has the requests of two engines"
 
 
 def test_too_few_are_said_with_what_to_do(tmp_path: Path) -> None:
@@ -280,6 +280,15 @@ def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
     found = recorded.parts([trace], 10.0, 5)
     assert [len(one) for one in found] == [4, 8, 12, 16, 20]
     assert len(recorded.parts([trace], 10.0, 50)) == 15, "empty ones are left out"
+
+
+def test_the_newest_requests_are_in_a_block_however_the_time_divides() -> None:
+    """An hour of one request a second, then 50 s of twenty; the first 50 s of the hour are dropped."""
+    at_s = [*map(float, range(3600)), *(3600 + n / 20 for n in range(1000))]
+    trace = Trace(name="t", duration_s=3650.0, arrivals=tuple(Arrival(at, 1, 1) for at in at_s))
+    found = recorded.parts([trace], 60.0, 60)
+    assert [len(one) for one in found] == [60] * 59 + [1010]
+    assert found[-1].duration_s == 60.0
 
 
 class CountedArrivals(tuple[Arrival, ...]):
