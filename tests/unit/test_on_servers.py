@@ -531,6 +531,18 @@ def test_one_that_it_does_not_keep_is_lowered(
     assert "on the engine it exceeds what may be harmed by 8%; trying less" in capsys.readouterr().err
 
 
+def test_a_promise_that_the_engine_did_not_keep_is_not_tried_again(
+    tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A harm is rounded to whole percent: 1.4 % and 0.98 % are the same promise, and so are 2.4 % and 1.68 %."""
+    measured.fails = "conserve"
+    candidate, confirmed = confirmed_in(tmp_path, 0.024, tolerance=0.1)
+    assert [design.policies[1] for design in measured.designs] == ["conserve/harm-2", "conserve/harm-1"]
+    assert (candidate.promises, confirmed) == ({"harm": 0.01}, False)
+    said = capsys.readouterr().err
+    assert said.count("trying less") == said.count("nothing less can be promised") == 1
+
+
 def test_live_requests_that_fail_without_rows_confirm_nothing(tmp_path: Path, measured: Measured) -> None:
     measured.fails = ""
     with pytest.raises(EndpointUnusable, match="failed with no row beside them"):

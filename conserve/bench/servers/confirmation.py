@@ -24,6 +24,16 @@ TRIES = 4
 FAILED = "live requests beside rows failed, or were not answered in time"
 
 
+def promising_less(found: TriedValue) -> TriedValue | None:
+    """The next smaller value whose promises are others, since promises are rounded; None if there is none."""
+    less = found
+    while less.value > found.parameter.low:
+        less = replace(less, value=max(found.parameter.low, SMALLER * less.value))
+        if less.promises != found.promises:
+            return less
+    return None
+
+
 class Confirmation:
     """Blocks on a server of its own."""
 
@@ -45,7 +55,7 @@ class Confirmation:
         self.outcome: tuple[TriedValue, bool]
 
     async def run(self, found: TriedValue) -> None:
-        """Try the value, and smaller ones while they do not keep what may be harmed."""
+        """Try the value, and ones that promise less while they do not keep what may be harmed."""
         plan = self._made([CONSERVE], self._preset, self._folder / "store")
         servers = Servers(plan, self._design(found))
         try:
@@ -56,8 +66,13 @@ class Confirmation:
                 if excess <= 1:
                     return
                 over = f"it exceeds what may be harmed by {excess - 1:.0%}" if excess < inf else FAILED
-                self._say(f"on the engine {over}; trying less")
-                found = replace(found, value=max(found.parameter.low, SMALLER * found.value))
+                less = promising_less(found)
+                self._say(
+                    f"on the engine {over}; {'trying less' if less else 'nothing less can be promised'}"
+                )
+                if less is None:
+                    return
+                found = less
         finally:
             await servers.close()
 
