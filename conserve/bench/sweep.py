@@ -86,7 +86,10 @@ class CellLedger:
 
     @classmethod
     def open(cls, path: Path, plan: SweepPlan) -> "CellLedger":
-        """Go on with the file, or begin it; raises `InputError` if it is another sweep's."""
+        """Go on with the file, or begin it; raises `InputError` if it is another sweep's.
+
+        A single cell is played anew, so a file with measured cells is another's.
+        """
         ledger = cls(path, plan)
         lines = list(documents(path.read_text())) if path.exists() else []
         if lines and lines[0] != plan.document():
@@ -95,6 +98,11 @@ class CellLedger:
                 f"{path} is a sweep with other {', '.join(said)}; name another folder with --output"
             )
         ledger.measured = {Cell.of(one): one for one in lines[1:]}
+        if ledger.measured and plan.only is not None:
+            raise InputError(
+                f"{path} has {count(len(ledger.measured), 'measured cell')}, and a single one is played anew; name "
+                "another folder with --output"
+            )
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan.document()) + "\n")

@@ -105,7 +105,7 @@ SETS = {
 def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json: bool) -> int:
     """Run the sweep, or go on with it; returns the exit code."""
     size = require_size(wanted.size)
-    folder = folder_of(wanted.size, wanted.folder, simulated=wanted.simulated)
+    folder = wanted.folder or usual_folder(wanted)
     settings = context.settings(model=words[0] if words else None)
     if not wanted.simulated:
         return on_servers(settings, words[1:], wanted, size, folder, as_json=as_json)
@@ -171,9 +171,11 @@ def require_size(name: str) -> Size:
     return SIZES[name]
 
 
-def folder_of(name: str, given: Path | None, *, simulated: bool) -> Path:
-    """Folder of a sweep: the same for the same command, which goes on there."""
-    return given or Path(f"bench-sweep-{name}{'-simulated' if simulated else ''}")
+def usual_folder(wanted: SweepFlags) -> Path:
+    """Folder of a sweep: the same for the same command, which goes on there; of a single cell a new one."""
+    if wanted.cell is not None:
+        return Path(f"bench-cell-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path(f"bench-sweep-{wanted.size}{'-simulated' if wanted.simulated else ''}")
 
 
 def machine_of(settings: Settings, model: str | None) -> "BenchMachine":

@@ -25,7 +25,7 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
+from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated, usual_folder
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
@@ -398,6 +398,18 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         CellLedger.open(file, replace(PLAN, machine="measured again"))
 
 
+def test_a_single_cell_is_played_anew_beside_no_other(tmp_path: Path) -> None:
+    """Neither is an earlier play of it reported again, nor the report of a sweep replaced."""
+    file, alone = tmp_path / "cells.jsonl", replace(PLAN, only=PLAN.wanted()[1])
+    assert CellLedger.open(file, alone).missing == [alone.only]
+    assert CellLedger.open(file, alone).missing == [alone.only], "a play that was stopped goes on"
+    CellLedger.open(file, PLAN).keep(told(PLAN.wanted()[1], 1.0))
+    with pytest.raises(
+        InputError, match=r"has 1 measured cell, and .* anew; name another folder with --output"
+    ):
+        CellLedger.open(file, alone)
+
+
 def test_cells_that_were_counted_otherwise_are_not_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +569,13 @@ def test_one_operating_point_is_played_by_its_name() -> None:
         plan_of(SweepFlags.of({**FLAGS, "cell": "agents"}), SIZES["quick"], "an engine")
     with pytest.raises(SettingsError, match=r"--cell is one operating point"):
         SweepFlags.of({**FLAGS, "cell": name, "cells": 3})
+
+
+def test_a_single_operating_point_has_a_folder_of_its_own() -> None:
+    sweep = SweepFlags.of(FLAGS)
+    assert str(usual_folder(sweep)) == "bench-sweep-quick-simulated"
+    assert str(usual_folder(replace(sweep, size="full", simulated=False))) == "bench-sweep-full"
+    assert usual_folder(replace(sweep, cell=grid()[0].name)).name.startswith("bench-cell-20")
 
 
 def test_every_policy_plays_unless_some_are_named() -> None:
