@@ -93,7 +93,8 @@ class CellLedger:
         ledger = cls(path, plan)
         lines = list(documents(path.read_text())) if path.exists() else []
         if lines and lines[0] != plan.document():
-            said = [name for name, value in plan.document().items() if lines[0].get(name) != value]
+            before, now = lines[0], plan.document()
+            said = [name for name in {**now, **before} if before.get(name) != now.get(name)]
             raise InputError(
                 f"{path} is a sweep with other {', '.join(said)}; name another folder with --output"
             )

@@ -394,6 +394,11 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert (len(more.done), len(more.missing)) == (2, 4), "more cells are the same sweep"
     with pytest.raises(InputError, match=r"other seed, policies; name another folder with --output"):
         CellLedger.open(file, replace(PLAN, seed=4, policies=["conserve"]))
+    with pytest.raises(InputError, match=r"with other equal_p99;"):
+        CellLedger.open(file, replace(PLAN, equal_p99=True))
+    CellLedger.open(tmp_path / "equal.jsonl", replace(PLAN, equal_p99=True))
+    with pytest.raises(InputError, match=r"with other equal_p99;"):
+        CellLedger.open(tmp_path / "equal.jsonl", PLAN)
     with pytest.raises(InputError, match=r"other machine;"):
         CellLedger.open(file, replace(PLAN, machine="measured again"))
 
@@ -550,6 +555,8 @@ def test_a_sweep_sets_the_arrivals_itself() -> None:
         SettingsError, match=r"a sweep sets --tolerance, --no-preemption, --kv-checkpoint itself"
     ):
         SweepFlags.of({**FLAGS, "tolerance": "mean-tbt=10%", "preemption": False, "kv_checkpoint": "off"})
+    with pytest.raises(SettingsError, match=r"a sweep sets --stock-endpoint, --allow-overload itself"):
+        SweepFlags.of({**FLAGS, "stock_endpoint": "http://stock:8000", "overload": True})
     with pytest.raises(SettingsError, match=r"--cells, --cell, .* and --equal-p99 are for --sweep; add"):
         SweepFlags.of({**FLAGS, "sweep": None})
     with pytest.raises(SettingsError, match=r"one cell at a time; --processes goes with --simulated"):
