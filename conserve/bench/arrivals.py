@@ -111,8 +111,7 @@ def of_on_off(text: str, seed: int) -> Offered:
 
 def nth_part(trace: Trace, number: int, preset: Preset) -> Trace:
     """Part of the trace for block `number`; after its end the trace begins again."""
-    parts = max(1, int(trace.duration_s // preset.block_s))
-    part = trace.cut(number % parts * preset.block_s, preset.block_s)
+    part = trace.looped(number * preset.block_s, preset.block_s)
     return part.shortened(preset.input_factor, preset.output_factor, max_input=preset.longest * 3 // 4)
 
 

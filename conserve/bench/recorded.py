@@ -78,10 +78,12 @@ def parts(engines: Sequence[Trace], block_s: float, most: int) -> list[Trace]:
 
 
 def _blocks(trace: Trace, block_s: float) -> Iterable[Trace]:
-    """Blocks from the trace's end back: what is left over at its begin, before the oldest requests, is dropped."""
-    duration_s = min(block_s, trace.duration_s)
-    for number in range(max(1, int(trace.duration_s // duration_s)), 0, -1):
+    """Blocks from the trace's end back, without what is left over at its begin; a shorter trace is repeated."""
+    if trace.duration_s < block_s:
+        yield trace.looped(0.0, block_s)
+        return
+    for number in range(int(trace.duration_s // block_s), 0, -1):
         try:
-            yield trace.cut(max(0.0, trace.duration_s - number * duration_s), duration_s)
+            yield trace.cut(max(0.0, trace.duration_s - number * block_s), block_s)
         except InputError:  # no request in it
             continue

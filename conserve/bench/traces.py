@@ -79,6 +79,19 @@ class Trace:
             )
         return replace(self, duration_s=end_s - start_s, arrivals=kept)
 
+    def looped(self, start_s: float, duration_s: float) -> "Trace":
+        """Part of the trace from `start_s` on, for `duration_s`; the trace begins again at its end."""
+        start_s %= self.duration_s
+        times = math.ceil((start_s + duration_s) / self.duration_s)
+        if times == 1:
+            return self.cut(start_s, duration_s)
+        arrivals = tuple(
+            arrival._replace(at_s=arrival.at_s + number * self.duration_s)
+            for number in range(times)
+            for arrival in self
+        )
+        return replace(self, duration_s=times * self.duration_s, arrivals=arrivals).cut(start_s, duration_s)
+
     def thinned(self, share: float, seed: int) -> "Trace":
         """Trace that keeps each arrival with the probability `share`: a lower rate with the same bursts."""
         _require_positive(share=share)

@@ -242,6 +242,20 @@ def test_a_rate_stretches_a_trace_that_no_preset_thins() -> None:
     assert asked(preset).rate == pytest.approx(len(whole) / 60.0)
 
 
+def test_a_trace_that_is_stretched_to_less_than_a_block_is_played_again_within_it() -> None:
+    """And the second block goes on where the first one ended."""
+    preset = replace(FULL, block_s=120.0)
+    whole = traces.read(traces.find_trace(BURSTY)).at_rate(40.0)
+    assert whole.duration_s < 50
+    sized = size(asked(preset, rate=40.0), preset, design(preset), None)
+    for number in (0, 1):
+        block = sized.source(number)
+        assert (block.duration_s, len(block) / 120) == (120.0, pytest.approx(40, rel=0.1))
+    assert sized.source(0).arrivals[: len(whole)] == whole.arrivals
+    first_s = 120.0 % whole.duration_s
+    assert len(sized.source(1).cut(0.0, whole.duration_s - first_s)) == len(whole.cut(first_s, 120.0))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

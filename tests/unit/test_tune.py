@@ -291,6 +291,13 @@ def test_the_newest_requests_are_in_a_block_however_the_time_divides() -> None:
     assert found[-1].duration_s == 60.0
 
 
+def test_a_trace_shorter_than_a_block_is_repeated_in_it() -> None:
+    """An idle rest would halve the load that the promise is tuned to."""
+    trace = Trace(name="t", duration_s=15.0, arrivals=tuple(Arrival(n / 2, 1, 1) for n in range(30)))
+    (block,) = recorded.parts([trace], 60.0, 12)
+    assert (block.duration_s, [one.at_s for one in block]) == (60.0, [n / 2 for n in range(120)])
+
+
 class CountedArrivals(tuple[Arrival, ...]):
     """Arrivals that count how often one is looked at."""
 
