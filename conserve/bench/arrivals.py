@@ -71,8 +71,8 @@ def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None,
     def flags(wanted: float) -> str:
         return f"--speed {wanted / whole.rate:.3g}" if speed is not None else f"--rate {wanted:g}"
 
-    played = whole.rate * whole.duration_s / preset.block_s if as_recorded else whole.rate * (speed or 1.0)
-    return Offered(
+    played = len(whole) / preset.block_s if as_recorded else whole.rate * (speed or 1.0)
+    offered = Offered(
         name=f"--trace {name}",
         source=source,
         flags=flags,
@@ -80,7 +80,14 @@ def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None,
         rate=rate or (preset.rate if thins else None) or played,
         given=frozenset() if rate is None else frozenset({"rate"}),
         trace_s=whole.duration_s if thins or as_recorded else None,
+        requests=len(whole) if thins else None,
     )
+    if rate is not None and rate > (most := offered.most(preset.block_s)):
+        raise SettingsError(
+            f"--rate {rate:g} is more than {name} has: {len(whole):,} requests, {most:g} a second in blocks of "
+            f"{preset.block_s:g} s; give at most that, or a shorter --block-s"
+        )
+    return offered
 
 
 def of_gamma(text: str, seed: int) -> Offered:

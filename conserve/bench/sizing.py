@@ -61,6 +61,12 @@ class Offered:
         None  # duration of a trace that every block plays whole; None if it is not compressed
     )
 
+    requests: int | None = None  # of such a trace, if it is thinned: no block has more
+
+    def most(self, block_s: float) -> float:
+        """Largest rate in blocks of so many seconds, to three digits."""
+        return inf if self.requests is None else _digits(self.requests / block_s)
+
 
 class BlockLoad(NamedTuple):
     """Load of a block under online-only, predicted or measured."""
@@ -153,7 +159,7 @@ def size(
         preset=preset.times(offered.lengths),
         design=design,
         source=offered.source(preset.times(offered.lengths), None),
-        rate=offered.rate,
+        rate=min(offered.rate, offered.most(design.block_s)),
         lengths=offered.lengths,
         chosen=False,
         forecasts=(),
@@ -237,7 +243,7 @@ def _at_lengths(
 ) -> Sized:
     """Sizing at the rate that keeps the engine as busy as the preset says."""
     shortened = replace(preset.times(lengths), block_s=design.block_s)
-    rate = _rate(shortened, offered, design, engine, preset.busy or BUSY)
+    rate = min(_rate(shortened, offered, design, engine, preset.busy or BUSY), offered.most(design.block_s))
     found = Sized(
         preset=shortened,
         design=design,

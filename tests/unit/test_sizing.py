@@ -14,6 +14,9 @@ from threading import Thread
 from typing import Any, ClassVar
 
 import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,6 +243,23 @@ def test_a_rate_stretches_a_trace_that_no_preset_thins() -> None:
     faster = size(asked(preset, speed=2.0), preset, design(preset), None)
     assert faster.source(1) == whole.scaled(2.0).cut(60.0, 60.0)
     assert asked(preset).rate == pytest.approx(len(whole) / 60.0)
+
+
+def test_no_rate_is_told_that_the_trace_does_not_have(tmp_path: Path) -> None:
+    """Thirty requests in blocks of 25 s are at most 1.2 a second, whatever the machine could do."""
+    columns = {"arrival_s": np.linspace(0, 3600, 30), "input_tokens": [9] * 30, "output_tokens": [2] * 30}
+    path = tmp_path / "sparse.parquet"
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(
+        SettingsError, match=r"has: 30 requests, 1.2 a second in blocks of 25 s; give at most"
+    ):
+        asked(trace=str(path), rate=4.0)
+    assert asked(trace=str(path), rate=1.2).rate == 1.2
+    assert asked(replace(CPU, block_s=5.0), trace=str(path), rate=4.0).rate == 4.0
+    for engine, rate in ((slower(1 / 50), None), (None, None), (None, 1.2)):
+        few = replace(CPU, rate=3.0)
+        sized = size(asked(few, trace=str(path), rate=rate), few, design(few), engine)
+        assert (sized.rate, len(sized.source(0))) == (1.2, 30)
 
 
 def test_a_trace_that_is_stretched_to_less_than_a_block_is_played_again_within_it() -> None:
