@@ -81,6 +81,7 @@ def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None,
         given=frozenset() if rate is None else frozenset({"rate"}),
         trace_s=whole.duration_s if thins or as_recorded else None,
         requests=len(whole) if thins else None,
+        on_ticks=whole.on_ticks,
     )
     if rate is not None and rate > (most := offered.most(preset.block_s)):
         raise SettingsError(

@@ -62,6 +62,7 @@ class Offered:
     )
 
     requests: int | None = None  # of such a trace, if it is thinned: no block has more
+    on_ticks: bool = False  # times of the trace were rounded to ticks, and are spread over them
 
     def most(self, block_s: float) -> float:
         """Largest rate in blocks of so many seconds, to three digits."""
@@ -104,6 +105,7 @@ class Sized:
     forecasts: Sequence[BlockForecast]  # one a round; none if the engine's speed is unknown
     takes_s: float = 0.0
     trace_s: float | None = None  # as in `Offered`
+    on_ticks: bool = False  # as in `Offered`
 
     @property
     def load(self) -> BlockLoad:
@@ -119,19 +121,18 @@ class Sized:
             words.append(f"--block-s {self.design.block_s:g} --rounds {self.design.rounds}")
         return " ".join(words)
 
-    def _compressed(self) -> str:
-        """Words for how much faster than recorded a trace is played."""
+    def _changed(self) -> str:
+        """Words for what is changed of a trace: how much faster it is played, and requests that are spread."""
+        ticks = ", the requests of each tick of its times spread over the tick" if self.on_ticks else ""
         if self.trace_s is None:
-            return ""
+            return ticks
         times = self.trace_s / self.design.block_s
-        return f" that play the trace's {self.trace_s:.0f} s {times:.3g} times as fast as recorded"
+        return f" that play the trace's {self.trace_s:.0f} s {times:.3g} times as fast as recorded{ticks}"
 
     def sentence(self) -> str:
         """Line on the arrivals and the load expected of them."""
         design, how = self.design, "set by the machine's speed" if self.chosen else "as asked"
-        blocks = (
-            f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s{self._compressed()}"
-        )
+        blocks = f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s{self._changed()}"
         if not self.forecasts:
             return f"{self.rate:.3g} requests/s, {blocks}; the server tells no latency model to foretell the load"
         requests = [one for forecast in self.forecasts for one in forecast.requests]
@@ -164,6 +165,7 @@ def size(
         chosen=False,
         forecasts=(),
         trace_s=offered.trace_s,
+        on_ticks=offered.on_ticks,
     )
     if engine is None:
         return as_named
@@ -253,6 +255,7 @@ def _at_lengths(
         chosen=True,
         forecasts=(),
         trace_s=offered.trace_s,
+        on_ticks=offered.on_ticks,
     )
     return _with_forecasts(found, engine)
 

@@ -18,6 +18,10 @@ from conserve.errors import InputError
 BUNDLED = Path(str(files("conserve.bench"))) / "data"
 MOST_CV = 100.0  # Azure's burstiest ten minutes have 10
 STEADY_CV = 1e-6  # under it, gaps are equal
+DAY_S, FAR = (
+    86_400.0,
+    10,
+)  # before the first request, at least, and times the duration: not seconds from a start
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 
@@ -40,6 +44,7 @@ class Trace:
     duration_s: float
     arrivals: tuple[Arrival, ...]
     shared_tokens: int = 0
+    on_ticks: bool = False  # its requests were at fewer times, and are spread
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -141,7 +146,8 @@ class Trace:
             for (start_s, group), end_s in zip(ticks, ends, strict=True)
             for arrival, at_s in zip(group, np.sort(rng.uniform(start_s, end_s, len(group))), strict=True)
         ]
-        return replace(self, duration_s=max(self.duration_s, ends[-1]), arrivals=tuple(arrivals))
+        duration_s = max(self.duration_s, ends[-1])
+        return replace(self, duration_s=duration_s, arrivals=tuple(arrivals), on_ticks=True)
 
 
 def together(parts: Sequence[Trace]) -> Trace:
@@ -154,9 +160,11 @@ def read(path: Path, *, seed: int = 0) -> Trace:
     """Read a trace from Parquet; one whose times sit on ticks is spread. Raises `InputError`.
 
     Columns: arrival_s in seconds, input_tokens, output_tokens. On ticks means: two or more requests per
-    distinct time on average (Mooncake's have ten).
+    distinct time on average (Mooncake's have ten). Times that begin days after 0, as those of a calendar do, count
+    from the first one.
     """
     arrival_s, input_tokens, output_tokens = _columns(path)
+    arrival_s = _from_start(arrival_s)
     order = np.argsort(arrival_s, kind="stable")
     arrivals = tuple(Arrival(float(arrival_s[n]), int(input_tokens[n]), int(output_tokens[n])) for n in order)
     first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
@@ -273,6 +281,13 @@ def _columns(path: Path) -> list[np.ndarray[Any, Any]]:
         if not np.all(counts >= 1):
             raise InputError(f"{path} has {name} below 1; drop those requests")
     return [arrival_s, *tokens]
+
+
+def _from_start(arrival_s: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """These times, from the first one on if the time before it is far longer than all of them take."""
+    first_s = arrival_s.min()
+    late = first_s > max(DAY_S, FAR * (arrival_s.max() - first_s))
+    return arrival_s - first_s if late else arrival_s
 
 
 def _shorten(tokens: int, factor: float, most: int | None) -> int:

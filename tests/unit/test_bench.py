@@ -119,6 +119,16 @@ def test_times_on_ticks_are_spread_until_the_next_tick(write_input: WriteInput) 
     assert traces.read(path, seed=1) == trace != traces.read(path, seed=2)
 
 
+def test_times_of_a_calendar_count_from_the_first(write_input: WriteInput) -> None:
+    """From 1970 on, all of a recording would fall into the last moment of a block."""
+    tokens = {"input_tokens": [9] * 3, "output_tokens": [2] * 3}
+    trace = traces.read(write_input(arrival_s=[1.76e9 + 30, 1.76e9, 1.76e9 + 60], **tokens))
+    assert [one.at_s for one in trace] == [0.0, 30.0, 60.0]
+    assert trace.duration_s == 90.0
+    for kept in ([3600.0, 3601.0, 3602.0], [100_000.0, 150_000.0, 200_000.0]):
+        assert [one.at_s for one in traces.read(write_input(arrival_s=kept, **tokens))] == kept
+
+
 @pytest.mark.parametrize("cv", [0, 0.5, 1, 2, 4])
 def test_short_blocks_have_as_many_arrivals_as_the_rate_says_at_any_of_their_times(cv: float) -> None:
     """Blocks that began with an arrival would have twice as many at a CV of 4, and most of these at once."""

@@ -245,6 +245,25 @@ def test_a_rate_stretches_a_trace_that_no_preset_thins() -> None:
     assert asked(preset).rate == pytest.approx(len(whole) / 60.0)
 
 
+@pytest.mark.parametrize(("preset", "rate"), [(CPU, None), (FULL, None), (FULL, 2.0)])
+def test_bursts_that_are_spread_over_ticks_are_told(
+    preset: Preset, rate: float | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "bursts.parquet"
+    columns = {"input_tokens": [9] * 160, "output_tokens": [2] * 160}
+    pq.write_table(pa.table({"arrival_s": np.repeat(np.arange(10) * 60.0, 16), **columns}), path)
+    spread = "the requests of each tick of its times spread over the tick"
+    for engine in (None, slower(1)):
+        assert (
+            spread
+            in size(asked(preset, trace=str(path), rate=rate), preset, design(preset), engine).sentence()
+        )
+        assert (
+            spread
+            not in size(asked(preset, rate=rate), preset, design(preset), engine, overload=True).sentence()
+        )
+
+
 def test_no_rate_is_told_that_the_trace_does_not_have(tmp_path: Path) -> None:
     """Thirty requests in blocks of 25 s are at most 1.2 a second, whatever the machine could do."""
     columns = {"arrival_s": np.linspace(0, 3600, 30), "input_tokens": [9] * 30, "output_tokens": [2] * 30}
