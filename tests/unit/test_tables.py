@@ -1,8 +1,11 @@
 """Results as tables of many files for other programs: Hive's folders, and Delta where deltalake is installed."""
 
+import errno
+import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from pyarrow import dataset
 from conserve.errors import PackageMissing, StoreError, StoreUnreachable
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
-from conserve.store.sql import tables
+from conserve.store.sql import batches, tables
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.tables import CountedRows, plain, storage_options, write_dataset, write_delta
 from tests.played_bucket import play_with_folders
@@ -80,10 +83,10 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
     write_dataset(rows("a", 1, 2), place, "a")
     cut = rows("a", *range(5000))
-    batches = iter(cut.batches)
+    parts = iter(cut.batches)
 
     def interrupted() -> Iterator[pa.RecordBatch]:
-        yield next(batches)
+        yield next(parts)
         raise StoreError("out of memory")
 
     with pytest.raises(StoreError, match="out of memory"):
@@ -106,12 +109,148 @@ def test_rows_are_counted_as_they_are_read() -> None:
 def test_files_and_groups_of_a_data_set_have_so_many_rows_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FILE_ROWS", 4)
-    monkeypatch.setattr(tables, "GROUP_ROWS", 2)
+    few_rows(monkeypatch, FILE_ROWS=4, GROUP_ROWS=2)
     assert write_dataset(rows("a", *range(10)), tmp_path, "a") == 10
-    described = [pq.read_metadata(path) for path in tmp_path.rglob("*.parquet")]
-    assert sorted(one.num_rows for one in described) == [2, 4, 4]
+    described = [pq.read_metadata(path) for path in sorted(tmp_path.rglob("*.parquet"))]
+    assert [one.num_rows for one in described] == [4, 4, 2]
     assert all(one.row_group(n).num_rows == 2 for one in described for n in range(one.num_row_groups))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "groups"),
+    [
+        ({"GROUP_ROWS": 3, "FILE_BYTES": 1}, [[3], [3], [3], [1]]),
+        ({"GROUP_BYTES": 1, "FILE_ROWS": 9}, [[1] * 9, [1]]),
+    ],
+)
+def test_files_and_groups_of_a_data_set_have_so_many_bytes_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounds: dict[str, int], groups: list[list[int]]
+) -> None:
+    few_rows(monkeypatch, **bounds)
+    assert write_dataset(rows("a", *range(10)), tmp_path, "a") == 10
+    described = [pq.read_metadata(path) for path in sorted(tmp_path.rglob("*.parquet"))]
+    assert [[one.row_group(n).num_rows for n in range(one.num_row_groups)] for one in described] == groups
+
+
+def few_rows(monkeypatch: pytest.MonkeyPatch, **bounds: int) -> None:
+    """Let rows come one by one, and these be the bounds of files and groups."""
+    for name in ("READ_ROWS", "BATCH_ROWS"):
+        monkeypatch.setattr(batches, name, 1)
+    for name, value in bounds.items():
+        monkeypatch.setattr(tables, name, value)
+
+
+def test_a_data_set_has_the_rows_in_order_by_the_names_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FILE_ROWS", "GROUP_ROWS"):
+        monkeypatch.setattr(tables, name, 8192)
+    write_dataset(rows("a", *range(100_000)), tmp_path, "a")
+    paths = sorted(tmp_path.rglob("*.parquet"))
+    assert len(paths) == 13, "more than ten, whose numbers have one digit or two"
+    assert [n for path in paths for n in pq.ParquetFile(path).read()["n"].to_pylist()] == list(range(100_000))
+
+
+def beside(whole: RowBatches, other: Callable[[], object]) -> RowBatches:
+    """Rows in the middle of which something else happens."""
+
+    def interrupted() -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(whole.batches):
+            if number == 1:
+                other()
+            yield batch
+
+    return replace(whole, batches=interrupted())
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_of_two_exports_at_a_time_the_one_that_ends_last_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
+) -> None:
+    play_with_folders(tmp_path, monkeypatch)
+    folder = tmp_path / "lake" / "table"
+    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    write_dataset(rows("a", 1), place, "a")
+    met: list[Any] = []
+
+    def other() -> None:
+        write_dataset(rows("a", 2), place, "a")
+        met.extend(read(folder))
+
+    assert write_dataset(beside(rows("a", *range(5000)), other), place, "a") == 5000
+    assert met == [("a", 2, TOOK)]
+    assert [n for _, n, _ in read(folder)] == list(range(5000))
+    assert files(folder) == {"job_id=a": 1}
+
+
+def test_exports_that_copy_at_one_time_leave_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket has no locks, so that neither knows which files are the other's and which are earlier ones."""
+    play_with_folders(tmp_path, monkeypatch)
+    place = ObjectPath(Bucket.parse("s3://lake"), "table")
+    write_dataset(rows("a", 1), place, "a")
+    copy = ObjectPath.copy_to
+    foreign = place / "job_id=a" / "part-00000-other.parquet"
+
+    def both(self: ObjectPath, other: ObjectPath) -> None:
+        copy(self, other)
+        copy(self, foreign)
+
+    monkeypatch.setattr(ObjectPath, "copy_to", both)
+    with pytest.raises(StoreError, match=r"another export writes s3://lake/table/job_id=a .*; run it again"):
+        write_dataset(rows("a", 2), place, "a")
+    foreign.unlink()
+    assert read(tmp_path / "lake" / "table") == [("a", 1, TOOK)]
+    assert files(tmp_path) == {"job_id=a": 1}
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_an_export_whose_files_cannot_be_put_in_place_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
+) -> None:
+    play_with_folders(tmp_path, monkeypatch)
+    folder = tmp_path / "lake" / "table"
+    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    write_dataset(rows("a", 1, 2), place, "a")
+    rename, copy = Path.rename, ObjectPath.copy_to
+
+    def not_renamed(self: Path, to: Path) -> Path:
+        if self.name == tables.NEW:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, to)
+
+    def half_copied(self: ObjectPath, to: ObjectPath) -> None:
+        copy(self, to)
+        raise StoreUnreachable("s3://lake cannot be reached")
+
+    monkeypatch.setattr(Path, "rename", not_renamed)
+    monkeypatch.setattr(ObjectPath, "copy_to", half_copied)
+    with pytest.raises(StoreError, match="cannot be"):
+        write_dataset(rows("a", 3), place, "a")
+    assert read(folder) == [("a", 1, TOOK), ("a", 2, TOOK)]
+    assert files(tmp_path) == {"job_id=a": 1}
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_what_killed_exports_left_goes_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
+) -> None:
+    play_with_folders(tmp_path, monkeypatch)
+    folder = tmp_path / "lake" / "table"
+    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    for name, hours in (("_a.killed", 25), ("_a.at-work", 23), ("_ab.killed", 25), ("_a", 25)):
+        path = folder / name / tables.NEW / "part-00000.parquet"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        for one in (path, *path.parents[:2]):
+            os.utime(one, (time.time() - hours * 3600,) * 2)
+    if in_bucket:  # which knows no time of an export without files
+        write_dataset(rows("a"), place, "a")
+        assert len(list(folder.glob("_*/*/*"))) == 4
+    write_dataset(rows("a", 1), place, "a")
+    left = {path.parts[-3] for path in folder.glob("_*/*/*")}
+    assert left == {"_a.at-work", "_ab.killed"}
 
 
 def test_a_place_where_no_data_set_can_be_is_named(tmp_path: Path) -> None:

@@ -47,20 +47,20 @@ def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
 def streamed(answer: duckdb.DuckDBPyRelation) -> pa.RecordBatchReader:
     """Rows of a relation in batches of 2,048, or of fewer where rows are long."""
     reader = answer.to_arrow_reader(READ_ROWS)
-    return pa.RecordBatchReader.from_batches(reader.schema, joined(reader))
+    return pa.RecordBatchReader.from_batches(reader.schema, joined(reader, rows=BATCH_ROWS, size=BATCH_BYTES))
 
 
-def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join batches until they have enough rows or bytes."""
+def joined(batches: Iterable[pa.RecordBatch], *, rows: int, size: int) -> Iterator[pa.RecordBatch]:
+    """Join batches until they have so many rows or bytes."""
     held: list[pa.RecordBatch] = []
-    rows = size = 0
+    held_rows = held_bytes = 0
     for batch in batches:
         held.append(batch)
-        rows += batch.num_rows
-        size += batch.nbytes
-        if rows >= BATCH_ROWS or size >= BATCH_BYTES:
+        held_rows += batch.num_rows
+        held_bytes += batch.nbytes
+        if held_rows >= rows or held_bytes >= size:
             yield pa.concat_batches(held)
-            held, rows, size = [], 0, 0
+            held, held_rows, held_bytes = [], 0, 0
     if held:
         yield pa.concat_batches(held)
 
