@@ -12,6 +12,7 @@ from conserve.jobs.inputs import remote
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.remote import FETCHED, fetch, is_url
 from conserve.jobs.inputs.source import Input, Opened, open_input
+from conserve.store.files import objects
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 from tests.played_bucket import play_with_folders
@@ -203,3 +204,27 @@ def test_a_file_and_an_object_are_no_one_input(put: Callable[..., None], folder:
     put("a.parquet")
     with pytest.raises(UsageError, match="not both"):
         opened(folder, "here.parquet", f"{BUCKET}/a.parquet")
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_an_object_that_changes_while_it_is_copied_is_refused(
+    put: Callable[..., None], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Its copy may have rows of both versions."""
+    put("day.jsonl")
+    there = tmp_path / "service" / "lake" / "day.jsonl"
+    read_at = objects.ObjectFile.read_at
+
+    def meanwhile(self: objects.ObjectFile, start: int, size: int) -> bytes:
+        found = read_at(self, start, size)
+        if replaced:
+            there.write_bytes(there.read_bytes() * 2)
+        else:
+            there.unlink()
+        return found
+
+    monkeypatch.setattr(objects.ObjectFile, "read_at", meanwhile)
+    with pytest.raises(
+        InputError, match=r"^s3://lake/day\.jsonl was replaced or deleted while it was copied"
+    ):
+        opened(folder, f"{BUCKET}/day.jsonl")

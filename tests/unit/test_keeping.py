@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import StoreFull
+from conserve.errors import InputError, StoreFull
 from conserve.jobs.inputs import keeping
+from conserve.jobs.inputs import source as sources
 from conserve.jobs.inputs.keeping import Keep, keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -288,7 +289,6 @@ def test_a_full_disk_leaves_nothing(
 def test_a_file_written_to_while_it_is_read_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from conserve.errors import InputError
     from conserve.jobs.requests import submit as submitting
 
     path = tmp_path / "rows.jsonl"
@@ -303,4 +303,27 @@ def test_a_file_written_to_while_it_is_read_is_refused(
     monkeypatch.setattr(submitting, "write_requests", meanwhile)
     with pytest.raises(InputError, match=r"rows\.jsonl was written to while it was read"):
         submit(store, str(path), PROMPT)
+    assert list(home.jobs_folder(store.home).iterdir()) == []
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("how", list(Keep))
+def test_a_parquet_file_written_to_while_it_is_kept_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Keep, files: int
+) -> None:
+    """In place and with the same layout, so that the copy has rows of both, and can be read."""
+    paths = [tmp_path / f"{number}.parquet" for number in range(files)]
+    for path in paths:
+        pq.write_table(pa.table({"q": ["old"]}), path)
+    mark = sources.fingerprint
+
+    def meanwhile(path: Path) -> catalog.InputFile:
+        found = mark(path)
+        stat = paths[0].stat()
+        os.utime(paths[0], ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr(sources, "fingerprint", meanwhile)
+    with pytest.raises(InputError, match=r"0\.parquet was written to while it was read; submit it again"):
+        submit(store, Input(names=[*map(str, paths)], keep=how), PROMPT)
     assert list(home.jobs_folder(store.home).iterdir()) == []

@@ -157,6 +157,16 @@ class TestObjects:
         (DATA / "a").copy_to(DATA / "b")
         assert (DATA / "b").read_bytes() == b"0123456789"
 
+    def test_a_version_is_another_after_each_write(self, service: Service, tmp_path: Path) -> None:
+        versions = []
+        for content in (b"old", b"new", b"newer"):
+            (DATA / "a").write_bytes(content)
+            versions.append((DATA / "a").download(tmp_path / "copy"))
+            assert (DATA / "a").open().version() == versions[-1]
+        assert [version.size for version in versions] == [3, 3, 5]
+        assert len({version.tag for version in versions}) == 3
+        assert versions[0].modified is None, "this service says no time"
+
     def test_an_upload_that_arrives_shorter_is_said(self, service: Service, tmp_path: Path) -> None:
         service.short = 1
         with pytest.raises(StoreUnreachable, match="s3://lake/team/a is not as it was sent"):

@@ -69,10 +69,15 @@ def written_meanwhile(source: Source) -> str | None:
     for part in source.files:
         if "://" in part.path:
             continue
-        try:
-            stat = Path(part.path).stat()
-        except OSError:
-            return part.path
-        if (stat.st_size, stat.st_mtime_ns) != (part.size, part.mtime_ns):
+        if stamp(Path(part.path)) != (part.size, part.mtime_ns):
             return part.path
     return None
+
+
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Size and time of change of a file; None if it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns

@@ -56,10 +56,22 @@ def fetch(names: Sequence[str], folder: Path) -> Fetched:
     for one in found:
         path = folder / FETCHED / one.bucket.root / one.key
         path.parent.mkdir(parents=True, exist_ok=True)
-        one.download(path)
+        copy_unchanged(one, path)
         paths.append(path)
         urls[str(path.absolute())] = str(one)
     return Fetched(paths, urls, len(named) > 1 or named[0].several)
+
+
+def copy_unchanged(one: ObjectPath, path: Path) -> None:
+    """Copy an object; raises `InputError` if it was replaced or deleted meanwhile."""
+    try:
+        begun = one.download(path)
+        with one.open() as file:
+            unchanged = file.version() == begun
+    except FileNotFoundError:
+        unchanged = False
+    if not unchanged:
+        raise InputError(f"{one} was replaced or deleted while it was copied; submit it again")
 
 
 def drop(folder: Path) -> None:

@@ -28,7 +28,7 @@ from conserve.jobs.inputs.files import (
     partitions,
     spelled_out,
 )
-from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
+from conserve.jobs.inputs.fingerprint import fingerprint, stamp, together, written_meanwhile
 from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
 from conserve.jobs.inputs.keeping import Keep, choice, keep
 from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
@@ -250,9 +250,12 @@ def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: b
         return open_parts(named, given, folder, how)
     (path,) = named.paths
     ParquetRows(path, given.title)  # a damaged file is not copied first
+    before = stamp(path)
     kept = keep(path, folder / home.INPUTS, how)
     lies = path if kept is Keep.REFERENCE else folder / home.INPUTS
     mark = replace(fingerprint(lies), path=str(path.absolute()))
+    if stamp(path) != before:
+        raise written_to(path)
     source = source_of(named, [mark], FileFormat.PARQUET)
     if kept is Keep.LINK:
         source = replace(source, linked=True, parts=(replace(mark, kept=home.INPUTS),))
@@ -290,13 +293,19 @@ def open_parts(named: NamedInput, given: Input, folder: Path, how: Keep) -> Open
         )
         how = kept if kept is Keep.REFERENCE else how  # one file system, one answer
     source = replace(source_of(named, marks, FileFormat.PARQUET), parts=tuple(kept_parts))
+    check_unwritten(source)
     return Opened(parts, source, how)
 
 
 def check_unwritten(source: Source) -> None:
     """Raise if a file was written to between its fingerprint and its last row."""
     if (path := written_meanwhile(source)) is not None:
-        raise InputError(f"{path} was written to while it was read; submit it again")
+        raise written_to(path)
+
+
+def written_to(path: Path | str) -> InputError:
+    """The error for a file that has rows of two moments."""
+    return InputError(f"{path} was written to while it was read; submit it again")
 
 
 def marks_of(paths: Sequence[Path]) -> list[InputFile]:

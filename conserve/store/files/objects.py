@@ -32,6 +32,14 @@ class ListedObject(NamedTuple):
     modified_at: float  # s since the epoch, by the service's clock
 
 
+class Version(NamedTuple):
+    """What an object's service says of its contents; another one after each write."""
+
+    size: int
+    tag: bytes | None  # None where the service has none
+    modified: bytes | None
+
+
 class ObjectStat(NamedTuple):
     """Size and last change of an object, named as `os.stat` has it."""
 
@@ -146,11 +154,15 @@ class ObjectPath:
         finally:
             partial.unlink(missing_ok=True)
 
-    def download(self, path: Path) -> None:
-        """Copy the object to a file of this machine; raises `FileNotFoundError`."""
+    def download(self, path: Path) -> "Version":
+        """Copy the object to a file of this machine; raises `FileNotFoundError`.
+
+        Returns the version at the beginning: ranges of a later one follow where the object is replaced meanwhile.
+        """
         with self.open() as file, path.open("wb") as copy:
             while block := file.read(BLOCK_BYTES):
                 copy.write(block)
+            return file.version()
 
     def copy_to(self, other: "ObjectPath") -> None:
         """Copy the object within the service."""
@@ -260,6 +272,12 @@ class ObjectFile(RangedFile):
         with reached(path.bucket):
             self._file: NativeFile = filesystem.open_input_file(path.at)
             self.size = int(self._file.size())
+
+    def version(self) -> Version:
+        """Version of the object when it was opened."""
+        with reached(self.path.bucket):
+            said = {name.lower(): value for name, value in self._file.metadata().items()}
+        return Version(self.size, said.get("etag"), said.get("last-modified"))
 
     def read_at(self, start: int, size: int) -> bytes:
         """Fetch bytes; a service that sends fewer is asked again once."""
