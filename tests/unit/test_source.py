@@ -703,6 +703,20 @@ def test_a_name_that_is_not_utf8_is_refused() -> None:
         spelled_out(["half \udcff.jsonl"])
 
 
+@pytest.mark.parametrize("name", ["{folder}", "{folder}/*", "a.jsonl"])
+def test_a_path_that_is_not_utf8_is_refused_however_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In a folder, by a pattern, and in a working folder of such a name."""
+    folder = tmp_path / ("work \udcff" if name == "a.jsonl" else "data")
+    folder.mkdir()
+    (folder / "a.jsonl").touch()
+    (folder / "half \udcff.jsonl").touch()
+    monkeypatch.chdir(folder)
+    with pytest.raises(InputError, match="is not UTF-8; rename the file, or its folder"):
+        spelled_out([name.format(folder=folder)])
+
+
 def test_an_input_has_a_name_in_messages_and_one_for_its_jobs() -> None:
     table = pa.table({"q": ["a"]}).to_reader()
     names = [(given.label, given.title) for given in (

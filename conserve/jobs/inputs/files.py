@@ -64,8 +64,19 @@ def spelled_out(names: Sequence[str], *, several: bool = False) -> NamedInput:
         paths = files_of(name)
         several = several or paths != [Path(name)]
         found += paths
+    refuse_no_text(found)
     refuse_twice(found)
     return NamedInput(found, several)
+
+
+def refuse_no_text(paths: Sequence[Path]) -> None:
+    """Raise for a path that is not UTF-8, at any part: the store keeps paths as text, and DuckDB takes no other."""
+    for path in paths:
+        whole = str(path.absolute())
+        try:
+            whole.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the path {whole} is not UTF-8; rename the file, or its folder") from error
 
 
 def refuse_twice(paths: Sequence[Path]) -> None:
