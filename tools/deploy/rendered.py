@@ -11,6 +11,7 @@ from tools.deploy.chart import CHART
 
 WORKLOADS = ("Deployment", "CronJob")
 SHARED = "ReadWriteMany"
+BACKOFF_LIMIT = 6  # Kubernetes's default
 
 
 def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -20,6 +21,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from apart(one, workloads)
     for one in workloads:
         yield from gives_up(one)
+        yield from ends_early(one)
     for one in objects:
         yield from unwatched(one, objects)
 
@@ -44,6 +46,15 @@ def gives_up(workload: Mapping[str, Any]) -> Iterator[str]:
         may_take_s = probe["failureThreshold"] * probe["periodSeconds"]
         if workload["spec"].get("progressDeadlineSeconds", 600) <= may_take_s:
             yield f"the rollout of {workload['metadata']['name']} fails before its start may"
+
+
+def ends_early(workload: Mapping[str, Any]) -> Iterator[str]:
+    """A CronJob that an outage ends before its hours do: its pod is started again less than once a minute."""
+    if workload["kind"] != "CronJob":
+        return
+    spec = workload["spec"]["jobTemplate"]["spec"]
+    if spec.get("backoffLimit", BACKOFF_LIMIT) < spec["activeDeadlineSeconds"] / 60:
+        yield f"{workload['metadata']['name']} ends with an outage of its servers"
 
 
 def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
