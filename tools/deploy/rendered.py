@@ -22,6 +22,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for one in workloads:
         yield from gives_up(one)
         yield from ends_early(one)
+    yield from torn(workloads)
     for one in objects:
         yield from unwatched(one, objects)
 
@@ -35,6 +36,15 @@ def apart(claim: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]]) -> I
         names = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]]
         if claim["metadata"]["name"] in names and "podAffinity" not in pod.get("affinity", {}):
             yield f"{one['metadata']['name']} may land on another node than the volume"
+
+
+def torn(workloads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Workloads whose pods belong on one node, which does not take them all."""
+    pods = [template(one)["spec"] for one in workloads]
+    together = [pod for pod in pods if "podAffinity" in pod.get("affinity", {})]
+    nodes = [(pod.get("nodeSelector"), pod.get("tolerations")) for pod in together]
+    if any(one != nodes[0] for one in nodes):
+        yield "all pods run on one node, and they are for different nodes"
 
 
 def gives_up(workload: Mapping[str, Any]) -> Iterator[str]:

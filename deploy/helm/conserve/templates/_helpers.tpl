@@ -53,9 +53,18 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- printf "%s:%s" $repository (default (default $root.Chart.AppVersion $root.Values.image.tag) $own.tag) -}}
 {{- end -}}
 
+{{/* Not empty if all pods run on one node; then they have the server's nodes and tolerations too. */}}
+{{- define "conserve.pinned" -}}
+{{- $ours := not (or .Values.store.claim .Values.store.data) -}}
+{{- if or (not .Values.store.database.secret) (and $ours (ne .Values.store.accessMode "ReadWriteMany")) -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{/* What every pod has: (list context component [token]). Volumes and containers follow. */}}
 {{- define "conserve.pod" -}}
 {{- $root := index . 0 -}}
+{{- $part := index . 1 -}}
 serviceAccountName: {{ include "conserve.serviceAccount" $root }}
 automountServiceAccountToken: {{ and (gt (len .) 2) (last .) }}
 enableServiceLinks: false  # a Service called vllm would set VLLM_PORT to a URL, at which vLLM ends
@@ -69,8 +78,18 @@ securityContext:
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- $ours := not (or $root.Values.store.claim $root.Values.store.data) }}
-{{- if or (not $root.Values.store.database.secret) (and $ours (ne $root.Values.store.accessMode "ReadWriteMany")) }}
+{{- $pinned := include "conserve.pinned" $root }}
+{{- with $root.Values.server }}
+{{- if or (eq $part "server") (and .enabled $pinned) }}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if $pinned }}
 affinity:  # SQLite locks within one node, and such a volume is mounted by one
   podAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
