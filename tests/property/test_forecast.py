@@ -323,3 +323,18 @@ def test_the_backlog_counts_the_work_that_is_due_and_the_load_of_its_deadlines()
     assert dict(found.due_s) == {3600: 900.0, 14_400: 4500.0, 43_200: 4500.0, 86_400: 4500.0}
     assert (found.total_s, found.load) == (4600.0, 0.9)
     assert backlog(jobs, None, now=NOW) is None
+
+
+def test_the_load_of_a_deadline_counts_all_work_of_higher_priorities() -> None:
+    """As the forecast does, which sees the job late."""
+    due = job("due", rows=900, deadline=NOW + 1800.0)  # 900 s
+
+    def load(*others: QueuedJob) -> float:
+        found = backlog([due, *others], 100.0, now=NOW)
+        assert found is not None
+        return found.load
+
+    assert load() == 0.5
+    assert load(job("undated", rows=2700, priority=1)) == 2.0
+    assert load(job("later", rows=2700, priority=1, deadline=NOW + 9000.0)) == 2.0
+    assert load(job("undated", rows=2700), job("lower", rows=2700, priority=-1)) == 0.5

@@ -228,7 +228,7 @@ ROWS = (
         panels=(
             Panel(
                 title="Deadline load",
-                says="Largest share, over all deadlines, of the time until it that the work due by then takes.",
+                says="Largest share, over all deadlines, of the time until it that the work until then takes.",
                 queries={LEGEND: f"max by ({QUEUE}) (conserve_deadline_load)"},
                 unit="percentunit",
                 kind="stat",

@@ -74,7 +74,7 @@ def backlog_metrics(found: Backlog | None, name: str) -> Iterator[Metric]:
         seconds.add_metric([f"{within_s // HOUR_S}h", name], due_s)
     seconds.add_metric(["any", name], found.total_s)
     yield seconds
-    says = "Largest share, over all deadlines, of the time until it that the work due by then takes."
+    says = "Largest share, over all deadlines, of the time until it that the work until then takes."
     yield gauge("conserve_deadline_load", says, name, found.load)
 
 
