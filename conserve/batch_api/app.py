@@ -97,7 +97,7 @@ def application(
             api.reads.close()
 
     routes = [*OTHERS, *ROUTES]
-    measured = metrics.ApiMetrics(lambda: api.foresight.now().queue, routes, beside=beside)
+    measured = metrics.ApiMetrics(api.foresight.queue, routes, beside=beside)
     free = FREE | {metrics.PATH} if open_metrics else FREE
     app = Starlette(
         routes=routes,

@@ -4,11 +4,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import backlog
-from conserve.jobs.deadlines.forecast import Forecast, forecasts
+from conserve.jobs.deadlines.forecast import Forecast, QueuedJob, forecasts
 from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.telemetry.queue_metrics import QueueSeen, rows_waiting
@@ -23,11 +24,10 @@ COURSES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
-    """The queue at one moment."""
+    """Forecasts of the jobs at one moment."""
 
     at: float
-    forecasts: Mapping[str, Forecast] = field(default_factory=dict)
-    queue: QueueSeen = QueueSeen()  # noqa: RUF009  immutable
+    forecasts: Mapping[str, Forecast]
 
     def document(self, job_id: str | None) -> Mapping[str, Any] | None:
         """Forecast of a job for its batch object; None without one."""
@@ -41,43 +41,70 @@ class Foreseen:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one look at the store has found."""
+
+    at: float
+    waiting: Sequence[QueuedJob]
+    rates: Rates
+    queue: QueueSeen
+
+
 class Foresight:
-    """Forecasts of a store, made at most once in `KEPT_S`."""
+    """The queue of a store, read at most once in `KEPT_S`, and the forecasts of its jobs once one is asked for."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._lock = threading.Lock()
-        self._last: Foreseen | None = None
+        self._last: Look | None = None
+        self._foreseen: Foreseen | None = None
 
     def now(self) -> Foreseen:
         """The last forecasts if they are recent, else new ones; other threads wait for those."""
         with self._lock:
-            found = self._last = self.recent or self._look(self._clock())
+            if (found := self.recent) is None:
+                look = self._look()
+                made = forecasts(look.waiting, look.rates, now=look.at, courses=COURSES)
+                found = self._foreseen = Foreseen(at=look.at, forecasts=made)
             return found
+
+    def queue(self) -> QueueSeen | None:
+        """The queue as it was at most `KEPT_S` ago; None while the store cannot be read."""
+        with self._lock:
+            try:
+                return self._look().queue
+            except ConserveError:
+                return None
 
     @property
     def recent(self) -> Foreseen | None:
         """The last forecasts, if new ones are not due; never waits."""
-        last = self._last
-        return last if last is not None and 0 <= self._clock() - last.at < KEPT_S else None
+        last = self._foreseen
+        return last if last is not None and self._is_recent(last.at) else None
 
-    def _look(self, now: float) -> Foreseen:
+    def _is_recent(self, at: float) -> bool:
+        return 0 <= self._clock() - at < KEPT_S
+
+    def _look(self) -> Look:
+        if self._last is None or not self._is_recent(self._last.at):
+            self._last = self._looked(self._clock())
+        return self._last
+
+    def _looked(self, now: float) -> Look:
         with self._store.read() as tx:
             jobs: Sequence[catalog.JobRecord] = catalog.everything(tx)
             slots = harvested.slots(tx)
             leased = leases.jobs(tx, now=now)
         waiting, rates = queued(jobs, now=now), Rates.of(slots)
-        return Foreseen(
-            at=now,
-            forecasts=forecasts(waiting, rates, now=now, courses=COURSES),
-            queue=QueueSeen(
-                name=queue_name(self._store.id),
-                states=Counter(shown_state(job, leased) for job in jobs),
-                rows_waiting=rows_waiting(jobs),
-                jobs_waiting=len(waiting),
-                backlog=backlog(waiting, rates.mean(now), now=now),
-            ),
+        seen = QueueSeen(
+            name=queue_name(self._store.id),
+            states=Counter(shown_state(job, leased) for job in jobs),
+            rows_waiting=rows_waiting(jobs),
+            jobs_waiting=len(waiting),
+            backlog=backlog(waiting, rates.mean(now), now=now),
         )
+        return Look(at=now, waiting=waiting, rates=rates, queue=seen)
 
 
 def shown_state(job: catalog.JobRecord, leased: Collection[str]) -> JobState:

@@ -180,6 +180,13 @@ def test_forecasts_are_made_now_and_then(seen: Store) -> None:
     assert foresight.now().document("no-such") is None
 
 
+def test_a_look_at_the_queue_makes_no_forecasts(seen: Store) -> None:
+    """Those of ten thousand jobs take seconds of a processor, and /metrics is read all day."""
+    foresight = Foresight(seen, lambda: 1e9)
+    assert foresight.queue() is foresight.queue() is not None
+    assert foresight.recent is None
+
+
 def test_from_python(seen: Store) -> None:
     opened = package.open()
     job_ = opened.submit([{"q": "a"}], prompt="{{ q }}", deadline=timedelta(hours=3), on_late="best-effort")

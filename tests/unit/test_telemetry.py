@@ -27,7 +27,14 @@ from conserve.batch_api.metrics import ApiMetrics
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Url
-from conserve.errors import EndpointBusy, EndpointUnusable, RequestRejected, RetryableError, SettingsError
+from conserve.errors import (
+    EndpointBusy,
+    EndpointUnusable,
+    RequestRejected,
+    RetryableError,
+    SettingsError,
+    StoreError,
+)
 from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
@@ -262,11 +269,18 @@ def test_the_queue_is_read_again_after_half_a_minute_and_when_the_clock_is_set_b
         first = seen
 
 
+def seen_by(foresight: Foresight) -> QueueSeen:
+    """The queue of a store that can be read."""
+    found = foresight.queue()
+    assert found is not None
+    return found
+
+
 def test_figures_of_a_queue_have_its_name_which_no_address_is_in(settings: Settings, store: Store) -> None:
     """The readings of two processes have one name, and those of two stores have two."""
     seen, other = StoreLook(settings)(), StoreLook(load({"home": store.home.parent / "other"}, environ={}))()
     assert seen is not None
-    assert seen.name == Foresight(store).now().queue.name == store.id[:8]
+    assert seen.name == seen_by(Foresight(store)).name == store.id[:8]
     assert other == QueueSeen(name="")
     page = generate_latest(
         new_registry(None, [QueueCollector(lambda: replace(seen, backlog=BACKLOG))])
@@ -508,6 +522,25 @@ def test_the_batch_apis_requests_are_counted_without_their_ids(store: Store) -> 
     assert 'conserve_api_request_seconds_count{route="/v1/batches/{id}"} 2.0' in text
 
 
+def test_the_batch_apis_own_figures_outlast_its_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    from starlette.testclient import TestClient
+
+    from conserve.batch_api.app import application
+
+    def unreachable(_: Store) -> None:
+        raise StoreError("connection refused")
+
+    with TestClient(application(store, open_metrics=True), base_url="http://127.0.0.1") as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "read", unreachable)
+            page = client.get("/metrics")
+        assert page.status_code == 200
+        assert "conserve_backlog_jobs" not in page.text
+        page = client.get("/metrics")
+    assert 'conserve_api_requests_total{method="GET",route="/metrics",status="200"} 1.0' in page.text
+    assert "conserve_backlog_jobs{" in page.text
+
+
 def test_requests_that_are_refused_without_a_key_are_counted_by_their_route(store: Store) -> None:
     from starlette.testclient import TestClient
 
@@ -533,15 +566,15 @@ def test_a_job_runs_while_rows_of_it_are_leased(store: Store, write_input: Write
     job_id = queue_up(store, write_input, "a", "b")
     now = [1e9]
     foresight = Foresight(store, lambda: now[0])
-    assert foresight.now().queue.states == {"queued": 1}
+    assert seen_by(foresight).states == {"queued": 1}
     with store.write() as tx:
         jobs = queue.runnable_jobs(tx, None)
         queue.claim(tx, owner="me", now=now[0] + KEPT_S, lease_s=60.0, limit=1, suspect=False, jobs=jobs)
     now[0] += KEPT_S
-    assert foresight.now().queue.states == {"running": 1}
-    assert StoreLook(load(), lambda: now[0])() == foresight.now().queue
+    assert seen_by(foresight).states == {"running": 1}
+    assert StoreLook(load(), lambda: now[0])() == foresight.queue()
     now[0] += 100.0
-    assert foresight.now().queue.states == {"queued": 1}, job_id
+    assert seen_by(foresight).states == {"queued": 1}, job_id
 
 
 def test_beside_a_live_server_the_page_has_no_figures_of_the_process() -> None:
