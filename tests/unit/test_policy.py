@@ -478,7 +478,7 @@ class TestOnlinePrompts:
         assert self.tokens(dear._replace(age_ms=780), tbt_ms=11) == 100
 
     def test_the_second_waits_if_it_would_hold_up_the_first_for_longer(self) -> None:
-        """Apart, those that wait pay for one more smallest iteration, 11 ms; together, the first for the second."""
+        """Apart, those that wait pay for one more iteration, 11 ms at least; together, the first for the second."""
         first, second = Candidate("first", 100, 0), Candidate("second", 11, 0)
 
         def served(second: Candidate, **changes: Any) -> int:
@@ -489,6 +489,8 @@ class TestOnlinePrompts:
         assert served(second._replace(tokens=12)) == 1
         assert served(second._replace(tokens=22), queued_online=2) == 2
         assert served(second._replace(tokens=23), queued_online=2) == 1
+        assert served(second._replace(tokens=30), online=decodes(20)) == 22, "whose steps run once more"
+        assert served(second._replace(tokens=31), online=decodes(20)) == 21
         assert served(second._replace(tokens=23), slo=Slo()) == 2
         assert served(second._replace(tokens=6, surcharge_ms=1.0)) == 1
         third = Candidate("third", 6, 0)

@@ -36,7 +36,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         gap_ms = slo.tbt_ms - view.online_waited_ms
         add_steps(composer, victims, decodes)
     typical_ms = view.typical_prompt_ms if view.prompt_tokens else inf
-    first_tokens = 0  # of requests whose prompt ends in this iteration
+    first_tokens, another_ms = 0, 0.0  # of requests whose prompt ends in this iteration; time of one more
     crowded_out: list[str] = []  # a waiting request that found no room
     others_adapters = False  # a waiting request wants an adapter in the place of one that live requests use
     # KV blocks that running prompts lack: a waiting one of a class that was served less takes none of these.
@@ -57,7 +57,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
                 first_tokens_ms = min(first_tokens_ms, slo.ttft_ms - request.age_ms)
                 patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
             continue
-        if _holds_up(composer, request, first_tokens, view):
+        another_ms = another_ms or max(smallest_ms(view.model), composer.predicted_ms)  # before any prompt
+        if _holds_up(composer, request, first_tokens, another_ms, view):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
         # With classes the queue is mostly that of others, which this class's turns overtake.
@@ -99,15 +100,17 @@ def rows_left(view: View, composer: Composer) -> Sequence[Candidate]:
     return [request for request in view.offline if request.name not in gone]
 
 
-def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:
+def _holds_up(
+    composer: Composer, request: Candidate, first_tokens: int, another_ms: float, view: View
+) -> bool:
     """True if an iteration of its own for this request lowers the total waiting time."""
     # Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
-    # request and those queued behind it wait for the constant part of one more iteration. So prompts share an
-    # iteration while the queue is long, and each has its own while it is short.
+    # request and those queued behind it wait for one more iteration, with all decode steps once more. So prompts
+    # share an iteration while the queue is long, and each has its own while it is short.
     if view.slo.ttft_ms == inf:
         return False
     waits_ms = first_tokens * composer.longer_ms(request, min(request.tokens, composer.tokens_left))
-    return waits_ms > max(1, view.queued_online) * smallest_ms(view.model)
+    return waits_ms > max(1, view.queued_online) * another_ms
 
 
 def chunk(
