@@ -12,7 +12,7 @@ from conserve.bench.field import Field
 from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, SARATHI_P, TUNED
+from conserve.bench.names import CONSERVE, SARATHI_P, TUNED, regime_of
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
@@ -21,7 +21,7 @@ from conserve.bench.stock_beside import StockBeside
 from conserve.bench.tuning import TuningWorkload, token_budget, tuned_hygen
 from conserve.config import Settings
 from conserve.endpoints.roster import server_url
-from conserve.errors import EndpointUnusable
+from conserve.errors import EndpointUnusable, InputError
 from conserve.hosts import without_login
 
 VOCABULARY = (100, 20_000)  # token ids of prompts
@@ -107,7 +107,7 @@ async def measure(
     """Size the load, play it under each policy, and add the blocks to `measurement` as they end.
 
     Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that, and `InputError` if a round
-    has no arrival.
+    has no arrival, or online-only no latency for the SLO.
     """
     await deployment.require(design.policies)
     offered, engine = measurement.offered, await deployment.engine()
@@ -115,6 +115,7 @@ async def measure(
         wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
     measurement.model = await deployment.model()
     sized = drawn(size(offered, preset, design, engine, overload=wishes.overload))
+    require_gaps(sized)
     measurement.sized, measurement.engine = sized, engine
     wishes.say(sized.sentence())
     play = await ready(deployment, prepare, preset, measurement, wishes)
@@ -129,6 +130,20 @@ def drawn(sized: Sized) -> Sized:
     """Draw the arrivals of all rounds at once; raises `InputError` if a round has none."""
     rounds = [sized.source(number) for number in range(sized.design.rounds)]
     return replace(sized, source=rounds.__getitem__)
+
+
+def require_gaps(sized: Sized) -> None:
+    """Raise `InputError` if a promise is to follow from online-only's TBT, and no answer has a second token."""
+    design, regimes = sized.design, map(regime_of, sized.design.policies)
+    promising = any(one.policy == CONSERVE and one.harm is None for one in regimes)
+    if design.slo is not None or not promising:
+        return
+    first = range(design.rounds if design.slo_ahead else 1)  # those that the first promise follows from
+    if all(one.output_tokens == 1 for number in first for one in sized.source(number)):
+        raise InputError(
+            "live answers of one token have no time between tokens, from which the SLO of conserve would follow; "
+            "give --ttft-slo and --tbt-slo, or longer answers"
+        )
 
 
 async def ready(

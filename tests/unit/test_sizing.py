@@ -31,14 +31,14 @@ from conserve.bench.field import Turn
 from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
-from conserve.bench.playing import Measurement
+from conserve.bench.playing import Measurement, require_gaps
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.servers.rows import rows_of_block
-from conserve.bench.sizing import LEAST_REQUESTS, BlockLoad, Offered, judge, measured, size
+from conserve.bench.sizing import LEAST_REQUESTS, BlockLoad, Offered, Sized, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
 from conserve.cli.bench_report import played as played_facts
-from conserve.errors import EndpointUnusable, Overloaded, SettingsError
+from conserve.errors import EndpointUnusable, InputError, Overloaded, SettingsError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER
@@ -262,6 +262,22 @@ def test_bursts_that_are_spread_over_ticks_are_told(
             spread
             not in size(asked(preset, rate=rate), preset, design(preset), engine, overload=True).sentence()
         )
+
+
+def test_answers_of_one_token_need_an_slo_that_is_given() -> None:
+    """Online-only has no TBT then, and conserve would go on with the promise that its server had before."""
+
+    def sized(answer: int, **more: Any) -> Sized:
+        offered = asked(gamma=f"2,1,64,{answer}")
+        return size(offered, CPU, design(**more), None)
+
+    with pytest.raises(InputError, match=r"live answers of one token .*; give --ttft-slo and --tbt-slo, or"):
+        require_gaps(sized(1))
+    with pytest.raises(InputError, match="live answers of one token"):
+        require_gaps(sized(1, policies=[ONLINE_ONLY, "conserve/off"], slo_ahead=True))
+    require_gaps(sized(2))
+    require_gaps(sized(1, slo=LatencyLimits(100.0, 10.0)))
+    require_gaps(sized(1, policies=[ONLINE_ONLY, "conserve/harm-25", NON_PREEMPTIVE]))
 
 
 def test_no_rate_is_told_that_the_trace_does_not_have(tmp_path: Path) -> None:
