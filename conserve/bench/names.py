@@ -19,6 +19,7 @@ USUAL = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)
 ALL = (*USUAL, *HYGENS)
 ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)  # of `--endpoint`, where two are `PLUGGED`
 RECOMPUTE, OFF = "recompute", "off"
+PROMPT = "prompt"  # preemption of `conserve` where none is named
 HARM, HARM_PERCENT = "harm", 10  # `conserve/harm` promises what `conserve serve` does without an SLO
 
 MECHANISMS = {

@@ -11,7 +11,7 @@ from conserve.bench.deployment import SchedulerCounters
 from conserve.bench.disaggregated import BestSplit, EngineSplit, best_split, pooled
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
+from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY, PRIORITY, PROMPT, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
 
 ROWS = 4096  # different rows of a simulation, over and over
@@ -167,7 +167,10 @@ def _policy(name: str) -> str:
     if name == SARATHI_P:
         return PRIORITY
     regime = regime_of(name)
-    return f"{regime.policy}/{regime.preemption}" if regime.preemption else regime.policy
+    preemption = regime.preemption
+    if preemption is None and regime.policy != CONSERVE and _ours(name):
+        preemption = PROMPT  # an arm without our schedule keeps the other mechanisms
+    return f"{regime.policy}/{preemption}" if preemption else regime.policy
 
 
 def _promises(name: str, slo: LatencyLimits | None) -> dict[str, Any]:
@@ -175,6 +178,11 @@ def _promises(name: str, slo: LatencyLimits | None) -> dict[str, Any]:
     regime = regime_of(name)
     if regime.harm is not None:
         return {"harm": regime.harm}
-    if slo is None or regime.policy != CONSERVE:
+    if slo is None or not _ours(name):
         return {}
     return {"ttft_slo_ms": slo.ttft_ms, "tbt_slo_ms": slo.tbt_ms}
+
+
+def _ours(name: str) -> bool:
+    """True for `conserve` and its variants, also for arms without our schedule."""
+    return name.partition("/")[0] == CONSERVE

@@ -20,12 +20,14 @@ from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
 from conserve.bench.measure import Block
+from conserve.bench.names import PROMPT
 from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated, usual_folder
+from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
@@ -197,6 +199,31 @@ def block_of(trace: Trace, slow: float, tokens: int, steps: int) -> MadeUp:
 
 def simulator() -> Simulator:
     return Simulator(machine=MACHINE, simulate=made_up, block_s=30.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "simulated_as"),
+    [
+        ("conserve/-scheduler", "sarathi++/prompt"),
+        ("conserve/-scheduler-checkpoints", "sarathi++/prompt"),
+        ("conserve/-scheduler-preemption", "sarathi++/off"),
+        ("conserve/-preemption", "conserve/off"),
+        ("conserve", "conserve"),
+        ("sarathi++", "sarathi++/off"),
+        ("non-preemptive", "non-preemptive"),
+        ("sarathi-p", "priority"),
+    ],
+)
+def test_an_arm_goes_without_the_mechanisms_that_it_names_alone(name: str, simulated_as: str) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def noted(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
+        asked.append((policy, bool(given["promises"])))
+        yield from made_up(machine, policy, blocks, **given)
+
+    replace(simulator(), simulate=noted).play(name, [trace_of((0.0, 10, 2))], LatencyLimits(100.0, 10.0))
+    assert asked == [(simulated_as, name.startswith("conserve"))], "rows leave by the promise"
+    assert PROMPT == PREEMPTION
 
 
 def test_a_simulated_cell_has_every_figure() -> None:
