@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from conserve.bench.co_forecast import Sharing, co_play
-from conserve.bench.compare import one_block
+from conserve.bench.compare import one_turn
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
 from conserve.bench.forecast import EngineModel, Request, play, share_of
@@ -208,10 +208,7 @@ def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: s
 
 async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
     """Latencies of a block that is played now and counts for nothing else."""
-    turn = await playing.turn(policy, None)
-    await asyncio.sleep(sized.design.settle_s)
-    block = await one_block(turn, sized.source(0), sized.design, policy)
-    await playing.played(policy)
+    block = await one_turn(playing, policy, None, sized.source(0), sized.design)
     return RunLatencies.heard(block.answers)
 
 

@@ -16,7 +16,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.compare import Design, Source
 from conserve.bench.deployment import Deployment, OneServer
-from conserve.bench.field import Field
+from conserve.bench.field import Field, Turn
 from conserve.bench.load import LoadPlan, LoadTarget
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
@@ -446,6 +446,37 @@ def test_a_server_that_has_just_started_meets_arrivals_that_count_for_nothing(
     assert [one.output_tokens for one in found[0][1]] == [40, 40, 40]
     assert not {seed for seed, _ in found} & {*seeds}
     assert len(seeds) == 4
+
+
+def test_a_test_run_on_a_server_that_has_just_started_is_practised_and_warmed_as_any_turn(
+    monkeypatch: pytest.MonkeyPatch, seeds: list[int]
+) -> None:
+    """The first test run is the reference of a baseline's parameter, and would be of a cold server."""
+    before: list[str] = []
+
+    async def noted(what: str, *rest: Any) -> None:
+        assert not seeds
+        before.append(what)
+
+    monkeypatch.setattr(compare, "practised", partial(noted, "practised"))
+    monkeypatch.setattr(compare, "warmed", partial(noted, "warmed"))
+    server, target = CountlessServer(), LoadTarget(base_url="http://host", model="m")
+    field = OneServer(deployment=server, target=target, preemption="off")  # type: ignore[arg-type]
+    virtual_time.run(tuning.measured(Started(field), sized_pair(), "online-only"))
+    assert before == ["practised", "warmed"]
+    assert len(seeds) == 1
+
+
+class Started:
+    """A field whose server has just started."""
+
+    def __init__(self, field: OneServer) -> None:
+        self.field = field
+
+    async def turn(self, policy: str, slo: Any) -> Turn:
+        return (await self.field.turn(policy, slo))._replace(first=True)
+
+    async def played(self, policy: str) -> None: ...
 
 
 def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(seeds: list[int]) -> None:
