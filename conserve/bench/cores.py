@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import psutil
 
 WORKER = "Worker"  # in the name that vLLM gives the processes that compute
+AT_START = len(os.sched_getaffinity(0))  # cores of this process, before it is pinned
 
 
 def pin_processes(roots: Iterable[int], engine_cores: Sequence[int], other_cores: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
 """Output of `conserve bench`: tables on the terminal, and a folder with the page and the raw numbers."""
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -133,10 +132,11 @@ def facts(design: "Design", slo: "LatencyLimits | None") -> dict[str, str]:
     import platform
 
     from conserve import __version__
+    from conserve.bench.cores import AT_START
     from conserve.bench.pages.report import limits_words
 
     return {
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": f"{platform.machine()}, {output.count(AT_START, 'core')}",
         "version": __version__,
         "measured": time.strftime("%Y-%m-%d %H:%M"),
         "policies": ", ".join(design.policies),

@@ -831,6 +831,15 @@ def test_facts_say_what_plain_conserve_was() -> None:
     assert facts(design, None)["policies"] == "conserve, conserve/off"
 
 
+def test_the_report_counts_the_cores_of_the_command_though_it_pins_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    design = Design(policies=["conserve"], rounds=1, block_s=1.0)
+    before = facts(design, None)["machine"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(77)))
+    assert facts(design, None)["machine"] == before
+
+
 def test_variants_stand_after_their_policy_in_colours_of_their_own() -> None:
     blocks = [block(name, []) for name in ("zz", *VARIANTS, "priority", "conserve", "online-only")]
     names = list(compare(blocks).policies)
