@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from conserve.bench import traces
@@ -37,7 +38,7 @@ def arrivals(
             "--rate, --speed and --lengths change a trace; other arrivals say theirs themselves"
         )
     for flag, value in (("--rate", rate), ("--speed", speed), ("--lengths", lengths)):
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not 0 < value < inf:
             raise SettingsError(f"{flag} {value:g} plays nothing; give a number above 0")
     if rate is not None and speed is not None:
         raise SettingsError("--rate and --speed both set the rate; give one of them")
@@ -124,11 +125,11 @@ def nth_part(trace: Trace, number: int, preset: Preset) -> Trace:
 
 
 def numbers(flag: str, text: str, count: int) -> list[float]:
-    """Parse `count` positive numbers with commas between; raises `SettingsError`."""
+    """Parse `count` positive, finite numbers with commas between; raises `SettingsError`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if len(found) != count or any(value <= 0 for value in found):
+    if len(found) != count or not all(0 < value < inf for value in found):
         raise SettingsError(f"{flag} takes {count} positive numbers with commas between, not {text!r}")
     return found

@@ -122,7 +122,7 @@ def bench(
     ] = None,
     tbt_slo: Annotated[str | None, typer.Option(metavar="TIME", help="Instead of online-only's P99.")] = None,
     slo_scale: Annotated[float, typer.Option(help="Times online-only's P99s, where no SLO is given.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals, prompts and the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, prompts and the bootstrap.")] = 0,
     overload: Annotated[
         bool,
         typer.Option("--allow-overload", help="Play also what online-only alone cannot keep up with."),

@@ -87,7 +87,7 @@ def tune(
     ] = "full",
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy that confirm it.")] = 3,
     block_s: Annotated[float, typer.Option(min=1, help="Seconds of a block.")] = BLOCK_S,
-    seed: Annotated[int, typer.Option(help="Of rows and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of rows and prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Search the promise to live requests that gives queued rows most, and keep it for conserve serve --tuned.

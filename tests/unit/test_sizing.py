@@ -317,6 +317,9 @@ def test_a_trace_that_is_stretched_to_less_than_a_block_is_played_again_within_i
         lambda: asked(gamma="1,1,10,10", rate=1.0),
         lambda: asked(gamma="1,1,10,10", lengths=0.5),
         lambda: asked(on_off="1,1,10"),
+        lambda: asked(gamma="1,1,inf,64"),
+        lambda: asked(gamma="1,1,512,1e400"),
+        lambda: asked(on_off="1,nan,10,9,9"),
         lambda: asked(trace=BURSTY, gamma="1,1,10,10"),
         lambda: asked(rate=1.0, speed=2.0),
         lambda: asked(rate=0.0),
@@ -675,6 +678,15 @@ def test_a_server_that_is_asked_too_much_is_left_alone_and_the_command_exits_2(
     assert "online-only alone would keep the engine" in said
     assert re.search(r"use --gamma [\d.e-]+,1,256,48, or play", said)
     assert "POST" not in CoServer.methods
+
+
+@pytest.mark.parametrize("words", [["bench", "--gamma", "1,1,9,9"], ["tune", "a/model"]])
+def test_a_seed_below_nought_is_refused_in_a_sentence(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["conserve", *words, "--seed", "-1"])
+    assert main() == 2
+    assert "Invalid value for '--seed'" in capsys.readouterr().err
 
 
 def test_the_document_says_what_was_set_and_on_which_engine() -> None:
