@@ -35,7 +35,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         """Flags of `conserve serve` that promise the same."""
         if "harm" in self.promises:
             return f"--harm {100 * self.promises['harm']:g}%"
-        return f"--ttft-slo {self.promises['ttft_ms']:.0f}ms --tbt-slo {self.promises['tbt_ms']:.4g}ms"
+        return f"--ttft-slo {self.promises['ttft_ms']:.0f}ms --tbt-slo {self.promises['tbt_ms']:.1f}ms"
 
 
 def tuned_file(settings: Settings, model: str) -> Path:

@@ -23,6 +23,7 @@ from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Tuning, latencies, words
 from conserve.cli import tuned
+from conserve.cli.serve_flags import milliseconds
 from conserve.cli.tune import blocks_of, conclude, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
@@ -392,6 +393,14 @@ def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
     )
     tuned.write(settings, found)
     assert tuned_promises(settings, "a/model", given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
+
+
+@pytest.mark.parametrize("tbt_ms", [0.3, 80.0, 2224.8, 12_345.6])
+def test_flags_of_what_was_tuned_are_taken_by_serve(tbt_ms: float) -> None:
+    promises = {"ttft_ms": 50_000.0, "tbt_ms": tbt_ms}
+    found = Tuned(**{**{f: getattr(TUNED, f) for f in TUNED.__struct_fields__}, "promises": promises})
+    ttft, tbt = found.flags.split()[1::2]
+    assert (milliseconds("--ttft-slo", ttft), milliseconds("--tbt-slo", tbt)) == (50_000.0, tbt_ms)
 
 
 def test_a_dry_run_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
