@@ -529,6 +529,20 @@ def test_a_cell_in_which_nothing_was_answered_is_the_worst() -> None:
     assert [one.heat for one in squares if one.text == "failed"] == [1.0]
 
 
+def test_a_cell_in_which_one_request_failed_is_not_told_as_one_without_an_answer() -> None:
+    measured = [told(cell, 1.1) for cell in PLAN.wanted()]
+    ours = measured[1]["policies"]["conserve"]
+    measured[1]["policies"] = {
+        **measured[1]["policies"],
+        "conserve": {**ours, "failed": 1, "requests": 1200},
+    }
+    name = Cell.of(measured[1]).name
+    assert f"({name}) fails 1 of 1,200 live requests." in sweep_report.sentence(measured, PLAN.policies)
+    squares = [one for _, row in sweep_report.heat_maps(measured, PLAN.policies)[0].rows for one in row]
+    (square,) = [one for one in squares if one.text == "failed"]
+    assert square.told == f"{name}: a request failed, or none was answered"
+
+
 def test_a_stopped_sweep_reports_the_cells_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

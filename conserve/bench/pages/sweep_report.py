@@ -221,7 +221,7 @@ def _square(cell: Cell, one: Any, of: Any, good: float, bad: float) -> Square:
     if value is None:
         return Square("", None, "")
     if value == inf:
-        return Square(FAILED, 1.0, f"{cell.name}: no request was answered")
+        return Square(FAILED, 1.0, f"{cell.name}: a request failed, or none was answered")
     heat = min(1.0, max(0.0, (value - good) / (bad - good)))
     return Square(f"{value:.2f}", heat, f"{cell.name}: {value:.3f}")
 
@@ -273,12 +273,19 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
     queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
     larger = worst(first, lead)
-    has = "answers no live request" if larger == inf else f"has a P99 {larger:.2f} times online-only's"
+    has = f"has a P99 {larger:.2f} times online-only's" if larger < inf else _failing(first["policies"][lead])
     return (
         f"Under {lead} the worst of {count(len(measured), 'cell')} ({Cell.of(first).name}) {has}. "
         f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
         f"{middle['tbt_p99']} times{queue}."
     )
+
+
+def _failing(said: Mapping[str, Any]) -> str:
+    """What a policy does in a cell without a P99 to compare."""
+    if not said.get("failed") or said["ratios"]["ttft_p99"] is None:
+        return "answers no live request"
+    return f"fails {_count(said['failed'])} of {_count(said['requests'])} live requests"
 
 
 def machine(measured: Sequence[Mapping[str, Any]]) -> str | None:
