@@ -73,7 +73,7 @@ def heading(profile: "Profile") -> list[str]:
     size = f", {len(profile.samples)} batches in {profile.seconds:.0f} s" if profile.samples else ""
     lines = [f"{profile.name}: {how}{size}", f"{key.device}; {key.engine}; {key.dtype}; {key.parallelism}"]
     if words := range_words(profile):
-        lines.append(f"measured: {', '.join(words)}; longer iterations (~) are extrapolated")
+        lines.append(f"measured: {', '.join(words)}; longer iterations and contexts (~) are extrapolated")
     if profile.noise is not None:
         lines.append(
             f"noise of the machine: the same batch varies by {percent(profile.noise.back_to_back)} at once, "
@@ -159,7 +159,8 @@ def time_table(profile: "Profile") -> list[str]:
 
     def cell(slices: list[Slice]) -> str:
         ms = model.predict(Batch.of(slices))
-        return f"{'~' if measured is not None and ms > measured.ms else ''}{ms:.1f}"
+        beyond = measured is not None and (ms > measured.ms or slices[0].context > measured.context)
+        return f"{'~' if beyond else ''}{ms:.1f}"
 
     longest = profile.limits.context if profile.limits else TABLE_CONTEXTS[-1] + 1
     largest = profile.limits.tokens if profile.limits else TABLE_TOKENS[-1]

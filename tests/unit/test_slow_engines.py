@@ -228,6 +228,17 @@ def test_a_profile_says_how_far_it_was_measured(narrow: Profile) -> None:
     assert known
 
 
+def test_times_after_contexts_that_were_not_measured_are_marked(narrow: Profile) -> None:
+    """However short they are: what attention costs there was not seen."""
+    short = [
+        line for line in narrow.samples if all(one.context < 1024 for one in read_sample(line)[0].slices)
+    ]
+    header, *rows = (re.split(r"\s{2,}", line.strip()) for line in time_table(replace(narrow, samples=short)))
+    column = header.index("1024")
+    assert all(row[column].startswith("~") for row in rows)
+    assert not all(row[1].startswith("~") for row in rows)
+
+
 def test_few_batches_judge_models_on_all_of_them(narrow: Profile) -> None:
     errors = narrow.models["hygen"].errors
     assert errors is not None
