@@ -70,7 +70,11 @@ def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None,
         return lambda number: nth_part(stretched, number, preset)
 
     def flags(wanted: float) -> str:
-        return f"--speed {wanted / whole.rate:.3g}" if speed is not None else f"--rate {wanted:g}"
+        if speed is None:
+            return f"--rate {wanted:.12g}"
+        return (
+            f"--speed {speed:.12g}" if wanted == whole.rate * speed else f"--speed {wanted / whole.rate:.3g}"
+        )
 
     played = len(whole) / preset.block_s if as_recorded else whole.rate * (speed or 1.0)
     offered = Offered(

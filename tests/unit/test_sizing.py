@@ -243,6 +243,10 @@ def test_a_rate_stretches_a_trace_that_no_preset_thins() -> None:
     faster = size(asked(preset, speed=2.0), preset, design(preset), None)
     assert faster.source(1) == whole.scaled(2.0).cut(60.0, 60.0)
     assert asked(preset).rate == pytest.approx(len(whole) / 60.0)
+    exact = asked(preset, speed=2.345678)
+    assert exact.flags(exact.rate) == "--speed 2.345678"
+    assert exact.flags(whole.rate / 3) == "--speed 0.333", "a rate that is advised has three digits"
+    assert asked(preset, rate=1.2345678).flags(1.2345678) == "--rate 1.2345678"
 
 
 @pytest.mark.parametrize(("preset", "rate"), [(CPU, None), (FULL, None), (FULL, 2.0)])
