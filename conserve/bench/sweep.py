@@ -42,7 +42,7 @@ class SweepPlan:
     only: Cell | None = None  # this cell in place of them
     policies: Sequence[str]
     blocks: int  # of each policy in a cell, at least
-    requests: int = 0  # live ones in a cell, at least: a P99 of forty is the slowest one
+    requests: int = 0  # live ones in a cell, as its rate expects: a P99 of forty is the slowest one
     block_s: float
     simulated: bool
     engine: str  # what is measured
