@@ -71,6 +71,15 @@ def test_a_value_is_pythons_own_or_text(sql: str, value: Any) -> None:
     assert list(rows.tuples()) == [(value,), (value,)]
 
 
+def test_a_map_with_keys_that_no_dictionary_has_is_pairs() -> None:
+    """A key that comes twice, as Parquet may hold it, and in an inner map a structure."""
+    numbers = pa.array([[("a", 1), ("a", 2)], [("a", 1)], None, []], pa.map_(pa.string(), pa.int64()))
+    assert values(numbers) == [[("a", 1), ("a", 2)], {"a": 1}, None, {}]
+    inner = pa.map_(pa.struct([("k", pa.int64())]), pa.int64())
+    nested = pa.array([[("a", [({"k": 1}, 2)])], [("a", [])]], pa.map_(pa.string(), inner))
+    assert values(nested) == [[("a", [({"k": 1}, 2)])], {"a": {}}]
+
+
 @pytest.mark.parametrize(
     ("kind", "numbers", "found"),
     [

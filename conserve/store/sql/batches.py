@@ -100,9 +100,17 @@ def values(column: pa.Array) -> list[Any]:
     named = pa.types.is_map(column.type) and pa.types.is_string(column.type.key_type)
     try:
         found: list[Any] = column.to_pylist(maps_as_pydicts="strict" if named else None)
-    except UNKNOWN_TO_PYTHON:
-        found = [value_of(scalar) for scalar in column]
+    except (*UNKNOWN_TO_PYTHON, KeyError, TypeError):  # the last two of keys that no dictionary can have
+        found = [map_of(scalar) if named else value_of(scalar) for scalar in column]
     return found
+
+
+def map_of(scalar: pa.Scalar) -> Any:
+    """A map as a dictionary, or as pairs if a key in it comes twice or is no key of Python's."""
+    try:
+        return scalar.as_py(maps_as_pydicts="strict")
+    except (*UNKNOWN_TO_PYTHON, KeyError, TypeError):
+        return value_of(scalar)
 
 
 def length_of(interval: Any) -> timedelta | str:
