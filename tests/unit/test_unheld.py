@@ -29,6 +29,7 @@ OFFSETS = pa.array([0, *map(len, BYTES)], pa.int32()).to_numpy().cumsum().astype
 NOT_UTF8 = pa.Array.from_buffers(
     pa.string(), 2, [None, pa.py_buffer(OFFSETS.tobytes()), pa.py_buffer(b"".join(BYTES))]
 )
+NOT_JSON = pa.array(['{"at": "noon"}', None, "noon"], pa.json_())
 HELD = {
     "the latest": pa.array([LATEST_MS], pa.timestamp("ms")),
     "the earliest": pa.array([-LATEST_MS + 1], pa.timestamp("ms")),
@@ -93,6 +94,10 @@ def test_times_without_statistics_are_read(tmp_path: Path) -> None:
 
 def test_sound_texts_have_no_fault(tmp_path: Path) -> None:
     assert text_fault(written(tmp_path / "plain.parquet", pa.array(["noon", None, "ä"]))) is None
+    documents = pa.array(['{"at": [NaN, 1e999]}', None, '"ä"'], pa.json_())
+    path = written(tmp_path / "documents.parquet", documents, odd=["{", None, ""])
+    assert text_fault(path) is None, "of a column that is JSON, and one that is not"
+    assert read_fault(path, ["seen at"]) is None, "DuckDB takes them too"
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -125,9 +130,14 @@ def test_a_jobs_inputs_are_left_out_of_the_view(store: Store, tmp_path: Path) ->
     assert (left_out.view, left_out.job_id) == ("inputs", bad)
 
 
-def test_a_text_that_is_not_utf8_costs_its_jobs_inputs_alone(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("column", "what"), [(NOT_UTF8, "that is not UTF-8"), (NOT_JSON, "that is not JSON")]
+)
+def test_a_text_that_duckdb_cannot_read_costs_its_jobs_inputs_alone(
+    store: Store, tmp_path: Path, column: pa.Array, what: str
+) -> None:
     good = queue(store, written(tmp_path / "good.parquet", pa.array(["noon"])))
-    bad = queue(store, written(tmp_path / "bad.parquet", NOT_UTF8))
+    bad = queue(store, written(tmp_path / "bad.parquet", column))
     for job_id in (good, bad):
         answer(store, job_id)
     done = conserve(
@@ -135,7 +145,7 @@ def test_a_text_that_is_not_utf8_costs_its_jobs_inputs_alone(store: Store, tmp_p
     )
     assert (done.returncode, done.stdout) == (0, f"job_id,seen at\n{good},noon\n"), done.stderr
     assert done.stderr.startswith(f"warning: the view inputs leaves out rows of job {bad}: ")
-    assert "has a text in the column seen at that is not UTF-8; mend the file" in done.stderr
+    assert f"has a text in the column seen at {what}; mend the file" in done.stderr
     assert conserve("sql", "select q from inputs").stderr == "", "columns that are sound are read"
     done = conserve("results", bad, "--with-inputs")
     assert done.returncode == 2

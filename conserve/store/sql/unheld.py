@@ -15,7 +15,7 @@ from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import BATCH_ROWS
 
 SUBMIT_AGAIN = "mend the file and submit the file again, to join it; the view results has this job's answers"
-NOT_UTF8 = "that is not UTF-8"
+NOT_UTF8, NOT_JSON = "that is not UTF-8", "that is not JSON"
 PER_SECOND = {"milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 DAY_S = 24 * 3600
 MOST = 2**63 - 1  # of a 64-bit number; DuckDB's times are such numbers of microseconds
@@ -44,14 +44,30 @@ def time_fault(path: FilePath) -> str | None:
 
 def text_fault(path: FilePath) -> str | None:
     """Reason why DuckDB cannot read a text in a Parquet file; None if there is none. Reads the whole file."""
-    with pq.ParquetFile(source(path)) as file:
+    with pq.ParquetFile(source(path)) as file, duckdb.connect(":memory:") as duck:
+        documents = document_columns(file.metadata)
         for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column.validate(full=True)
                 except pa.ArrowInvalid:
                     return f"has a text in the column {name} {NOT_UTF8}"
+                if name in documents and not all_json(duck, column):
+                    return f"has a text in the column {name} {NOT_JSON}"
     return None
+
+
+def document_columns(described: pq.FileMetaData) -> set[str]:
+    """Columns of JSON, each text of which DuckDB parses as it reads it; not those within others."""
+    leaves = (described.schema.column(at) for at in range(described.num_columns))
+    return {leaf.path for leaf in leaves if leaf.logical_type.type == "JSON"}
+
+
+def all_json(duck: duckdb.DuckDBPyConnection, column: pa.Array) -> bool:
+    """True if DuckDB can parse each text of a column."""
+    texts = column.storage if isinstance(column, pa.ExtensionArray) else column
+    found = duck.from_arrow(pa.table({"text": texts.cast(pa.string())}))
+    return not found.filter("not json_valid(text)").limit(1).fetchall()
 
 
 def held_range(kind: dict[str, Any]) -> tuple[int, int] | None:
@@ -89,4 +105,4 @@ def read_fault(path: FilePath, columns: Collection[str]) -> str | None:
 
 def fix_of(reason: str, fix: str) -> str:
     """Next command for a file that cannot be read: this one, unless the file has always been so."""
-    return SUBMIT_AGAIN if reason.endswith(NOT_UTF8) else fix
+    return SUBMIT_AGAIN if reason.endswith((NOT_UTF8, NOT_JSON)) else fix
