@@ -469,6 +469,11 @@ def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings
         ([{"q": np.str_("a"), "n": np.int64(7)}], [("a", 7)]),
         ([MappingProxyType({"q": np.arange(3), "n": {"k": [1.5]}})], [([0, 1, 2], {"k": [1.5]})]),
         (iter([{"q": "a", "n": None}]), [("a", None)]),
+        (
+            [{"q": b"caf\xc3\xa9", "n": [{"k": (bytearray(b"b"), memoryview(b"m"))}]}],
+            [("café", [{"k": ["b", "m"]}])],
+        ),
+        ([{"q": {b"b"}, "n": np.array([b"n"])}], [(["b"], ["n"])]),
         ([{"q": HALF, "n": np.int64(7)}, {"q": {"k": [HALF]}, "n": 8}], [(CUT, 7), (CUT_WITHIN, 8)]),
     ],
 )
@@ -486,6 +491,7 @@ def test_rows_that_a_program_holds_are_kept_as_json(
         (["a"], "row 1 of the rows is of type list; give a dict of its columns"),
         ({"q": object()}, r"row 1 of the rows has no JSON \(a value of type object\); give text"),
         ({"q": {1, 2}.__contains__}, "row 1 of the rows has no JSON"),
+        ({"q": [b"caf\xe9"]}, r"row 1 of the rows has no JSON \('utf-8' codec can't decode byte 0xe9 "),
         ({("a", "b"): 1}, "row 1 of the rows has no JSON"),
         ({HALF: 1}, r"row 1 of the rows has no JSON \(.* surrogates not allowed\)"),
         ({"q": HALF, "n": {1: object()}}, "row 1 of the rows has no JSON"),

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from conserve.errors import InputError, one_line
 from conserve.jobs.inputs.files import no_memory
 
+LISTS, BYTES = (list, tuple, set, frozenset), (bytes, bytearray, memoryview)
+
 
 def keep_batches(reader: pa.RecordBatchReader, path: Path, title: str) -> None:
     """Write the batches of a table as Parquet; raises `InputError` for types that Parquet lacks."""
@@ -44,7 +46,7 @@ def spool_rows(rows: Iterable[object], path: Path, title: str) -> None:
                 kind = type(row).__name__
                 raise InputError(f"row {number:,} of {title} is of type {kind}; give a dict of its columns")
             try:
-                file.write(line_of(dict(row)) + b"\n")
+                file.write(line_of(as_text(dict(row))) + b"\n")
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 said = f"row {number:,} of {title} has no JSON ({one_line(error)})"
                 raise InputError(f"{said}; give text, numbers, lists and dicts") from error
@@ -59,12 +61,23 @@ def line_of(row: Mapping[Any, Any]) -> bytes:
         return json.dumps(msgspec.to_builtins(row, str_keys=True, enc_hook=plain), allow_nan=False).encode()
 
 
+def as_text(value: Any) -> Any:
+    """A value with text in place of bytes at any depth, as in tables; JSON would have them in base64."""
+    if type(value) is str:  # as most are
+        return value
+    if isinstance(value, dict):
+        return {name: as_text(part) for name, part in value.items()}
+    if isinstance(value, LISTS):
+        return [as_text(part) for part in value]
+    return bytes(value).decode() if isinstance(value, BYTES) else value
+
+
 def plain(value: object) -> object:
     """Value of Python for one of NumPy; raises `TypeError` for any other that JSON lacks."""
     convert = getattr(value, "tolist", None)
     if convert is None:
         raise TypeError(f"a value of type {type(value).__name__}")
-    return convert()
+    return as_text(convert())
 
 
 ENCODE = msgspec.json.Encoder(enc_hook=plain).encode
