@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,25 @@ def test_whole_numbers_of_any_length_are_numbers(store: Store, tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text("".join(f'{{"q": 1, "n": {n}}}\n' for n in numbers))
     submit(store, str(tmp_path / "a.jsonl"), PROMPT)
     assert inputs(store, "n") == [*enumerate(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("number", "found"), [(7, Decimal("7.00")), (-(10**17), Decimal(-(10**17))), (2**63 - 1, None)]
+)
+def test_whole_numbers_stand_beside_decimals_that_hold_them(
+    store: Store, tmp_path: Path, number: int, found: Decimal | None
+) -> None:
+    cents = pa.array([Decimal("1.50")], pa.decimal128(10, 2))
+    parquet(tmp_path / "data" / "a.parquet", q=["x"], n=cents)
+    parquet(tmp_path / "data" / "b.parquet", q=["y"], n=[number])
+    if found is None:
+        with pytest.raises(
+            InputError, match=r"row 0 of .*/b.parquet has in column 'n' a int64 that no decimal"
+        ):
+            submit(store, str(tmp_path / "data"), PROMPT)
+        return
+    submit(store, str(tmp_path / "data"), PROMPT)
+    assert inputs(store, "n") == [(0, Decimal("1.50")), (1, found)]
 
 
 def test_partitions_of_files_are_alike_or_none() -> None:

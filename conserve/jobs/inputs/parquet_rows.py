@@ -15,6 +15,7 @@ from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task, in_template
 from conserve.store.files.objects import FilePath, source
 
+WIDEST = 76  # digits of a decimal
 READ_ROWS = 512  # metadata counts a text of a dictionary once, however many rows share it
 
 
@@ -185,11 +186,22 @@ def conformed(batch: pa.RecordBatch, schema: pa.Schema, partition: Partition) ->
     for field in schema:
         if field.name in batch.schema.names:
             column = batch.column(field.name)
-            arrays.append(column if column.type == field.type else column.cast(field.type))
+            arrays.append(fitted(column, field.type))
         else:
             scalar = pa.scalar(partition.get(field.name), field.type)
             arrays.append(pa.repeat(scalar, batch.num_rows))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def fitted(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column in its type in all files together; raises `ArrowException` for a value that does not fit."""
+    if column.type == kind:
+        return column
+    if pa.types.is_integer(column.type) and pa.types.is_decimal(
+        kind
+    ):  # else the widest number would have to fit
+        column = column.cast(pa.decimal256(WIDEST, kind.scale))
+    return column.cast(kind)
 
 
 def misfit(batch: pa.RecordBatch, schema: pa.Schema, name: str, first_row: int) -> InputError:
@@ -199,7 +211,7 @@ def misfit(batch: pa.RecordBatch, schema: pa.Schema, name: str, first_row: int) 
             column = batch.column(field.name)
             for row in range(len(column)):
                 try:
-                    column.slice(row, 1).cast(field.type)
+                    fitted(column.slice(row, 1), field.type)
                 except pa.ArrowException:
                     return InputError(
                         f"row {first_row + row:,} of {name} has in column {field.name!r} a {column.type} that no "
