@@ -117,6 +117,35 @@ def test_urls_that_name_nothing_or_one_object_twice_are_refused(
         fetch(names, folder)
 
 
+def test_an_object_whose_name_is_a_pattern_is_that_object(put: Callable[..., None], folder: Path) -> None:
+    put("a[1].parquet", "a1.parquet")
+    assert rows(opened(folder, f"{BUCKET}/a[1].parquet")) == [("a[1].parquet",)]
+
+
+@pytest.mark.parametrize("keys", [["d/a.jsonl", "d/a.jsonl/b.jsonl"], ["d/a.jsonl/b.jsonl", "d/a.jsonl"]])
+def test_objects_that_are_no_files_beside_each_other_are_named(
+    put: Callable[..., None], folder: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str]
+) -> None:
+    """As the folder that plays the bucket has no such objects, all have the contents of another."""
+    put("other.jsonl")
+    found = [ObjectPath(Bucket.parse(BUCKET), key) for key in keys]
+    other = ObjectPath(found[0].bucket, "other.jsonl")
+    monkeypatch.setattr(remote, "objects_of", lambda url: remote.NamedObjects(found, several=True))
+    monkeypatch.setattr(ObjectPath, "open", lambda self: objects.ObjectFile(other))
+    with pytest.raises(InputError, match=f"^{BUCKET}/{keys[1]} has a name that no file can have"):
+        fetch([f"{BUCKET}/d"], folder)
+
+
+def test_an_object_with_a_longer_name_than_files_have_is_named(
+    put: Callable[..., None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = ObjectPath(Bucket.parse(BUCKET), f"{'x' * 300}/a.jsonl")
+    monkeypatch.setattr(remote, "objects_of", lambda url: remote.NamedObjects([long], several=False))
+    put("a.jsonl")
+    with pytest.raises(InputError, match=f"^{BUCKET}/x+/a.jsonl has a name that no file can have"):
+        fetch([f"{BUCKET}/d"], folder)
+
+
 def test_several_objects_are_one_input_with_the_partitions_of_their_urls(
     put: Callable[..., None], folder: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Inputs in buckets: objects are copied to this machine, and their rows into the store."""
 
+import errno
 import fnmatch
 import glob
 import shutil
@@ -13,6 +14,7 @@ from conserve.store.files.bucket import SCHEMES, Bucket
 from conserve.store.files.objects import ObjectPath
 
 FETCHED = "fetched"  # folder within that of the new job, until its rows are copied
+NAMELESS = (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a name too long, or taken
 
 
 class NamedObjects(NamedTuple):
@@ -51,15 +53,27 @@ def fetch(names: Sequence[str], folder: Path) -> Fetched:
         raise InputError("an object is named twice; name each once")
     odd = next((one for one in found if {"", ".", ".."} & set(one.key.split("/"))), None)
     if odd is not None:
-        raise InputError(f"{odd} has a name that no file can have below a folder; rename the object")
+        raise no_file_name(odd)
     paths, urls = [], {}
     for one in found:
         path = folder / FETCHED / one.bucket.root / one.key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        copy_unchanged(one, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            copy_unchanged(one, path)
+        except OSError as error:
+            if error.errno in NAMELESS:
+                raise no_file_name(one) from error
+            raise
         paths.append(path)
         urls[str(path.absolute())] = str(one)
     return Fetched(paths, urls, len(named) > 1 or named[0].several)
+
+
+def no_file_name(one: ObjectPath) -> InputError:
+    """The error for an object that cannot be copied under its name, as `a` beside `a/b`."""
+    return InputError(
+        f"{one} has a name that no file can have below a folder beside the others; rename the object"
+    )
 
 
 def copy_unchanged(one: ObjectPath, path: Path) -> None:
@@ -87,12 +101,11 @@ def objects_of(url: str) -> NamedObjects:
     )
     name, _, key = place.partition("/")
     bucket = Bucket.parse(f"{scheme}://{name}{mark}{options}")
-    if glob.has_magic(key):
-        return NamedObjects(matching(ObjectPath(bucket), key, url), several=True)
     one = ObjectPath(bucket, key.strip("/"))
-    if key and one.is_file():
+    if key and one.is_file():  # also of a name like a[1].jsonl
         return NamedObjects([one], several=False)
-    return NamedObjects(below(one, url), several=True)
+    found = matching(ObjectPath(bucket), key, url) if glob.has_magic(key) else below(one, url)
+    return NamedObjects(found, several=True)
 
 
 def matching(root: ObjectPath, pattern: str, url: str) -> list[ObjectPath]:
