@@ -84,6 +84,7 @@ BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("numbers.jsonl", "[1, 2]\n[3, 4]\n", PROMPT, "line 1 .* is not a JSON object"),
     ("empty.jsonl", "", PROMPT, "has no rows"),
     ("empty2.jsonl", "\n\n", OPENAI, "has no rows"),
+    ("empty3.jsonl", "{}\n\n{}\n", PROMPT, "has no columns: each of its rows is empty"),
     ("plain.jsonl", '{"q": "a"}\n', OPENAI, "line 1 .* has no valid 'custom_id'"),
     ("get.jsonl", line("a", method="GET"), OPENAI, "only POST"),
     ("twice.jsonl", "\n".join([line("a"), line("b"), line("a")]), OPENAI, "'a' is on 2 rows"),

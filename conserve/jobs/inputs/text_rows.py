@@ -48,7 +48,8 @@ class TextRows:
         self.bytes_read = 0  # by all passes
         self.kinds = column_kinds(self.rows())
         if not self.kinds:
-            raise InputError(f"{name} has no rows; nothing was submitted")
+            what = "rows" if next(self.rows(), None) is None else "columns: each of its rows is empty"
+            raise InputError(f"{name} has no {what}; nothing was submitted")
 
     @property
     def columns(self) -> Sequence[str]:
