@@ -148,6 +148,13 @@ def test_several_members_of_a_gzip_file_are_one(store: Store, tmp_path: Path) ->
     assert payloads(store, submit(store, str(path), PROMPT).job_id, 2) == ["a", "b"]
 
 
+@pytest.mark.parametrize("magic", [b"\x50\x2a\x4d\x18", b"\x5f\x2a\x4d\x18"])
+def test_a_zstd_file_may_begin_with_a_frame_to_be_skipped(store: Store, tmp_path: Path, magic: bytes) -> None:
+    path = packed(tmp_path / "a.zst", b'{"q": "a"}\n')
+    path.write_bytes(magic + (4).to_bytes(4, "little") + b"note" + path.read_bytes())
+    assert payloads(store, submit(store, str(path), PROMPT).job_id, 1) == ["a"]
+
+
 @pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.jsonl.zst"])
 def test_a_packed_file_that_was_cut_off_is_damaged(store: Store, tmp_path: Path, name: str) -> None:
     content = "\n".join(json.dumps({"q": f"{n * 7919 % 10_007}"}) for n in range(5000)).encode()

@@ -41,6 +41,7 @@ SUFFIXES = {
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+MAGIC |= {bytes([first]) + b"\x2a\x4d\x18": "zstd" for first in range(0x50, 0x60)}  # a frame to be skipped
 PARQUET_MAGIC = b"PAR1"
 WORKBOOKS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods, which are ZIPs; .xls
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
