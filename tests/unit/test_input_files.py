@@ -431,6 +431,16 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
     assert spelled_out([str(path)]) == ([path], False)
 
 
+@pytest.mark.parametrize("name", ["a[1]", "a*", "back\\slash", "back\\*", "back\\[1]"])
+def test_files_whose_names_are_patterns_are_joined_where_they_are(
+    store: Store, tmp_path: Path, name: str
+) -> None:
+    for file in ("x", "y"):
+        parquet(tmp_path / name / f"{file}.parquet", q=[file])
+    submit(store, Input(names=[str(tmp_path / name)], keep=Keep.REFERENCE), PROMPT)
+    assert inputs(store, "q") == [(0, "x"), (1, "y")]
+
+
 def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.txt").write_text("q\na\n")
     done = submit(store, Input(names=[str(tmp_path / "rows.txt")], form=FileFormat.CSV), PROMPT)

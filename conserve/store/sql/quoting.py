@@ -18,7 +18,15 @@ def literal(value: str) -> str:
 
 def literals(paths: Sequence[FilePath]) -> str:
     """A list of files in SQL; glob characters in their names are escaped."""
-    return "[" + ", ".join(literal(glob.escape(str(path))) for path in paths) + "]"
+    return "[" + ", ".join(literal(as_pattern(str(path))) for path in paths) + "]"
+
+
+def as_pattern(path: str) -> str:
+    """A path as a pattern that it alone matches.
+
+    In a pattern DuckDB takes a backslash for a slash; the path itself it finds without one.
+    """
+    return path if "\\" in path else glob.escape(path)
 
 
 def parquet(paths: Sequence[FilePath], *options: str) -> str:
