@@ -368,10 +368,21 @@ def test_names_that_differ_in_case_alone_are_told_apart_in_a_copy(
     for file, names in files.items():
         parquet(folder / f"{file}.parquet", q=["x"], **{name: [f"{file}.{name}"] for name in names})
     for keep in (Keep.LINK, Keep.REFERENCE):
-        with pytest.raises(InputError, match=r"'name' and 'NAME' of .* submit with --keep-input copy"):
+        with pytest.raises(InputError, match=r"'name' and 'NAME' of .*; submit with --keep-input copy"):
             submit(store, Input(names=[str(folder)], keep=keep), PROMPT)
     assert submit(store, Input(names=[str(folder)], copy_gib=0), PROMPT).kept is Keep.COPY
     assert inputs(store, 'name, "NAME_1"')[1] == (1, *row)
+
+
+def test_a_file_without_columns_is_copied_with_the_others(store: Store, tmp_path: Path) -> None:
+    """As Arrow writes it, it has no rows either, and DuckDB reads no such file."""
+    parquet(tmp_path / "data" / "a.parquet", q=["x"])
+    parquet(tmp_path / "data" / "b.parquet")
+    task = Task(kind=Kind.PROMPT, template="{{ q or '-' }}")
+    with pytest.raises(InputError, match=r"b.parquet has no columns, .*; submit with --keep-input copy"):
+        submit(store, Input(names=[str(tmp_path / "data")], keep=Keep.REFERENCE), task)
+    assert submit(store, Input(names=[str(tmp_path / "data")], copy_gib=0), task).kept is Keep.COPY
+    assert inputs(store, "q") == [(0, "x")]
 
 
 def test_names_that_differ_in_case_alone_are_told_apart_in_like_files(store: Store, tmp_path: Path) -> None:

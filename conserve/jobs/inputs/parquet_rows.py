@@ -113,18 +113,23 @@ class ParquetParts(Columns):
             schema = schema.append(pa.field(key, partition_type(values)))
         return pa.schema([field.with_nullable(True) for field in schema])
 
-    def namesakes(self) -> tuple[str, str] | None:
-        """Two columns that SQL confuses while the files lie apart: their names differ in case alone.
+    def unjoined(self) -> str | None:
+        """Reason why SQL cannot read the columns of these files while they lie apart; None if it can.
 
-        None if there are none. Columns of files that all have the same ones are numbered alike, unless one is a
-        folder's.
+        Columns whose names differ in case alone are numbered alike in files that all have the same ones, unless
+        one is a folder's.
         """
+        empty = next((part for part in self.parts if not part.columns), None)
+        if empty is not None:
+            return f"{empty.name} has no columns, and SQL reads no such file"
         alike = len({tuple(part.columns) for part in self.parts}) == 1
         known: dict[str, str] = {}
         for name in self.columns:
             first = known.setdefault(name.lower(), name)
             if first != name and (name in self.partitions[0] or not alike):
-                return first, name
+                return (
+                    f"columns {first!r} and {name!r} of {self.name} differ in case alone, which SQL confuses"
+                )
         return None
 
     @property

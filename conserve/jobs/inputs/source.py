@@ -266,12 +266,9 @@ def open_parts(named: NamedInput, given: Input, folder: Path, how: Keep) -> Open
     """Keep several Parquet files: copied as one, or each by itself."""
     marks = marks_of(named.paths)
     parts = ParquetParts(named.paths, given.title, partitions(named.paths, given.copied_below))
-    if how is not Keep.COPY and (pair := parts.namesakes()) is not None:
+    if how is not Keep.COPY and (fault := parts.unjoined()) is not None:
         if given.keep is not None:
-            raise InputError(
-                f"columns {pair[0]!r} and {pair[1]!r} of {given.title} differ in case alone, and SQL tells them "
-                "apart only in a copy; rename one, or submit with --keep-input copy"
-            )
+            raise InputError(f"{fault}; submit with --keep-input copy, which writes them as one file")
         how = Keep.COPY
     if how is Keep.COPY:
         parts.copy_to(folder / home.INPUTS)
