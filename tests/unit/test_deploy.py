@@ -133,6 +133,12 @@ def test_environment_files_set_variables_that_exist() -> None:
     assert used <= given
 
 
+def test_the_harvester_of_systemd_has_a_page_from_which_alerts_know_that_it_runs() -> None:
+    assert re.search(
+        r"^CONSERVE_METRICS_PORT=\d+$", (DEPLOY / "systemd/harvest.env").read_text(), re.MULTILINE
+    )
+
+
 def test_no_secret_has_a_value() -> None:
     for path in [*(DEPLOY / "systemd").glob("*.env"), DEPLOY / "compose/example.env"]:
         for name, value in re.findall(r"^(\w*(?:KEY|PASSWORD))=(.*)$", path.read_text(), re.MULTILINE):

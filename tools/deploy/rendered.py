@@ -11,6 +11,7 @@ from tools.deploy.chart import CHART
 
 WORKLOADS = ("Deployment", "CronJob")
 SHARED = "ReadWriteMany"
+UNHARVESTED = "ConserveNothingHarvested"
 BACKOFF_LIMIT = 6  # Kubernetes's default
 
 
@@ -23,6 +24,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from gives_up(one)
         yield from ends_early(one)
     yield from torn(workloads)
+    yield from false_alarms(objects)
     for one in objects:
         yield from unwatched(one, objects)
 
@@ -56,6 +58,24 @@ def gives_up(workload: Mapping[str, Any]) -> Iterator[str]:
         may_take_s = probe["failureThreshold"] * probe["periodSeconds"]
         if workload["spec"].get("progressDeadlineSeconds", 600) <= may_take_s:
             yield f"the rollout of {workload['metadata']['name']} fails before its start may"
+
+
+def false_alarms(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A rule that fires all day where rows are run at night alone."""
+    alerts = {
+        rule["alert"]
+        for one in objects
+        if one["kind"] == "PrometheusRule"
+        for group in one["spec"]["groups"]
+        for rule in group["rules"]
+    }
+    parts = {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]
+        for one in objects
+        if one["kind"] == "Deployment"
+    }
+    if UNHARVESTED in alerts and not parts & {"harvester", "server"}:
+        yield f"{UNHARVESTED} fires by day"
 
 
 def ends_early(workload: Mapping[str, Any]) -> Iterator[str]:
