@@ -20,6 +20,7 @@ from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
+from conserve.cli.serve_files import drop_old, log_file
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -337,7 +338,7 @@ def server_command(
             HARVEST_KEY: settings.harvest_key or "",
             **servers_logging(),
         },
-        log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
+        log=Path(log).expanduser() if log else log_file(settings.home, port),
     )
 
 
@@ -363,6 +364,7 @@ async def supervise(
     service: "Service", settings: Settings, section: dict[str, Any], url: str, elsewhere: str | None
 ) -> int:
     """Run the service until a signal comes; a second one ends it at once."""
+    drop_old(settings.home, now=time.time())
     stop = asyncio.Event()
 
     def on_signal() -> None:

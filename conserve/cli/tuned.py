@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 
 from conserve.cli import output
+from conserve.cli.serve_files import own_name
 from conserve.cli.serve_flags import recording_at
 from conserve.config import Settings
 from conserve.errors import InputError, SettingsError
+from conserve.jobs.harvest.services import FOLDER
 from conserve.whole import write_whole
 
 SECTION = {
@@ -90,12 +92,12 @@ def recorded(
 
 
 def arrivals_file(settings: Settings, model: str, port: int) -> Path:
-    """File that `conserve serve` of this model at this port keeps its arrivals in; its folder exists."""
-    path = arrivals_folder(settings, model) / f"{port}.csv"
+    """File that `conserve serve` of this model at this machine's port keeps its arrivals in; its folder exists."""
+    path = arrivals_folder(settings, model) / f"{own_name(port)}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def arrivals_folder(settings: Settings, model: str) -> Path:
     """Folder of the arrivals that servers of this store have recorded for a model."""
-    return settings.home.absolute() / "serving" / "arrivals" / slug_of(model)
+    return settings.home.absolute() / FOLDER / "arrivals" / slug_of(model)

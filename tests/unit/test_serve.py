@@ -1,6 +1,7 @@
 """Words of `conserve serve` and `conserve status` on rows that leave, and the flags of the server."""
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,9 @@ from typer.testing import CliRunner
 from conserve.api.overview import server_seen
 from conserve.api.servers import unanswered
 from conserve.cli import serve as serving
-from conserve.cli import serve_flags, serve_notices, server_status, top_frame
+from conserve.cli import serve_files, serve_flags, serve_notices, server_status, top_frame
 from conserve.cli.app import app
+from conserve.cli.tuned import arrivals_file
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.vllm.launching.flags import names_scheduling
@@ -290,6 +292,37 @@ def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
     assert server_status.predicted({"policy": "conserve"}) == []
     older = {"name": "conserve", "coefficients": {}, "scale": 1.0}
     assert server_status.predicted({"policy": "conserve", "latency_model": older}) == []
+
+
+# Files.
+
+
+def test_replicas_that_share_a_home_have_logs_and_arrivals_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, found = Settings(home=tmp_path), set()
+    for host in ("pod-1", "pod-2"):
+        monkeypatch.setattr(serve_files.socket, "gethostname", lambda host=host: host)
+        found |= {serving.server_command(settings, {}, [], 8000).log, arrivals_file(settings, "m", 8000)}
+    logs = {tmp_path / "serving" / f"{host}-8000.log" for host in ("pod-1", "pod-2")}
+    assert found == logs | {tmp_path / "serving/arrivals/m" / f"{log.stem}.csv" for log in logs}
+
+
+def test_files_of_servers_that_have_gone_long_ago_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "serving/arrivals/m"
+    folder.mkdir(parents=True)
+    now = 1e9
+    for name in ("pod.log", "arrivals/m/pod.csv", "arrivals/m/pod.csv.1", "other.json"):
+        for age_s, prefix in ((serve_files.KEPT_S + 1, "gone-"), (serve_files.KEPT_S - 1, "here-")):
+            path = tmp_path / "serving" / name
+            path = path.with_name(prefix + path.name)
+            path.write_text("")
+            os.utime(path, (now - age_s, now - age_s))
+    serve_files.drop_old(tmp_path, now=now)
+    left = {path.name for path in (tmp_path / "serving").rglob("*") if path.is_file()}
+    assert {name for name in left if name.startswith("gone-")} == {"gone-other.json"}
+    assert len(left) == 5
+    serve_files.drop_old(tmp_path / "none", now=now)
 
 
 # Keys.
