@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from conserve.api.servers import STOCK, addresses, ask
+from conserve.api.servers import ASKED_AT_ONCE, STOCK, addresses, ask
 from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.forecast import Forecast
@@ -205,7 +205,7 @@ class StoreWatch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._endpoints, self._asking, self._clock = settings, endpoints, asking, clock
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="server")
+        self._pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="server")
         self._questions: dict[str, Future[dict[str, Any]]] = {}
         self._answers: dict[str, dict[str, Any]] = {}
         self._paces: dict[str, CounterRate] = {}

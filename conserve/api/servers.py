@@ -16,6 +16,7 @@ from conserve.jobs.harvest.services import running
 from conserve.words import duration
 
 ANSWER_S = 2.0
+ASKED_AT_ONCE = 16  # of servers that may not answer
 PATH = "/v1/conserve"
 WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404

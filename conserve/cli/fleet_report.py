@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ENDED, REFUSES_LOGIN, WANTS_KEY, ask, logins
+from conserve.api.servers import ASKED_AT_ONCE, ENDED, REFUSES_LOGIN, WANTS_KEY, ask, logins
 from conserve.cli import output
 from conserve.cli.server_status import measured
 from conserve.config import Settings
@@ -16,7 +16,6 @@ from conserve.config import Settings
 if TYPE_CHECKING:
     from conserve.store.books.servers import Feeding, SeenServer
 
-ASKED_AT_ONCE = 16
 SILENT = "silent"  # its scheduler does not answer
 SILENT_S = 60.0  # age of its last report from then on: the figures in it are of another minute
 UNSEEN = (WANTS_KEY, REFUSES_LOGIN)  # answers that leave its SLO unknown, until the user does something

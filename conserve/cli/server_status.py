@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conserve.api.servers import STOCK, aged, ask
+from conserve.api.servers import ASKED_AT_ONCE, STOCK, aged, ask
 from conserve.cli import output
 from conserve.config import Settings
 from conserve.jobs.harvest.services import running
@@ -10,7 +10,14 @@ from conserve.jobs.harvest.services import running
 
 def read_servers(settings: Settings) -> list[dict[str, Any]]:
     """Answer of each server's `GET /v1/conserve`; its address alone if it does not answer."""
-    return [{"url": server.url, **ask(server.url, settings)} for server in running(settings)]
+    urls = [server.url for server in running(settings)]
+    if not urls:  # the usual case: status imports nothing for it
+        return []
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        answers = pool.map(lambda url: ask(url, settings), urls)
+        return [{"url": url, **said} for url, said in zip(urls, answers, strict=True)]
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from conserve.cli import output, server_status
 from conserve.cli.again import command
 from conserve.config import Settings
+from conserve.jobs.harvest.services import running
 from conserve.store.books.job_names import FIRST_JOB
 from conserve.store.books.readings import JobReading, job_named, read_harvested, read_jobs
 from conserve.store.books.states import JobState
@@ -30,16 +31,18 @@ def answer(settings: Settings, question: StatusArguments) -> None:
     """Print the jobs' progress, once, or until no job has rows left and no server runs."""
     job, as_json = question.job, question.as_json
     if not question.watch:
-        show(settings, selected(settings, job, as_json), server_status.read_servers(settings), job, as_json)
+        servers = [] if as_json else server_status.read_servers(settings)
+        show(settings, selected(settings, job, as_json), servers, job, as_json)
         return
     job = job_named(settings, read_jobs(settings, now=time.time()), job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        seen, servers = selected(settings, job, as_json), server_status.read_servers(settings)
+        seen = selected(settings, job, as_json)
+        servers = [] if as_json else server_status.read_servers(settings)
         repaint.before([*server_status.lines(servers), *lines(seen, job)] if not as_json else [])
         show(settings, seen, servers, job, as_json)
         over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
-        if over and (job is not None or not servers):
+        if over and (job is not None or not running(settings)):
             return
         time.sleep(WATCH_S)
 
@@ -52,7 +55,7 @@ class Oldest(NamedTuple):
 
 
 class ShownJobs(NamedTuple):
-    """Jobs to show; `oldest` is set if the command line names one job."""
+    """Jobs to show; `oldest` is set if the command line names one job. JSON has no `forecast` or `retriable`."""
 
     readings: list[JobReading]
     oldest: Oldest | None = None
@@ -66,12 +69,14 @@ def selected(settings: Settings, job: str | None, as_json: bool) -> ShownJobs:
     readings = read_jobs(settings, now=now)
     if job is None:
         shown = [reading for reading in readings if not reading.state.final] or readings[-1:]
-        return ShownJobs(shown, forecast=foreseen(settings, readings, None, now))
+        return ShownJobs(shown, forecast=None if as_json else foreseen(settings, readings, None, now))
     wanted = job_named(settings, readings, job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
+    found = ShownJobs([reading], oldest(settings, reading, now))
+    if as_json:
+        return found
     words = foreseen(settings, readings, reading, now)
-    again = None if as_json else retriable(settings, reading)
-    return ShownJobs([reading], oldest(settings, reading, now), words, again)
+    return found._replace(forecast=words, retriable=retriable(settings, reading))
 
 
 def foreseen(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,6 +115,48 @@ def test_a_narrow_terminal_shortens_tags_and_the_address_of_a_server(
     assert line.startswith("http://gpu-xxx")
     assert line.endswith("example.com:8000  runs another scheduler")
     assert len(line) == 80
+
+
+def on_this_machine(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
+    """Let these servers run over the store."""
+    found = [services.RunningServer(url=url, owner="a:1:2:3") for url in urls]
+    monkeypatch.setattr(server_status, "running", lambda settings: found)
+
+
+def test_status_asks_servers_at_the_same_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that hangs takes two seconds."""
+    all_asked = threading.Barrier(3, timeout=60.0)
+
+    def ask(url: str, settings: Settings) -> dict[str, Any]:
+        all_asked.wait()
+        return {"error": f"{url} is busy"}
+
+    on_this_machine(monkeypatch, A, B, "http://gpu-c:8000")
+    monkeypatch.setattr(server_status, "ask", ask)
+    assert [(one["url"], one["error"]) for one in server_status.read_servers(settings)] == [
+        (url, f"{url} is busy") for url in (A, B, "http://gpu-c:8000")
+    ]
+
+
+@pytest.mark.parametrize("job", [None, "job-1"])
+def test_status_in_json_asks_no_server_and_foresees_nothing(
+    store: Store,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str | None,
+) -> None:
+    """It shows neither servers nor forecasts."""
+
+    def refuse(*_: object) -> None:
+        pytest.fail("JSON has none of it")
+
+    add_job(store, "job-1", rows=2)
+    on_this_machine(monkeypatch, A)
+    monkeypatch.setattr(server_status, "ask", refuse)
+    monkeypatch.setattr(status_report, "foreseen", refuse)
+    status_report.answer(settings, status_report.StatusArguments(job=job, as_json=True))
+    assert "job-1" in capsys.readouterr().out
 
 
 def note(store: Store, *sightings: Sighting, owner: str = "a", now: float = NOW) -> None:
