@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from conserve import __version__
+from conserve.cli.tuned import tuned_file
 from conserve.config import Settings, load
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreFull, StoreInUse
 from conserve.jobs.requests import submit as submitting
@@ -399,8 +400,11 @@ def test_a_store_and_a_backup_may_have_names_with_marks_of_urls(stored: Store, t
     )
 
 
-def test_evaluations_and_profiles_are_taken_and_locks_are_not(stored: Store, tmp_path: Path) -> None:
-    taken = ["evals/names.json", "evals/runs/a/run.json", "profiles/cpu.json"]
+def test_evaluations_profiles_and_tuned_promises_are_taken_and_locks_are_not(
+    stored: Store, tmp_path: Path
+) -> None:
+    tuned = str(tuned_file(Settings(home=stored.home), "m").relative_to(stored.home))
+    taken = ["evals/names.json", "evals/runs/a/run.json", "profiles/cpu.json", tuned]
     for name in (*taken, "evals/nightly.lock", "profiles/.cpu.json.17", "notes/mine.txt"):
         (stored.home / name).parent.mkdir(parents=True, exist_ok=True)
         (stored.home / name).write_text(name)

@@ -19,7 +19,8 @@ from conserve.store.files import home, marks, nights
 from conserve.whole import sync
 
 PROFILES = "profiles"
-BESIDE = (nights.EVALS, PROFILES)
+TUNED = "tuned"
+BESIDE = (nights.EVALS, PROFILES, TUNED)
 """Folders of a home that no database names."""
 
 
@@ -48,7 +49,7 @@ def recorded(job: catalog.JobRecord) -> Iterator[str]:
 
 
 def beside(where: Path) -> Iterator[str]:
-    """Yield the files of a home that no database names: evaluations and latency profiles."""
+    """Yield the files of a home that no database names: evaluations, latency profiles and tuned promises."""
     for name in BESIDE:
         for path in (where / name).rglob("*"):
             if path.is_file() and path.suffix != ".lock" and not path.name.startswith("."):
