@@ -61,7 +61,7 @@ COUNTS = (
         "Pauses of offline work in which live latencies were measured.",
         ("harm", "pauses"),
     ),
-    Count("conserve_iterations", "Iterations that the latency model learned from.", ("iterations",)),
+    Count("conserve_iterations", "Iterations that computed tokens.", ("iterations",)),
     Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
     Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
     Count("conserve_busy_seconds", "Seconds spent in iterations.", ("busy_s",)),
