@@ -27,6 +27,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from false_alarms(objects)
     for one in objects:
         yield from unwatched(one, objects)
+        yield from namesake(one)
 
 
 def apart(claim: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -85,6 +86,15 @@ def ends_early(workload: Mapping[str, Any]) -> Iterator[str]:
     spec = workload["spec"]["jobTemplate"]["spec"]
     if spec.get("backoffLimit", BACKOFF_LIMIT) < spec["activeDeadlineSeconds"] / 60:
         yield f"{workload['metadata']['name']} ends with an outage of its servers"
+
+
+def namesake(binding: Mapping[str, Any]) -> Iterator[str]:
+    """Rights in another namespace that a release of this name in a third one would have under their name too."""
+    if binding["kind"] != "RoleBinding":
+        return
+    for one in binding["subjects"]:
+        if not binding["metadata"]["name"].endswith(f"-{one['namespace']}"):
+            yield f"{binding['metadata']['name']} is the name of other releases too"
 
 
 def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
