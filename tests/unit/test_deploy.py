@@ -113,7 +113,8 @@ def test_every_service_has_the_time_that_a_stop_takes() -> None:
         yaml.safe_load((CHART / "values.yaml").read_text())["server"]["stopSeconds"],
     ]
     assert "terminationGracePeriodSeconds: {{ .Values.server.stopSeconds }}" in server
-    assert all(float(grace) >= STOP_S for grace in graces)
+    (waits,) = re.findall(r'preStop: \{exec: \{command: \[sleep, "(\d+)"\]', server)
+    assert all(float(grace) >= STOP_S + int(waits) for grace in graces)
     harvester = (CHART / "templates/harvester.yaml").read_text()
     short = [
         service(DEPLOY / "systemd/conserve-harvest.service")["TimeoutStopSec"],

@@ -23,6 +23,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for one in workloads:
         yield from gives_up(one)
         yield from ends_early(one)
+        yield from cut_off(one)
     yield from torn(workloads)
     yield from false_alarms(objects)
     for one in objects:
@@ -95,6 +96,13 @@ def namesake(binding: Mapping[str, Any]) -> Iterator[str]:
     for one in binding["subjects"]:
         if not binding["metadata"]["name"].endswith(f"-{one['namespace']}"):
             yield f"{binding['metadata']['name']} is the name of other releases too"
+
+
+def cut_off(workload: Mapping[str, Any]) -> Iterator[str]:
+    """A pod of a Service that may end while requests are still sent to it."""
+    for container in template(workload)["spec"]["containers"]:
+        if "readinessProbe" in container and "preStop" not in container.get("lifecycle", {}):
+            yield f"{workload['metadata']['name']} ends before its Service leaves it out"
 
 
 def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
