@@ -145,9 +145,8 @@ async def search(
     for value in np.geomspace(high, low, SCANNED).tolist():
         if await keeps(value):
             break
-    finest = (high / low) ** (
-        0.75 / ((SCANNED - 1) << (STEPS - 1))
-    )  # between one halving too few and the last
+    before_last = (SCANNED - 1) << (STEPS - 1)  # parts of the range, before the last halving
+    finest = (high / low) ** (0.75 / before_last)
     while len(tried) < MOST_RUNS and (middle := _between(tried, finest)) is not None:
         await keeps(middle)
     kept = [one.value for one in tried if one.excess <= 1]

@@ -185,7 +185,7 @@ def start(
     from conserve.bench.simulated import Simulator
     from conserve.bench.tune import Tuning
 
-    output.say("searching on simulated time: about 20 test runs")
+    output.say("searching on simulated time: 20 to 32 test runs")
     simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)
     mix = machine.mix(seed=seed)
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
