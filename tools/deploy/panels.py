@@ -29,7 +29,7 @@ def page(seconds: float) -> str:
     said = report()
     for number, count in enumerate(COUNTS, 1):
         put(said, count.place, seconds * number)
-    return (generate_latest(Report(said)) + generate_latest(queue(seconds))).decode()  # type: ignore[arg-type]
+    return (generate_latest(Report(said, {})) + generate_latest(queue(seconds))).decode()  # type: ignore[arg-type]
 
 
 def queue(seconds: float) -> Any:
