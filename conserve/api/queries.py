@@ -1,8 +1,10 @@
 """Queries over a store as it is now: the results of one job, and SQL over the views."""
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.config import Settings
@@ -83,6 +85,15 @@ def sql_query(
         wording=Tasks(taken.catalog),
         named=files,
     )
+
+
+def check_output(out: Path, job: "JobRecord") -> None:
+    """Raise `UsageError` for a file from which a job reads its input rows: results in its place would end them."""
+    referenced = (
+        [part.path for part in job.source.files if part.kept is None] if not job.source.copied else []
+    )
+    if os.path.realpath(out) in map(os.path.realpath, referenced):
+        raise UsageError(f"job {job.id} reads its input from {out}; name another file")
 
 
 def check_join(gap: "LeftOut") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.api.display import table_html
 from conserve.api.file_sink import file_sink
-from conserve.api.queries import check_join, results_query
+from conserve.api.queries import check_join, check_output, results_query
 from conserve.api.twins import blocking
 from conserve.config import Settings
 from conserve.errors import PackageMissing, RowsLeftOut, UsageError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import polars
     import pyarrow as pa
 
+    from conserve.store.books.catalog import JobRecord
     from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.readable import LeftOut
@@ -83,7 +84,9 @@ class Results:
         if format is not None and format not in FORMATS:
             raise UsageError(f"format is parquet, jsonl or csv, not {format!r}")
         wanted = format_of(Path(path), None if format is None else Format(format))
-        with self._read() as rows, file_sink(Path(path)) as stream:
+        job, query = self._query()
+        check_output(Path(path), job)
+        with answered(query) as rows, file_sink(Path(path)) as stream:
             return write(rows, stream, wanted)
 
     def batches(self) -> "Iterator[pa.RecordBatch]":
@@ -106,14 +109,14 @@ class Results:
 
     @contextmanager
     def _read(self) -> "Iterator[RowBatches]":
-        with answered(self._query()) as rows:
+        _, query = self._query()
+        with answered(query) as rows:
             yield rows
 
-    def _query(self) -> "SnapshotQuery":
-        _, query = results_query(
+    def _query(self) -> "tuple[JobRecord, SnapshotQuery]":
+        return results_query(
             self._settings, self._job_id, with_inputs=self._with_inputs, with_prompts=self._with_prompts
         )
-        return query
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from conserve.api.queries import check_join, results_query
+from conserve.api.queries import check_join, check_output, results_query
 from conserve.cli import exits, output
 from conserve.cli.context import Context
 from conserve.cli.options import JOB
@@ -80,6 +80,8 @@ def results(
         with_prompts=with_prompts,
         with_urls=wanted is Format.OPENAI,
     )
+    if out is not None:
+        check_output(out, found)
     left_out: list[LeftOut] = []
     with (
         ended_in_order(),

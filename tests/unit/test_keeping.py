@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import InputError, StoreFull
+from conserve.api.results import Results
+from conserve.config import Settings
+from conserve.errors import InputError, StoreFull, UsageError
 from conserve.jobs.inputs import keeping
 from conserve.jobs.inputs import source as sources
 from conserve.jobs.inputs.keeping import Keep, keep
@@ -327,3 +329,28 @@ def test_a_parquet_file_written_to_while_it_is_kept_is_refused(
     with pytest.raises(InputError, match=r"0\.parquet was written to while it was read; submit it again"):
         submit(store, Input(names=[*map(str, paths)], keep=how), PROMPT)
     assert list(home.jobs_folder(store.home).iterdir()) == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_results_take_the_place_of_no_file_that_their_job_reads(
+    store: Store, settings: Settings, tmp_path: Path, several: bool
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path, link = folder / "rows.parquet", tmp_path / "link.parquet"
+    pq.write_table(pa.table({"q": ["today"]}), path)
+    link.symlink_to(path)
+    content = path.read_bytes()
+    names = [str(folder if several else path)]
+    how = {kept: submit(store, Input(names=names, keep=kept), PROMPT).job_id for kept in Keep}
+    for out in (path, link):
+        done = conserve("results", how[Keep.REFERENCE], "-o", str(out))
+        said = f"job {how[Keep.REFERENCE]} reads its input from {out}; name another file"
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        with pytest.raises(UsageError, match="reads its input from"):
+            Results(settings, how[Keep.REFERENCE]).write(out)
+    assert path.read_bytes() == content
+    assert conserve("results", how[Keep.REFERENCE], "-o", str(tmp_path / "out.parquet")).returncode == 0
+    for safe in (Keep.COPY, Keep.LINK):
+        assert conserve("results", how[safe], "-o", str(path)).returncode == 0
+        path.write_bytes(content)
