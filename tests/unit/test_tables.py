@@ -181,6 +181,7 @@ def test_of_two_exports_at_a_time_the_one_that_ends_last_stays(
     assert met == [("a", 2, TOOK)]
     assert [n for _, n, _ in read(folder)] == list(range(5000))
     assert files(folder) == {"job_id=a": 1}
+    assert [path.name for path in folder.iterdir()] == ["job_id=a"], "no empty folder of each export"
 
 
 def test_exports_that_copy_at_one_time_leave_what_was_there(

@@ -9,6 +9,7 @@ import io
 import re
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -188,6 +189,13 @@ class ObjectPath:
                 filesystem.delete_file(self.at)
             else:
                 filesystem.delete_dir_contents(self.at, missing_dir_ok=True)
+
+    def remove_folder(self) -> None:
+        """Delete all objects below the path, and the empty one by which a service may mark the folder."""
+        assert self.key, "the path of a bucket alone would delete that"
+        filesystem = self.bucket.filesystem()
+        with suppress(FileNotFoundError), reached(self.bucket):
+            filesystem.delete_dir(self.at)
 
     def iterdir(self) -> Iterator["ObjectPath"]:
         """Yield what is right below the path; nothing if there is nothing."""

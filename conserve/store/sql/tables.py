@@ -79,9 +79,9 @@ def write_dataset(rows: RowBatches, place: FilePath, job_id: str) -> int:
                 with alone(place):
                     replace_folder(place / part, place / scratch.name)
         for folder in leftovers(place, job_id, beside=scratch):
-            remove_tree(folder)
+            remove(folder)
     finally:
-        remove_tree(scratch)
+        remove(scratch)
     return counted.rows
 
 
@@ -142,6 +142,14 @@ def replace_objects(part: ObjectPath, new: ObjectPath) -> None:
         raise
     for path in before:
         path.unlink(missing_ok=True)
+
+
+def remove(folder: FilePath) -> None:
+    """Delete a folder; in a bucket with its mark, since each export has a folder of another name."""
+    if isinstance(folder, ObjectPath):
+        folder.remove_folder()
+    else:
+        remove_tree(folder)
 
 
 def leftovers(place: FilePath, job_id: str, *, beside: FilePath) -> Iterator[FilePath]:
