@@ -201,6 +201,11 @@ def test_whatever_is_listed_is_used(walks: dict[str, Walk]) -> None:
     assert sorted(name for name in NAMES if name.rpartition(".")[2] not in words) == []
 
 
+def test_every_listed_name_begins_with_a_module() -> None:
+    """`conserve doctor` and the trial of another version import it, and find a class without its module nowhere."""
+    assert [name for name in NAMES if importlib.util.find_spec(name.partition(".")[0]) is None] == []
+
+
 def test_every_class_with_a_short_name_has_listed_attributes() -> None:
     homes = {name.rpartition(".")[0] for name in NAMES} | NAMES
     assert [f"{module}.{name}" for name, module in CLASSES.items() if f"{module}.{name}" not in homes] == []
