@@ -2,8 +2,8 @@
 
 MODULES = {
     "vllm.config": (
-        "AttentionConfig CacheConfig CompilationConfig KVTransferConfig LoadConfig LoggingConfig LoRAConfig ModelConfig "
-        "MultiModalConfig ParallelConfig SchedulerConfig SpeculativeConfig VllmConfig"
+        "AttentionConfig CacheConfig CompilationConfig KVTransferConfig LoadConfig LoggingConfig LoRAConfig "
+        "ModelConfig MultiModalConfig ParallelConfig SchedulerConfig SpeculativeConfig VllmConfig"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "KVConnectorBase_V1 KVConnectorTransferResults SupportsHMA"
