@@ -11,6 +11,7 @@ from typing import NoReturn
 FIRST = 1  # id of the first process of a container
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ENDING = (*STOPPING, signal.SIGHUP)
+SAME_S = 0.5
 
 
 @contextmanager
@@ -70,13 +71,22 @@ def handled_by(handler: object, *numbers: signal.Signals) -> Iterator[None]:
 def told_to_stop(on_signal: Callable[[], object]) -> Iterator[None]:
     """Call this on Ctrl-C and SIGTERM during the block, which runs on an event loop.
 
+    Signals within `SAME_S` are one: `timeout` sends SIGTERM to its child, and then to the group that both are in.
     The signals are given back behind the block: uvloop would keep them behind its end, and swallow a Ctrl-C.
     """
     import asyncio
 
     loop = asyncio.get_running_loop()
+    last = -SAME_S
+
+    def heed() -> None:
+        nonlocal last
+        if loop.time() >= last + SAME_S:
+            last = loop.time()
+            on_signal()
+
     for number in STOPPING:
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, heed)
     try:
         yield
     finally:
