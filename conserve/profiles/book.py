@@ -68,6 +68,8 @@ class Book:
         for path in self.folder.glob("*.json"):
             if path.stem.rpartition("-")[0] == name.rsplit("/", 1)[-1]:
                 return profiles.read(path)  # raises the reason that it was not among the readable ones
+        if name.endswith(".json"):
+            raise ProfileMissing(f"there is no file {name}; name a profile's file, or a model")
         known = dict.fromkeys([*(profile.name for profile in self.all()), *derived_names()])
         raise ProfileMissing(
             f"there is no profile of {name}; there are: {', '.join(known)}; run: conserve profile {name}"

@@ -287,7 +287,10 @@ def test_a_home_or_a_database_that_is_in_use_is_not_restored_over(
     backup = tmp_path / "monday"
     assert conserve("store", "backup", str(backup)).returncode == 0
     done = conserve("store", "restore", str(backup))
-    assert (done.returncode, "is not empty" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "has jobs; set CONSERVE_HOME" in done.stderr) == (2, True), done.stderr
+    shutil.rmtree(load().home / "jobs")
+    done = conserve("store", "restore", str(backup))
+    assert (done.returncode, "is not empty; set CONSERVE_STORE" in done.stderr) == (2, True), done.stderr
     database()
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "other"))
     (tmp_path / "other" / "jobs" / "x").mkdir(parents=True)

@@ -462,5 +462,6 @@ def test_a_home_that_is_yet_to_be_made_is_an_empty_store(tmp_path: Path) -> None
         done = conserve(command, "last", CONSERVE_HOME=home)
         assert (done.returncode, done.stdout) == (2, "")
         assert (
-            "there is no job 'last', for there are no jobs yet; queue one with: conserve sub" in done.stderr
+            f"there is no job 'last', for there are no jobs yet in {home}; queue one with: conserve sub"
+            in done.stderr
         )

@@ -16,7 +16,7 @@ from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
-from conserve.store.database.connection import by_bytes, chunks
+from conserve.store.database.connection import address, by_bytes, chunks
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
@@ -183,7 +183,7 @@ def get_id(tx: Connection, job_id: str) -> str:
     if job_id.startswith(BATCH):
         wanted = {"wanted": job_id, "length": len(job_id)}
         begun = [(row.id, row.job_id) for row in tx.execute(text(BATCHES), wanted)]
-    return resolve(ids(tx), job_id, begun)
+    return resolve(ids(tx), job_id, begun, place=address(tx.engine))
 
 
 def record(tx: Connection, job_id: str) -> dict[str, Any]:

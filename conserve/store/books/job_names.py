@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from conserve.errors import JobNotFound
 
-FIRST_JOB = 'queue one with: conserve submit data.parquet --prompt "..."'
+FIRST_JOB = 'queue one with: conserve submit data.parquet --prompt "{{ column }}"'
 
 
 def namesakes(known: Sequence[str], name: str) -> list[str]:
@@ -12,10 +12,12 @@ def namesakes(known: Sequence[str], name: str) -> list[str]:
     return [job_id for job_id in known if name and job_id.rpartition("-")[0] == name]
 
 
-def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = ()) -> str:
+def resolve(
+    known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str | None]] = (), *, place: str = ""
+) -> str:
     """Full id for an id, "last", the name of one job, or an unambiguous beginning; raises `JobNotFound`.
 
-    `batches` begin with what the user typed, and stand for their jobs.
+    `batches` begin with what the user typed, and stand for their jobs. `place` is the store's, if it is known.
     """
     if wanted in known:
         return wanted
@@ -34,7 +36,8 @@ def resolve(known: Sequence[str], wanted: str, batches: Sequence[tuple[str, str 
             raise JobNotFound(f"{name} has no job: its input is still checked, or was refused")
         return matches[name]
     if not known:
-        raise JobNotFound(f"there is no job {wanted!r}, for there are no jobs yet; {FIRST_JOB}")
+        where = f" in {place}" if place else ""
+        raise JobNotFound(f"there is no job {wanted!r}, for there are no jobs yet{where}; {FIRST_JOB}")
     import difflib
 
     nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)

@@ -359,7 +359,8 @@ def check_version(rows: list[tuple[Any, ...]]) -> None:
 
 def job_named(settings: Settings, readings: Sequence[JobReading], wanted: str) -> str:
     """Full id of one of these jobs for what the user typed; raises `JobNotFound`."""
-    return resolve([reading.id for reading in readings], wanted, batches_named(settings, wanted))
+    begun = batches_named(settings, wanted)
+    return resolve([reading.id for reading in readings], wanted, begun, place=settings.place)
 
 
 def batches_named(settings: Settings, wanted: str) -> list[tuple[str, str | None]]:

@@ -81,9 +81,12 @@ def move(home: Path, ends: Ends, told: Told, ask: Callable[[Connection], None]) 
 
 def require_store(source: Engine) -> None:
     """Raise `SettingsError` unless a database holds a store."""
+    missing = SettingsError(f"there is no store at {address(source)}; name the one to be moved")
+    if source.dialect.name == "sqlite" and not Path(source.url.database or "").is_file():
+        raise missing  # opening it would make it
     with transaction(source, read_only=True) as tx:
         if not guard.is_store(tx):
-            raise SettingsError(f"there is no store at {address(source)}; name the one to be moved")
+            raise missing
 
 
 def mark_on(engine: Engine) -> MoveMark | None:

@@ -84,11 +84,11 @@ def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
     mark = MoveMark(id=made.id, state=MoveState.ARRIVING, other=str(backup), store_id=made.store_id)
 
     def require(tx: Connection) -> None:
+        if any(home.jobs_folder(where).glob("[!.]*")):
+            raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")
         there = guard.mark_of(tx)
         if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):
             raise SettingsError(f"{address(target)} is not empty; set CONSERVE_STORE to an empty database")
-        if any(home.jobs_folder(where).glob("[!.]*")):
-            raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")
 
     filling.begin(target, mark, require)
 
