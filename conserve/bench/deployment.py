@@ -210,7 +210,9 @@ class Deployment:
         try:
             answer = await self._client.request(method, PATH, **content)
         except httpx.HTTPError as error:
-            raise EndpointUnusable(f"{self._client.base_url} went away ({error!r}); see its log") from error
+            raise EndpointUnusable(
+                f"{self._client.base_url} does not answer ({error!r}); see its log, or correct the address"
+            ) from error
         if answer.status_code == httpx.codes.OK:
             said: dict[str, Any] = answer.json()
             return said
