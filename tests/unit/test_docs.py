@@ -109,7 +109,7 @@ def test_flags_in_a_recipe_exist(name: str) -> None:
         *("--max-model-len", "--shutdown-timeout"),  # vLLM
         *("--signal", "--kill-after"),  # timeout
         *("--read-only", "--rm", "--tmpfs", "--volume", "--shm-size", "--build", "--detach"),  # docker
-        *("--from-file", "--namespace", "--now", "--set"),  # kubectl, helm, systemctl
+        *("--create-namespace", "--from-file", "--namespace", "--now", "--set"),  # kubectl, helm, systemctl
     }
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DOCS / "how-to" / name).read_text()))
     assert used & known
