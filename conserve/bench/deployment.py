@@ -211,7 +211,7 @@ class Deployment:
             answer = await self._client.request(method, PATH, **content)
         except httpx.HTTPError as error:
             raise EndpointUnusable(
-                f"{self._client.base_url} went away or is not there ({error!r}); see its log, or correct the address"
+                f"{self._client.base_url} went away or is not there ({error!r}); see its log, or its address"
             ) from error
         if answer.status_code == httpx.codes.OK:
             said: dict[str, Any] = answer.json()
