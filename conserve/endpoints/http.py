@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from math import inf
@@ -101,6 +102,7 @@ class HttpEndpoint:
         self._halved_at = -inf
         self._streams = True
         self._in_flight = 0
+        self._route = Url.CHAT  # of the row that was sent last
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
@@ -148,12 +150,12 @@ class HttpEndpoint:
     async def start(self) -> None:
         """Find out the server's kind and model."""
         await self._discover()
-        if self._considerate and self._watch is None:
+        if self._considerate and not self._steady and self._watch is None:
             self._watch = asyncio.create_task(self._keep_looking())
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         await self._see_that_it_is_the_same(call)
-        self._in_flight += 1
+        self._in_flight, self._route = self._in_flight + 1, call.url
         try:
             async with self._culprit.judging(self.server.model, call.url):
                 return await self._complete(call, on_tokens)
@@ -369,7 +371,8 @@ class HttpEndpoint:
 
     async def _keep_looking(self) -> None:
         """Move the window by the server's pressure, read repeatedly while rows are in flight."""
-        from_metrics, from_probes = MetricsPressure(), SlownessWindow()
+        from_metrics = MetricsPressure()
+        from_probes = defaultdict[Url, SlownessWindow](SlownessWindow)  # each route takes another time
         while True:
             await asyncio.sleep(LOOK_EVERY_S if self.server.has_metrics else PROBE_EVERY_S)
             if not self._in_flight or self.server.mode is Mode.COSERVING:
@@ -378,20 +381,14 @@ class HttpEndpoint:
                 page = await metrics(self._client)
                 pressed = page is None or from_metrics.observe(page, rows=self._window.size)
             else:
-                probe_s = await self._probe_s()
-                pressed = probe_s is None or from_probes.observe(probe_s, rows=self._window.size)
+                route = self._route
+                probe_s = await self._probes.seconds(self.server.model, route)
+                if probe_s is None:  # it tells nothing, so the window stays as it is
+                    continue
+                pressed = probe_s == inf or from_probes[route].observe(probe_s, rows=self._window.size)
             self._window.observe(pressed)
             if self._window.small_for >= CALM_AGAIN:
                 self._window.small_for = 0
                 from_metrics.rescale()
-                from_probes.rescale()
-
-    async def _probe_s(self) -> float | None:
-        """Time of a completion of one token, in seconds; None if the server is in trouble."""
-        begun = time.monotonic()
-        try:
-            answer = await self._probes.smallest(self.server.model, Url.CHAT)
-        except httpx.HTTPError:
-            return None
-        in_trouble = answer.status == httpx.codes.TOO_MANY_REQUESTS or answer.status >= 500
-        return None if in_trouble else time.monotonic() - begun
+                for judged in from_probes.values():
+                    judged.rescale()

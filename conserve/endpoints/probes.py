@@ -1,19 +1,28 @@
 """Small requests that tell whether a server answers: a look at its health, and completions of one token."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from conserve.endpoints.answers import UNREADABLE
-from conserve.endpoints.discovery import LACKS_ROUTE, Mode, ServerFacts, healthy, served_models
+from conserve.endpoints.discovery import (
+    LACKS_ROUTE,
+    Mode,
+    ServerFacts,
+    base_url_of,
+    healthy,
+    served_models,
+)
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import Url
-from conserve.endpoints.refusals import BUSY, PROXY, UNPAID, refusal
+from conserve.endpoints.refusals import BUSY, PROXY, UNPAID, error_message, refusal
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -24,6 +33,8 @@ from conserve.errors import (
     one_line,
 )
 
+log = logging.getLogger(__name__)
+
 PROBE_S = 30.0  # for the answer to a completion of one token
 PASSING = frozenset({502, *BUSY}) - {429}  # as of a server that starts again
 SMALLEST: dict[Url, dict[str, Any]] = {
@@ -32,6 +43,8 @@ SMALLEST: dict[Url, dict[str, Any]] = {
     Url.EMBEDDINGS: {"input": "a"},
     Url.RESPONSES: {"input": "a", "max_output_tokens": 16},  # OpenAI takes no fewer
 }
+NEWER_LIMIT = "max_completion_tokens"  # OpenAI's models that reason refuse `max_tokens`, and a limit below 16
+SMALLEST_REASONED: dict[str, Any] = {"messages": SMALLEST[Url.CHAT]["messages"], NEWER_LIMIT: 16}
 T = TypeVar("T")
 
 
@@ -55,6 +68,8 @@ class Probes:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self._under_way: dict[str, asyncio.Task[Any]] = {}
+        self._reasons: set[str] = set()  # models that want the newer limit
+        self._said = False  # that the server rejects small requests
 
     async def is_up(self, server: ServerFacts) -> bool:
         """True if the server answers a request that needs no work."""
@@ -117,8 +132,39 @@ class Probes:
 
     async def smallest(self, model: str, route: Url) -> WholeResponse:
         """The response to a small request on this route; raises `httpx.HTTPError` without one."""
-        body = {"model": model, **SMALLEST[route]}
-        return await look(self._client, "POST", route, json=body, seconds=PROBE_S)
+        if route is Url.CHAT and model in self._reasons:
+            return await self._post(model, route, SMALLEST_REASONED)
+        reply = await self._post(model, route, SMALLEST[route])
+        rejected = route is Url.CHAT and reply.status == httpx.codes.BAD_REQUEST
+        if not rejected or NEWER_LIMIT not in error_message(reply.content):
+            return reply
+        self._reasons.add(model)
+        return await self._post(model, route, SMALLEST_REASONED)
+
+    async def _post(self, model: str, route: Url, body: dict[str, Any]) -> WholeResponse:
+        return await look(self._client, "POST", route, json={"model": model, **body}, seconds=PROBE_S)
+
+    async def seconds(self, model: str, route: Url) -> float | None:
+        """Time of a small request on this route: infinite if the server is in trouble, None if it is rejected."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            reply = await self.smallest(model, route)
+        except httpx.HTTPError:
+            return inf
+        if reply.status == httpx.codes.OK:
+            return loop.time() - begun
+        if reply.status == httpx.codes.TOO_MANY_REQUESTS or reply.status >= 500:
+            return inf
+        if has_route(reply.status) and not self._said:
+            self._said = True
+            log.warning(
+                "%s answers small requests with HTTP %d, so the number of rows at once cannot follow its load "
+                "and stays as it is; --steady --window N sets it",
+                base_url_of(self._client),
+                reply.status,
+            )
+        return None
 
     async def _shared(self, about: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = self._under_way.get(about)
