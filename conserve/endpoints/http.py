@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
@@ -28,7 +27,6 @@ from conserve.endpoints.exchange import (
     SILENT_S,
     AnswerLimits,
     AnswerMemory,
-    WholeResponse,
     chunks,
     complaint,
     look,
@@ -38,9 +36,10 @@ from conserve.endpoints.exchange import (
 )
 from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
-from conserve.endpoints.probes import Probes, has_route
+from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
-from conserve.endpoints.refusals import is_of_account, refusal, untrusted
+from conserve.endpoints.refusals import untrusted
+from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
 from conserve.endpoints.window import CALM_AGAIN, CongestionWindow, MetricsPressure, SlownessWindow
@@ -52,7 +51,6 @@ from conserve.errors import (
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
-    RequestRejected,
     ServerLost,
     one_line,
 )
@@ -64,7 +62,6 @@ PIECE_TOKENS = 8  # of a row in one event: making one takes the server longer th
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
 PROXY_S = 20.0  # longer than a proxy looks for a server; its timeouts of requests are longer
-DOUBTFUL = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)  # about one request, or about all of them
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
 
@@ -111,6 +108,7 @@ class HttpEndpoint:
         self._client = open_client(self.base_url, api_key, transport, login=login)
         self._probes = Probes(self._client)
         self._culprit = Culprit(self._probes, self.base_url)
+        self._rejections = Rejections(self._probes, self._culprit, self.base_url, self._see_what_it_is)
 
     @property
     def server(self) -> ServerFacts:
@@ -158,7 +156,9 @@ class HttpEndpoint:
         self._in_flight, self._route = self._in_flight + 1, call.url
         try:
             async with self._culprit.judging(self.server.model, call.url):
-                return await self._complete(call, on_tokens)
+                completion = await self._complete(call, on_tokens)
+            self._rejections.answered(call)
+            return completion
         except EndpointBusy:
             now = asyncio.get_running_loop().time()
             if now >= self._halved_at + LOOK_EVERY_S:  # a burst of refusals is one sign of pressure
@@ -208,6 +208,7 @@ class HttpEndpoint:
             self._window = CongestionWindow(high=server.most_rows)
         if self._server is None or server.identity != self._server.identity:
             self._culprit.forget()
+            self._rejections.forget()
         self._server, self._look_again = server, False
         self.notice = server.notice(self.base_url, steady=self._steady)
 
@@ -222,6 +223,11 @@ class HttpEndpoint:
                         raise EndpointUnavailable(str(error)) from error
         if call.identity not in (None, self.identity) or call.model not in (None, model_of(self)):
             raise EndpointUnavailable(f"{self.base_url} serves something else now")
+
+    async def _see_what_it_is(self, call: Call) -> None:
+        """Ask what the server is by now; raises if the call was made for another."""
+        self._look_again = True
+        await self._see_that_it_is_the_same(call)
 
     # One call.
 
@@ -295,50 +301,13 @@ class HttpEndpoint:
                         f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
                         f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
                     )
-                if said.status in DOUBTFUL:
-                    raise await self._doubtful(call, said, url)
-                if said.status == httpx.codes.BAD_REQUEST and is_of_account(said):
-                    raise await self._of_account(call, said, url)
-                raise refusal(said, url, call.url, now=time.time())
+                raise await self._rejections.error_of(call, said, url, self.server)
             yield answer
 
     async def _outlives_a_proxy(self, waited_s: float) -> bool:
         """True if the server is up, and a proxy gave up a row that did not wait for live requests."""
         may_wait = self.server.mode is Mode.COSERVING
         return waited_s > PROXY_S and not may_wait and await self._probes.is_up(self.server)
-
-    async def _doubtful(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
-        """The error for a refusal, which is the row's only if the server answers another request right now."""
-        answered = frozenset(self._culprit.answered)
-        route = call.url if call.url in answered else min(answered, default=call.url)
-        status = await self._probes.status(self.server.model, route)
-        unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-        error = refusal(said, url, call.url, now=time.time())
-        missing = isinstance(error, RequestRejected)  # a thing, and neither the key nor the model
-        answers = status == httpx.codes.OK or (missing and status is not None and has_route(status))
-        if missing and not answers and not answered and not unclear:
-            answers = await self._probes.any_route(self.server.model, but=route)
-        if answers:
-            return refusal(said, url, call.url, now=time.time(), answers=True)
-        self._look_again = True
-        await self._see_that_it_is_the_same(call)
-        if unclear or (missing and answered):
-            return EndpointUnavailable(f"{self.base_url} answers no other request either: {error}")
-        if missing:
-            where = f"{self.base_url} answers no request on any route: {str(error).rstrip('. ')}"
-            return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=said.status)
-        return error
-
-    async def _of_account(self, call: Call, said: WholeResponse, url: httpx.URL) -> EndpointError:
-        """The error for a 400 that names the key or the model; the row's unless a small request gets it too."""
-        error = refusal(said, url, call.url, now=time.time())
-        try:
-            small = await self._probes.smallest(self.server.model, call.url)
-        except httpx.HTTPError as broken:
-            return EndpointUnavailable(f"{self.base_url} answers no other request either: {broken}")
-        if small.status != httpx.codes.BAD_REQUEST or not is_of_account(small):
-            return error
-        return EndpointUnusable(f"{error}; check CONSERVE_API_KEY and --model", status=small.status)
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
         """The error for a connection that broke or took too long."""

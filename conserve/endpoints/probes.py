@@ -13,7 +13,6 @@ import msgspec
 
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import (
-    LACKS_ROUTE,
     Mode,
     ServerFacts,
     base_url_of,
@@ -22,7 +21,7 @@ from conserve.endpoints.discovery import (
 )
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import Url
-from conserve.endpoints.refusals import BUSY, PROXY, UNPAID, error_message, refusal
+from conserve.endpoints.refusals import BUSY, OF_ROWS, error_message, refusal
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -58,8 +57,7 @@ class SmallAnswer:
 
 def has_route(status: int) -> bool:
     """True if the response to a small request shows that the server has the route, and takes our key there."""
-    other = (httpx.codes.UNAUTHORIZED, UNPAID, httpx.codes.FORBIDDEN, PROXY, httpx.codes.REQUEST_TIMEOUT)
-    return status == httpx.codes.OK or (400 <= status < 500 and status not in (*LACKS_ROUTE, *BUSY, *other))
+    return status == httpx.codes.OK or status in OF_ROWS
 
 
 class Probes:
@@ -88,6 +86,17 @@ class Probes:
         """Status of the response to a small request on this route; None without a response."""
         reply = await self._reply(model, route)
         return None if isinstance(reply, httpx.HTTPError) else reply.status
+
+    async def status_again(self, route: Url, body: dict[str, Any]) -> int | None:
+        """Status of the response to a request that was answered before; None without a response in time."""
+
+        async def ask() -> int | None:
+            try:
+                return (await look(self._client, "POST", route, json=body, seconds=PROBE_S)).status
+            except httpx.HTTPError:
+                return None
+
+        return await self._shared(f"{route} again", ask)
 
     async def any_route(self, model: str, *, but: Url) -> bool:
         """True if the server has another route than this: it answers, or rejects, a small request there."""

@@ -30,6 +30,7 @@ OF_ACCOUNT = re.compile(
     re.IGNORECASE,
 )
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
+OF_ROWS = (400, 413, 422)  # of rejections; the others would be as true of any other request
 UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
 BUSY = (409, 423, 425, 429, 503)
 UNREACHED = (504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them

@@ -1019,6 +1019,8 @@ def test_streamed_rows_are_handed_one_at_a_time_to_servers_with_live_requests_of
                 return httpx.Response(200, json={"data": [{"id": "served"}]})
             known = request.url.path == "/v1/conserve" and coserving
             return httpx.Response(200, json=COSERVING if known else {})
+        if (answer := small(request)) is not None:
+            return answer
         at_once += 1
         largest = max(largest, at_once)
         await asyncio.sleep(TURN_S / 5)
