@@ -408,6 +408,27 @@ def test_a_hold_is_as_long_as_was_asked_for_and_a_minute_at_most() -> None:
         clock.now += length_s
 
 
+def test_a_hold_grows_to_the_longest_wish_of_a_burst() -> None:
+    clock = Clock()
+    hold = Hold(clock, lambda _: None)
+
+    def refused(retry_after_s: float | None) -> str | None:
+        wish_s = decide(
+            error := EndpointBusy("x", retry_after_s=retry_after_s), faults=0, max_attempts=1, alone=False
+        ).hold_s
+        return hold.begin(error, wish_s)
+
+    assert [refused(s) for s in (1.0, 30.0, 20.0)] == [*(f"x; trying again in {s} s" for s in (1, 30)), None]
+    clock.now += 29.5
+    assert refused(None) is None, "nothing is asked for"
+    assert hold.left_s == 0.5
+    refused(2.0)
+    assert hold.left_s == 2.0
+    clock.now += 2.0
+    refused(1.0)
+    assert hold.left_s == LONGEST_BACKOFF_S, "a burst is one failure, of its longest wish"
+
+
 def test_that_an_endpoint_is_out_of_reach_and_back_is_said_once() -> None:
     clock, said = Clock(), []
     hold = Hold(clock, said.append)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from conserve.errors import EndpointError, EndpointUnavailable
+from conserve.errors import EndpointBusy, EndpointError, EndpointUnavailable
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S
 
 
@@ -30,15 +30,22 @@ class Hold:
         return self._until - self._clock()
 
     def begin(self, error: EndpointError, wish_s: float) -> str | None:
-        """Hold for `wish_s` or longer; returns the reason in words, None if no new hold begins."""
+        """Hold for `wish_s` or longer; returns the reason in words, None if the hold is as it was.
+
+        Failures within a hold are of the same moment as its first, and prolong it only as far as a server asks.
+        """
         if isinstance(error, EndpointUnavailable) and wish_s and not self._said:
             self._said = True
             self._warn(f"{error}; harvesting waits")
-        if not wish_s or self.left_s > 0:
+        wish_s, left_s = min(wish_s, LONGEST_BACKOFF_S), self.left_s
+        asked = isinstance(error, EndpointBusy) and error.retry_after_s is not None
+        if not wish_s or (left_s > 0 and not (asked and wish_s > left_s)):
             return None
-        self._length_s = min(max(wish_s, self._length_s * 2), LONGEST_BACKOFF_S)
-        self._until = self._clock() + self._length_s
-        return f"{error}; trying again in {self._length_s:.0f} s"
+        if left_s <= 0:
+            wish_s = min(max(wish_s, self._length_s * 2), LONGEST_BACKOFF_S)
+        self._length_s = max(wish_s, self._length_s)
+        self._until = self._clock() + wish_s
+        return f"{error}; trying again in {wish_s:.0f} s"
 
     def end(self) -> None:
         """End the hold: the endpoint has answered."""
