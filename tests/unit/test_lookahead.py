@@ -423,6 +423,27 @@ def test_a_window_holds_the_next_deadlines_and_leaves_places_for_jobs_without_on
     assert found == [*urgent[: held[0]], *range(dated, dated + held[1])]
 
 
+class OnceThrough(tuple[int, ...]):
+    """Jobs in order, of which none is looked up."""
+
+    def __contains__(self, job: object) -> bool:
+        raise AssertionError("each look-up goes through all of them")
+
+
+def test_a_window_orders_the_jobs_alone_that_it_holds(store: Store, queue_up: QueueUp) -> None:
+    """Of thousands of jobs with a deadline neither the choice of jobs nor that of a row looks each one up."""
+    names = [queue_up(row) for row in ("a1", "a2", "a3")]
+    with store.read() as tx:
+        jobs = choice.contenders(tx, queue.runnable_jobs(tx, None))
+    _, second, third = (job.seq for job in jobs)
+    window = lookahead.Lookahead(store, utility=0.0, cache=KvCache())
+    urgent = OnceThrough([*range(100, 5000), third, second])
+    window.follow(jobs, lambda _: False, SlackOrder(urgent=urgent, share=0.0))
+    assert window._window._order.urgent == (third, second)
+    assert window.take(9) == [(name, 0) for name in reversed(names)]
+    window.close()
+
+
 def test_the_place_of_a_window_is_kept_in_the_store() -> None:
     for place in (WindowPlace(), WindowPlace(12), WindowPlace(7, "job-k3f9", 1234)):
         assert WindowPlace.from_text(place.to_text()) == place

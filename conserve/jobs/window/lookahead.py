@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from conserve.endpoints.protocol import KvCache, Url
@@ -79,8 +80,8 @@ class Feed:
 def held(jobs: Sequence[Any], order: SlackOrder) -> list[Any]:
     """Jobs that the window holds rows of: by deadline, with places for jobs without one."""
     by_seq = {job.seq: job for job in jobs}
-    dated = [by_seq[seq] for seq in order.urgent if seq in by_seq]
-    undated = [job for job in jobs if job.seq not in order.urgent]
+    dated = [by_seq.pop(seq) for seq in order.urgent if seq in by_seq]
+    undated = list(by_seq.values())
     dated = dated[: max(MOST_DATED, MOST_JOBS - len(undated))]
     return [*dated, *undated[: MOST_JOBS - len(dated)]]
 
@@ -127,7 +128,8 @@ class Lookahead:
         for job in jobs:
             if job.seq not in self._feeds and not refused(job.id):
                 self._open(job.id, whole=whole)
-        self._window.arrange(order)
+        # A queue has thousands of jobs with a deadline; the window looks through those of its order at each row.
+        self._window.arrange(replace(order, urgent=tuple(seq for seq in order.urgent if seq in wanted)))
         self._share = max(1, self._rows // max(1, len(self._feeds)))
         with home.explained(self._store.data):
             for seq in self._feeds:
