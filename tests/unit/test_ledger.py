@@ -41,7 +41,17 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group
-from conserve.store.books import catalog, choice, harvested, journal, leases, saved_tokens, servers, shards
+from conserve.store.books import (
+    catalog,
+    choice,
+    harvested,
+    journal,
+    leases,
+    queue,
+    saved_tokens,
+    servers,
+    shards,
+)
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease
 from conserve.store.books.saved_tokens import SavedTokens
@@ -1082,6 +1092,47 @@ def test_windows_of_groups_that_are_gone_are_closed(store: Store, write_input: W
         catalog.refuse(tx, jobs[0], "as it is", now=0.0)
     assert {work.job_id for work in party.claim(2)} == {jobs[1]}
     assert len(party.ledger._windows) == 1
+    party.ledger.close()
+
+
+def test_a_claim_by_shares_lists_all_jobs_once(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Input(names=[str(write_input(q=["a", "b", "c", "d"]))], keep=Keep.REFERENCE)
+    jobs = [submit(store, given, TASK).job_id for _ in range(12)]
+    party = Party(store, share="jobs")
+    listed, runnable_jobs = [], queue.runnable_jobs
+
+    def counted(*given: Any, **named: Any) -> Sequence[Any]:
+        found = runnable_jobs(*given, **named)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(queue, "runnable_jobs", counted)
+    assert {work.job_id for work in party.claim(8)} == set(jobs[:8])
+    assert listed == [12] + [1] * 8
+    party.ledger.close()
+
+
+def test_with_shares_a_job_that_waits_for_another_harvester_is_remembered(
+    store: Store, job_id: str, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever other groups claim meanwhile; a job alone is listed without the others."""
+    given = Input(names=[str(write_input("other.parquet", q=["e", "f"]))], keep=Keep.REFERENCE)
+    other = submit(store, given, TASK).job_id
+    party, opened = Party(store, share="jobs"), workload.RequestFile
+    path = home.requests_file(store.data, job_id)
+
+    def closed(asked: Path, *given: Any, **named: Any) -> Any:
+        if asked == path:
+            raise StoreForbidden("closed", job_id=job_id)
+        return opened(asked, *given, **named)
+
+    monkeypatch.setattr(workload, "RequestFile", closed)
+    for _ in range(2):
+        assert {work.job_id for work in party.claim(1)} == {other}
+        assert party.tally.refused == {job_id: "closed"}
+    assert not party.ledger.claimable()
     party.ledger.close()
 
 

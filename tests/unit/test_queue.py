@@ -43,6 +43,17 @@ def test_statements_of_a_claim_are_made_once_whatever_their_values() -> None:
     assert queue.jobs_with(wanted) is queue.jobs_with(queue.returned())
 
 
+def test_one_job_is_looked_up_if_it_may_run(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name)
+    with store.write() as tx:
+        one, other = queue.runnable_jobs(tx, None)
+        assert queue.runnable_jobs(tx, None, seq=other.seq, locked=False) == [other]
+        assert queue.runnable_jobs(tx, [one.id], seq=other.seq, locked=False) == []
+        catalog.refuse(tx, other.id, "as it is", now=0.0)
+        assert queue.runnable_jobs(tx, None, seq=other.seq, locked=False) == []
+
+
 def test_the_highest_priority_goes_first_then_the_oldest_job(store: Store) -> None:
     for name, priority in (("old", 0), ("new", 0), ("urgent", 1)):
         add_job(store, name, rows=1, priority=priority)

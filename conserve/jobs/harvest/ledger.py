@@ -178,13 +178,15 @@ class Ledger:
             now = self._clock()
             with self._store.write() as tx:
                 late = catalog.late(tx, now=now)
-                waiting = self._runnable(tx)
+                waiting = self._runnable(tx, group)
                 due = late or self._turns.is_to_foresee(waiting, now)
                 found = None if due else self._lease(tx, waiting, limit, suspect, group, now)
             if late:
                 self._expire(late)
                 continue
             if found is None:
+                with self._store.read() as tx:
+                    waiting = self._runnable(tx)
                 self._turns.foresee(waiting, now)
                 continue
             lease, jobs, windowed = found
@@ -208,7 +210,7 @@ class Ledger:
     ) -> tuple[Lease | None, Sequence[Any], bool]:
         """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
         terms = Terms(self.owner, now, self._lease_s, self.model)
-        runnable = self._turns.ordered(self._of_group(waiting, group), now=now, group=group)
+        runnable = self._turns.ordered(waiting, now=now, group=group)
         jobs = [] if suspect else choice.contenders(tx, runnable)
         if windowed := self._is_to_choose(tx, jobs):
             back = self._turns.before(runnable, jobs[0])
@@ -226,15 +228,14 @@ class Ledger:
         )
         return lease, jobs, windowed
 
-    def _runnable(self, tx: Any) -> Sequence[Any]:
-        """Jobs that this harvester may take rows of."""
-        return self._turned_away.others(queue.runnable_jobs(tx, self._only, self.model, locked=False))
-
-    def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
-        """The runnable jobs of a group, or all."""
+    def _runnable(self, tx: Any, group: Group | None = None) -> Sequence[Any]:
+        """Jobs that this harvester may take rows of: all, or those of a group."""
+        one = None if group is None else group.job
+        listed = queue.runnable_jobs(tx, self._only, self.model, seq=one, locked=False)
+        found = self._turned_away.others(listed, all_listed=one is None)
         if self._shares is None or group is None:
-            return runnable
-        return [job for job in runnable if self._shares.weights.group_of(job) == group]
+            return found
+        return [job for job in found if self._shares.weights.group_of(job) == group]
 
     def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
         """True if the window chooses: several jobs have rows, or the only one has rows that were passed over."""

@@ -61,11 +61,14 @@ class TurnedAway:
         now = self._monotonic()
         return [job_id for job_id, again_at in self._again_at.items() if now < again_at]
 
-    def others(self, runnable: Sequence[Any]) -> Sequence[Any]:
-        """The runnable jobs but for those that wait for another harvester; forgets those that run no more."""
+    def others(self, runnable: Sequence[Any], *, all_listed: bool = True) -> Sequence[Any]:
+        """These runnable jobs but for those that wait for another harvester.
+
+        If all are listed, those that run no more are forgotten.
+        """
         if not self._again_at:
             return runnable
-        for job_id in self._again_at.keys() - {job.id for job in runnable}:
+        for job_id in self._again_at.keys() - {job.id for job in runnable} if all_listed else ():
             del self._again_at[job_id]
             self._tally.refused.pop(job_id, None)
         now = self._monotonic()

@@ -41,25 +41,33 @@ class Looks(NamedTuple):
 
 
 def looks(
-    only: Collection[str] | None, model: str | None, but: Collection[str] = ()
+    only: Collection[str] | None, model: str | None, but: Collection[str] = (), seq: int | None = None
 ) -> tuple[Looks, dict[str, Any]]:
-    """Statements and their parameters: of all queued jobs or of these, `but` some; with a model, of its own."""
+    """Statements and their parameters: of all queued jobs or of these, `but` some; with a model, of its own.
+
+    With a `seq` they are of the job with that number alone.
+    """
     parameters: dict[str, Any] = {} if model is None else {"model": model}
     if only is not None:
         parameters["only"] = list(only)
     if but:
         parameters["but"] = list(but)
-    return made(of_model=model is not None, of_some=only is not None, but_some=bool(but)), parameters
+    if seq is not None:
+        parameters["seq"] = seq
+    kind = {"of_model": model is not None, "of_some": only is not None, "but_some": bool(but)}
+    return made(**kind, of_one=seq is not None), parameters
 
 
 @cache
-def made(*, of_model: bool, of_some: bool, but_some: bool) -> Looks:
+def made(*, of_model: bool, of_some: bool, but_some: bool, of_one: bool) -> Looks:
     """Statements of a kind."""
     ours = [is_runnable(bindparam("model") if of_model else None)]
     if of_some:
         ours.append(job.c.id.in_(bindparam("only", expanding=True)))
     if but_some:
         ours.append(job.c.id.not_in(bindparam("but", expanding=True)))
+    if of_one:
+        ours.append(job.c.seq == bindparam("seq"))
     waiting = request.c.epoch.is_(None)
     counted: tuple[Any, ...] = (
         func.count(request.c.epoch),

@@ -149,13 +149,19 @@ def first_attempts(positions: range, now: float) -> tuple[LeasedRow, ...]:
 
 
 def runnable_jobs(
-    tx: Connection, only: Collection[str] | None, model: str | None = None, *, locked: bool = True
+    tx: Connection,
+    only: Collection[str] | None,
+    model: str | None = None,
+    *,
+    seq: int | None = None,
+    locked: bool = True,
 ) -> Sequence[Any]:
     """Queued jobs by priority, then by age; with a model, only jobs that it may answer.
 
-    `locked` is for a transaction that chooses rows of several of them.
+    With a `seq` there is only the job with that number, if it is one of them. `locked` is for a transaction
+    that chooses rows of several of them.
     """
-    found, parameters = looks(only, model)
+    found, parameters = looks(only, model, seq=seq)
     if not locked:
         return tx.execute(found.jobs, parameters).all()
     # As commits lock jobs, so that none deadlock.
