@@ -994,7 +994,8 @@ class Busy:
         self.store, self.clock, self.notes = store, Clock(), [0]
         add_job(store, rows=8)
         self.lease = leased(store)
-        self.recorder = Recorder(store, self.clock, monotonic=self.clock)
+        self.set_by = 0.0  # that the wall clock is ahead of the other
+        self.recorder = Recorder(store, lambda: self.clock.now + self.set_by, monotonic=self.clock)
         self.recorder.begin()
         note = harvested.note
 
@@ -1053,14 +1054,18 @@ def test_results_are_written_whether_their_tokens_can_be_noted_or_not(
     assert busy.harvested == (30, pytest.approx(6.0))
 
 
-def test_tokens_under_a_clock_that_is_set_back_count_from_the_new_time(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("set_by", [-1200.0, 21_600.0])
+def test_only_time_that_passes_counts_when_the_clock_is_set(
+    store: Store, monkeypatch: pytest.MonkeyPatch, set_by: float
 ) -> None:
+    """A machine that was suspended looks as if its clock had been set forward."""
     busy = Busy(store, monkeypatch)
-    busy.end(0, 10, at=400.0)
-    assert busy.harvested == (0, 0)
-    busy.end(1, 20, at=403.0)
-    assert busy.harvested == (20, pytest.approx(3.0))
+    busy.end(0, 10, at=1002.0)
+    busy.set_by = set_by
+    busy.end(1, 20, at=1005.0)
+    assert busy.harvested == (30, pytest.approx(5.0))
+    with store.read() as tx:
+        assert {slot.slot for slot in harvested.slots(tx)} == {1, int((1005.0 + set_by) // 900.0)}
 
 
 def test_an_observer_hears_of_results_that_moved_and_of_no_others(store: Store, job_id: str) -> None:

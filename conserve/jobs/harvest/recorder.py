@@ -38,6 +38,7 @@ class Recorder:
         self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
         self._monotonic, self._compact_at = monotonic, 0.0
+        # On the monotonic clock, since a machine may be suspended, and its clock be set, while rows run.
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
         self._idle_since: float | None = None  # no row runs since; None: rows run
         self._tokens = 0  # computed since the last note
@@ -46,16 +47,16 @@ class Recorder:
     def begin(self) -> None:
         """Note that rows are in flight from now on."""
         if self._busy_since is None or self._idle_since is not None:
-            self._busy_since, self._idle_since, self._tokens = self._clock(), None, 0
+            self._busy_since, self._idle_since, self._tokens = self._monotonic(), None, 0
 
     def pause(self) -> None:
         """Note that no row is in flight from now on; what the last ones took may still be written."""
         if self._idle_since is None:
-            self._idle_since = self._clock()
+            self._idle_since = self._monotonic()
 
     def write(self, outbox: Outbox) -> Committed:
         """Write the outbox in one transaction, then one shard where enough results have gathered."""
-        now, since = self._clock(), time.perf_counter()
+        now, at, since = self._clock(), self._monotonic(), time.perf_counter()
         with self._store.write() as tx:
             if outbox.saved or outbox.returned:
                 self._lock(tx, outbox)
@@ -68,7 +69,7 @@ class Recorder:
             committed = journal.commit(tx, outbox.finished, now=now, ends=True, owner=self._owner)
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens += computed(committed)
-        self._note(now if self._idle_since is None else min(now, self._idle_since))
+        self._note(now, at)
         self._gathered.update(job.job_id for job in committed.counted if fills_a_shard(job))
         self._completed.update(committed.completed)
         self.compact()
@@ -81,24 +82,24 @@ class Recorder:
             ended = {finished.job_id for finished in outbox.finished}
             catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outbox.returned})
 
-    def _note(self, until: float) -> None:
-        """Write down the tokens since the last note, if it is time; never raises.
+    def _note(self, now: float, at: float) -> None:
+        """Write down the tokens since the last note, if it is time; never raises. `at`: `now`, monotonic.
 
         All harvesters write to the same row, so the transaction with the results does not.
         """
-        since = self._busy_since
-        if since is None or since <= until < since + NOTE_S:
+        since, until = self._busy_since, at if self._idle_since is None else min(at, self._idle_since)
+        if since is None or until < since + NOTE_S:
             return
-        if since < until:  # else the clock was set back
-            try:
-                with self._store.write() as tx:
-                    harvested.note(tx, self._tokens, since=since, now=until)
-            except StoreError as error:  # the results are safe
-                if not self._unnoted:
-                    log.warning("forecasts miss what is harvested from now on: %s", error)
-                self._unnoted = True
-                return
-            self._unnoted = False
+        ahead = now - at
+        try:
+            with self._store.write() as tx:
+                harvested.note(tx, self._tokens, since=ahead + since, now=ahead + until)
+        except StoreError as error:  # the results are safe
+            if not self._unnoted:
+                log.warning("forecasts miss what is harvested from now on: %s", error)
+            self._unnoted = True
+            return
+        self._unnoted = False
         self._tokens, self._busy_since = 0, until
 
     @property
