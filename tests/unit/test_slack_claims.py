@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.jobs.deadlines.queue import forecast_queue
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import claim_order
 from conserve.jobs.harvest.harvester import Harvester
@@ -125,6 +127,25 @@ def test_the_store_keeps_how_many_tokens_were_harvested(store: Store, queue_up: 
     assert found.tokens == pytest.approx(done.prompt_tokens + done.completion_tokens, rel=0.05)
     (rate,) = Rates.of([found]).by_slot.values()
     assert rate == pytest.approx(found.tokens / found.busy_s)
+
+
+def test_a_server_that_says_no_tokens_has_a_rate_all_the_same(store: Store, queue_up: QueueUp) -> None:
+    """`usage` is optional in answers: rows then count as a token each, done and to come."""
+
+    class Silent(Asked):
+        async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+            answered = await super().complete(call, on_tokens)
+            return structs.replace(answered, prompt_tokens=0, completion_tokens=0)
+
+    queue_up("a", 240)
+    harvest(store, Silent(capacity=2))
+    (found,) = slots(store)
+    assert found.tokens / found.busy_s == pytest.approx(2.0, rel=0.05), "two rows a second"
+    queue_up("b", 100, deadline=BEGIN_S + 1000.0)
+    with store.read() as tx:
+        waiting = catalog.everything(tx)
+    (foreseen,) = forecast_queue(waiting, slots(store), now=BEGIN_S + 200.0).values()
+    assert foreseen.done_90 < BEGIN_S + 300.0
 
 
 def test_rows_of_a_job_that_would_be_late_push(store: Store, queue_up: QueueUp) -> None:

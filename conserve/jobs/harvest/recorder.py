@@ -174,6 +174,9 @@ def returned(work: ReadyRow, decision: RetryDecision, now: float) -> Returned:
 
 
 def computed(committed: Committed) -> int:
-    """Tokens that the answers of a transaction took."""
+    """Tokens that the answers of a transaction took: one each at least, since a server need not say them.
+
+    Predicted work takes one each at least too.
+    """
     results = (finished.result for finished in committed.written)
-    return sum(computed_tokens(result) for result in results if not result.failed)
+    return sum(max(1, computed_tokens(result)) for result in results if not result.failed)
