@@ -30,22 +30,24 @@ class Hold:
         return self._until - self._clock()
 
     def begin(self, error: EndpointError, wish_s: float) -> str | None:
-        """Hold for `wish_s` or longer; returns the reason in words, None if the hold is as it was.
+        """Hold for `wish_s` or longer; returns the reason in words, None if no new or longer hold begins.
 
         Failures within a hold are of the same moment as its first, and prolong it only as far as a server asks.
         """
         if isinstance(error, EndpointUnavailable) and wish_s and not self._said:
             self._said = True
             self._warn(f"{error}; harvesting waits")
-        wish_s, left_s = min(wish_s, LONGEST_BACKOFF_S), self.left_s
-        asked = isinstance(error, EndpointBusy) and error.retry_after_s is not None
-        if not wish_s or (left_s > 0 and not (asked and wish_s > left_s)):
+        if not wish_s:
             return None
-        if left_s <= 0:
-            wish_s = min(max(wish_s, self._length_s * 2), LONGEST_BACKOFF_S)
-        self._length_s = max(wish_s, self._length_s)
-        self._until = self._clock() + wish_s
-        return f"{error}; trying again in {wish_s:.0f} s"
+        wish_s, left_s = min(wish_s, LONGEST_BACKOFF_S), self.left_s
+        if left_s > 0:
+            asked = isinstance(error, EndpointBusy) and error.retry_after_s is not None
+            begins, length_s = asked and wish_s > self._length_s, wish_s if asked else 0.0
+        else:
+            begins, length_s = True, min(max(wish_s, self._length_s * 2), LONGEST_BACKOFF_S)
+        self._length_s = max(self._length_s, length_s)
+        self._until = self._clock() + max(left_s, length_s)
+        return f"{error}; trying again in {length_s:.0f} s" if begins else None
 
     def end(self) -> None:
         """End the hold: the endpoint has answered."""
