@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,9 +40,10 @@ from conserve.jobs.harvest import retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import IDLE_S, Harvester
 from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -539,6 +541,24 @@ def test_tokens_are_saved_every_64_without_a_stop(store: Store, queue_up: Callab
 
     virtual_time.run(crash())
     assert saved[0] % 64 == 0
+
+
+def test_a_long_answer_is_saved_ever_more_rarely(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save writes all tokens: every 64 of them, these would be half a million."""
+    queue_up("long")
+    saved, save = list[int](), OutboxWriter.save
+
+    def noted(self: OutboxWriter, work: ReadyRow, tokens: Sequence[int]) -> None:
+        saved.append(len(tokens))
+        save(self, work, tokens)
+
+    monkeypatch.setattr(OutboxWriter, "save", noted)
+    harvest(store, FakeEndpoint(Script(token_ms=2, tokens=8192)))
+    assert saved[:9] == [*range(64, 577, 64)]
+    assert all(64 < later - earlier <= earlier / 8 for earlier, later in pairwise(saved[8:]))
+    assert sum(saved) < 9 * 8192
 
 
 def test_tokens_of_another_model_are_not_continued(store: Store, queue_up: Callable[..., str]) -> None:

@@ -28,6 +28,7 @@ from conserve.store.books.saved_tokens import unpack_tokens
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_TOKENS = 64  # of one row, between two saves
+SAVED_PART = 8  # of a long row's saved tokens one part has to come: each save writes all of them again
 
 
 @dataclass(slots=True, eq=False)
@@ -192,11 +193,11 @@ class Flights:
             )
 
     def _token_saver(self, flight: Flight) -> Callable[[Sequence[int]], None]:
-        """Callback for a row's tokens, which saves them every `SAVE_EVERY_TOKENS`."""
+        """Callback for a row's tokens, which saves them every `SAVE_EVERY_TOKENS`, or later in a long answer."""
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             flight.tokens = token_ids
-            if len(token_ids) - flight.saved >= SAVE_EVERY_TOKENS:
+            if len(token_ids) - flight.saved >= max(SAVE_EVERY_TOKENS, flight.saved // SAVED_PART):
                 self._save_tokens(flight)
 
         return on_tokens
