@@ -951,6 +951,24 @@ class TestWire:
                 stream.read(512)
             stream.close()
 
+    def test_a_name_of_many_dead_addresses_holds_a_thread_up_for_half_a_minute(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock, tried = Clock(), list[tuple[str, float]]()
+
+        def drop(_: object, host: str, port: int, timeout: float, *__: object) -> None:
+            clock.now += min(timeout, 8.0)
+            tried.append((host, timeout))
+            raise httpcore.ConnectTimeout("dropped")
+
+        monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", drop)
+        addresses = [ip_address(f"192.0.2.{n}") for n in range(1, 41)]
+        backend = CheckedBackend(lambda host, port: addresses, private=True, clock=clock)
+        with pytest.raises(httpcore.ConnectTimeout, match="no address of dead"):
+            backend.connect_tcp("dead.example", 80)
+        assert tried == [(f"192.0.2.{n}", s) for n, s in enumerate((10.0, 10.0, 10.0, 6.0), 1)]
+        assert clock.now < outbox.HOLD_S
+
     def test_messages_go_over_tcp_alone(self) -> None:
         backend = CheckedBackend(lambda host, port: [], private=True, clock=Clock())
         with pytest.raises(httpcore.UnsupportedProtocol):

@@ -10,6 +10,7 @@ import httpcore
 from conserve.jobs.hooks.addresses import Resolve, allowed, resolved
 
 CONNECT_S = 10.0  # to each address
+CONNECTED_S = 30.0  # to any of a name's addresses
 WHOLE_S = 20.0  # from the first byte sent to the status line
 
 
@@ -63,9 +64,17 @@ class CheckedBackend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         error: Exception | None = None
-        for address in allowed(self._resolve(host, port), private=self._private):
+        addresses = allowed(self._resolve(host, port), private=self._private)
+        until = self._clock() + CONNECTED_S
+        for address in addresses:
+            left_s = until - self._clock()
+            if left_s <= 0:
+                raise httpcore.ConnectTimeout(
+                    f"no address of {host} takes a connection within {CONNECTED_S:g} s"
+                )
+            timeout_s = min(CONNECT_S, left_s)
             try:
-                stream = self._plain.connect_tcp(str(address), port, CONNECT_S, local_address, socket_options)
+                stream = self._plain.connect_tcp(str(address), port, timeout_s, local_address, socket_options)
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as failed:
                 error = failed
             else:
