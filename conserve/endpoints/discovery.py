@@ -93,8 +93,7 @@ async def discover(
         return ServerFacts(
             mode=Mode.COSERVING,
             model=found,
-            # Tokens saved under one key are not continued under another, so the identities differ.
-            identity=ours.identity if ours.resumes else f"{ours.identity} from the beginning",
+            identity=ours.identity_of(found),
             resumes=ours.resumes,
             most_rows=min(bears, most_rows or bears),
             priority=ours.offline_priority,
@@ -174,6 +173,14 @@ class CoServingReport:
     offline_priority: Whole
     resumes: bool = True  # True if our key is the harvester's; servers without keys do not say
     version: Annotated[str, Meta(max_length=100, pattern="^[^\\x00]*$")] | None = None
+
+    def identity_of(self, model: str) -> str:
+        """Identity of one of the server's models; the server's own names the first, of which adapters are others.
+
+        Tokens saved under one key are not continued under another, so the identities differ.
+        """
+        identity = self.identity if self.identity.startswith(f"{model}@") else f"{self.identity} as {model}"
+        return identity if self.resumes else f"{identity} from the beginning"
 
 
 async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:

@@ -244,7 +244,7 @@ def test_a_server_that_is_none_is_found_out_at_the_start(models: httpx.Response)
         asyncio.run(endpoint.start())
 
 
-COSERVING = {"identity": "model and weights", "max_num_seqs": 4, "offline_priority": 1000, "version": "0"}
+COSERVING = {"identity": "served@weights", "max_num_seqs": 4, "offline_priority": 1000, "version": "0"}
 
 
 def streamed(
@@ -277,7 +277,7 @@ def streamed(
     async def go() -> Completion:
         endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
         await endpoint.start()
-        assert (endpoint.identity, endpoint.capacity, endpoint.doing) == ("model and weights", 8, None)
+        assert (endpoint.identity, endpoint.capacity, endpoint.doing) == ("served@weights", 8, None)
 
         def on_tokens(tokens: Sequence[int]) -> None:
             seen.append(list(tokens))
@@ -819,7 +819,36 @@ def test_an_endpoint_starts_at_a_server_that_is_in_a_long_iteration(
         await endpoint.close()
         return endpoint.identity
 
-    assert virtual_time.run(go()) == "model and weights"
+    assert virtual_time.run(go()) == "served@weights"
+
+
+@pytest.mark.parametrize(
+    ("model", "resumes", "identity"),
+    [
+        (None, True, "served@weights"),
+        ("served", True, "served@weights"),
+        ("adapter", True, "served@weights as adapter"),
+        ("adapter", False, "served@weights as adapter from the beginning"),
+        ("serv", True, "served@weights as serv"),
+    ],
+)
+def test_models_of_one_server_go_on_from_no_tokens_of_each_other(
+    model: str | None, resumes: bool, identity: str
+) -> None:
+    """An adapter has other tokens than its base, whose files alone are in the server's identity."""
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}, {"id": "adapter"}]})
+        return httpx.Response(200, json={**COSERVING, "resumes": resumes})
+
+    async def go() -> str:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), model=model)
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.identity
+
+    assert virtual_time.run(go()) == identity
 
 
 def test_a_server_that_stays_silent_is_named_with_the_next_step() -> None:
