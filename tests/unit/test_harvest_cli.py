@@ -126,6 +126,29 @@ def test_jobs_that_ended_are_read_alone_and_in_another_thread(
     assert f"{ended_job}: queued, 0 of 1 rows done" in capsys.readouterr().err
 
 
+def test_an_expired_job_that_is_retried_is_announced_anew(
+    write_input: WriteInput, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submit(write_input(q=["a"]))
+    tally = Tally()
+    harvester: Any = SimpleNamespace(endpoint=None, tally=tally)
+
+    async def announced() -> None:
+        announcer = harvest.Announcer(harvester, load())
+        for those in (tally.cancelled, tally.completed):
+            tally.begin(job_id)
+            await announcer._look()
+            those.append(job_id)
+            await announcer._look()
+
+    asyncio.run(announced())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if job_id in line] == [
+        f"{job_id}: harvesting",
+        f"{job_id}: queued, 0 of 1 rows done",
+    ] * 2
+
+
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput, forked: StartForked) -> None:
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))

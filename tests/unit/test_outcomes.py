@@ -555,9 +555,8 @@ def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     assert tally.completed == ["job-1"]
 
 
-def test_a_completed_job_that_comes_back_is_not_complete_any_more() -> None:
-    tally = Tally(jobs=["a", "b"], completed=["a", "b"])
-    tally.begin("a")
-    tally.begin("c")
-    tally.begin("c")
-    assert (tally.jobs, tally.completed) == (["a", "b", "c"], ["b"])
+def test_a_job_that_had_ended_and_comes_back_has_ended_no_more() -> None:
+    tally = Tally(jobs=["a", "b"], completed=["a", "b"], cancelled=["d", "e"])
+    for job_id in ("a", "c", "c", "d"):
+        tally.begin(job_id)
+    assert (tally.jobs, tally.completed, tally.cancelled) == (["a", "b", "c", "d"], ["b"], ["e"])

@@ -37,11 +37,12 @@ class Tally:
         return self.succeeded + self.failed
 
     def begin(self, job_id: str) -> None:
-        """Note that rows of this job were leased; a completed job has then come back (`conserve retry`)."""
+        """Note that rows of this job were leased; a job that had ended has then come back (`conserve retry`)."""
         if job_id not in self.jobs:
             self.jobs.append(job_id)
-        if job_id in self.completed:
-            self.completed.remove(job_id)
+        for ended in (self.completed, self.cancelled):
+            if job_id in ended:
+                ended.remove(job_id)
 
     def answer(self, completion: Completion, *, no_json: bool = False) -> None:
         """Count a row that was answered, before it is durable."""
