@@ -365,9 +365,9 @@ def test_a_harvester_that_follows_takes_later_jobs(
         harvest = Harvest(store, server, follow=True)
         await harvest.until(lambda: harvest.harvester.ready_at is not None)
         job_id = await asyncio.to_thread(queue_up, ["a", "b"])
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
+        await harvest.until(lambda: [*harvest.harvester.tally.completed] == [job_id])
         later = await asyncio.to_thread(queue_up, ["c"])
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id, later])
+        await harvest.until(lambda: [*harvest.harvester.tally.completed] == [job_id, later])
         tally = await harvest.end()
         assert tally.done == 3
 
@@ -384,7 +384,7 @@ def test_a_harvester_that_follows_waits_for_a_server_that_is_not_there_yet(
         harvest = Harvest(store, server, follow=True)
         await harvest.until(lambda: bool(harvest.said))
         await asyncio.to_thread(server.up)
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
+        await harvest.until(lambda: [*harvest.harvester.tally.completed] == [job_id])
         await harvest.end()
         return harvest
 
@@ -407,7 +407,7 @@ def test_a_key_that_is_refused_ends_a_run_but_not_one_that_follows(
         harvest = Harvest(store, server, follow=True)
         await harvest.until(lambda: bool(harvest.said))
         server.script.status = None
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
+        await harvest.until(lambda: [*harvest.harvester.tally.completed] == [job_id])
         await harvest.end()
         return harvest
 

@@ -597,7 +597,7 @@ def test_a_job_told_to_stop_gives_its_rows_back(
 
     tally = virtual_time.run(run())
     assert job(store, job_id).state is state
-    assert tally.cancelled == ([job_id] if verb == "cancel" else [])
+    assert [*tally.cancelled] == ([job_id] if verb == "cancel" else [])
     with store.read() as tx:
         assert tx.execute(text("select count(*), count(epoch), count(tokens) from request")).one() == (
             8,
@@ -653,7 +653,7 @@ def test_a_lease_that_others_ended_is_noticed_and_its_rows_begin_anew(
             assert leases.abandon(tx, [working.owner]) == 1
         await following.until(lambda: working.tally.leases_lost == 1, seconds=1.6)
         await following.until(lambda: endpoint.calls == 4, seconds=0.5)
-        await following.until(lambda: working.tally.completed == [job_id], seconds=5.0)
+        await following.until(lambda: [*working.tally.completed] == [job_id], seconds=5.0)
         return await following.end()
 
     tally = virtual_time.run(run())
@@ -711,7 +711,7 @@ def test_a_pause_is_noticed_within_a_second_and_its_end_too(
                 catalog.move(tx, job_id, verb, now=0.0)
             await following.until(lambda in_flight=in_flight: tally.in_flight == in_flight, seconds=1.0)
         await following.until(lambda: tally.done == 3)
-        assert tally.cancelled == []
+        assert [*tally.cancelled] == []
         return await following.end()
 
     assert virtual_time.run(run()).succeeded == 3
@@ -1387,9 +1387,9 @@ def test_a_harvester_that_follows_works_on_what_comes_later(
         following = Following(store, FakeEndpoint())
         await asyncio.sleep(0.3)
         first = await asyncio.to_thread(queue_up, "a", "b")
-        await following.until(lambda: following.harvester.tally.completed == [first], 1.0)
+        await following.until(lambda: [*following.harvester.tally.completed] == [first], 1.0)
         second = await asyncio.to_thread(queue_up, "c")
-        await following.until(lambda: following.harvester.tally.completed == [first, second], 1.0)
+        await following.until(lambda: [*following.harvester.tally.completed] == [first, second], 1.0)
         assert (await following.end()).done == 3
         assert following.said == []
 
@@ -1513,7 +1513,7 @@ def test_a_store_that_goes_away_and_comes_back_loses_and_doubles_nothing(
         assert following.harvester.tally.in_flight == 0
         await asyncio.sleep(0.1)
         away.rename(store.home)
-        await following.until(lambda: following.harvester.tally.completed == [job_id])
+        await following.until(lambda: [*following.harvester.tally.completed] == [job_id])
         await following.end()
         return following
 
@@ -1534,7 +1534,7 @@ def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Ca
             patch.setattr("conserve.jobs.harvest.ledger.reserve_space", broken_disk)
             await following.until(lambda: bool(following.said))
             await asyncio.sleep(0.2)
-        await following.until(lambda: following.harvester.tally.completed == [job_id])
+        await following.until(lambda: [*following.harvester.tally.completed] == [job_id])
         await following.end()
         return following
 
@@ -1575,7 +1575,7 @@ def test_answers_that_wait_to_be_written_when_the_store_goes_away_are_not_comput
         monkeypatch.setattr(journal, "commit", write)
         await following.until(lambda: bool(following.said))
         away.append(False)
-        await following.until(lambda: working.tally.completed == [job_id])
+        await following.until(lambda: [*working.tally.completed] == [job_id])
         await following.end()
         return following
 
@@ -1658,7 +1658,7 @@ def test_a_job_whose_requests_are_gone_holds_up_no_other(store: Store, queue_up:
     home.requests_file(store.home, broken).unlink()
     tally = harvest(store, FakeEndpoint())
     assert "cannot be read" in tally.refused[broken]
-    assert tally.completed == [whole]
+    assert [*tally.completed] == [whole]
 
 
 def test_an_endpoint_that_shrinks_is_not_fed_until_rows_have_landed(

@@ -112,7 +112,8 @@ def test_jobs_that_ended_are_read_alone_and_in_another_thread(
         return read_jobs(settings, now=now, only=only)
 
     monkeypatch.setattr(harvest, "read_jobs", noted)
-    harvester: Any = SimpleNamespace(endpoint=None, tally=Tally(jobs=[ended_job], completed=[ended_job]))
+    tally = Tally(jobs={ended_job: None}, completed={ended_job: None})
+    harvester: Any = SimpleNamespace(endpoint=None, tally=tally)
 
     async def announced() -> None:
         announcing = asyncio.create_task(harvest.Announcer(harvester, load()).announce())
@@ -138,7 +139,7 @@ def test_an_expired_job_that_is_retried_is_announced_anew(
         for those in (tally.cancelled, tally.completed):
             tally.begin(job_id)
             await announcer._look()
-            those.append(job_id)
+            those[job_id] = None
             await announcer._look()
 
     asyncio.run(announced())

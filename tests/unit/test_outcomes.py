@@ -552,11 +552,12 @@ def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     assert (tally.succeeded, tally.failed, tally.late, tally.done) == (2, 1, 1, 3)
     assert (tally.prompt_tokens, tally.completion_tokens, tally.resumed_tokens) == (6, 30, 300)
     assert tally.cached_tokens == 3
-    assert tally.completed == ["job-1"]
+    assert [*tally.completed] == ["job-1"]
 
 
 def test_a_job_that_had_ended_and_comes_back_has_ended_no_more() -> None:
-    tally = Tally(jobs=["a", "b"], completed=["a", "b"], cancelled=["d", "e"])
+    seen, completed, cancelled = (dict.fromkeys(jobs) for jobs in ("ab", "ab", "de"))
+    tally = Tally(jobs=seen, completed=completed, cancelled=cancelled)
     for job_id in ("a", "c", "c", "d"):
         tally.begin(job_id)
-    assert (tally.jobs, tally.completed, tally.cancelled) == (["a", "b", "c", "d"], ["b"], ["e"])
+    assert ([*tally.jobs], [*tally.completed], [*tally.cancelled]) == (["a", "b", "c", "d"], ["b"], ["e"])

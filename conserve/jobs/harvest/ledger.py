@@ -366,7 +366,7 @@ class Ledger:
         self._workload.close_files(stopped)
         self._ended = ended
         early = [id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.EXPIRED)]
-        self._tally.cancelled += [job_id for job_id in early if job_id not in self._tally.cancelled]
+        self._tally.cancelled |= dict.fromkeys(early)
         return stopped
 
     def _expire(self, late: Sequence[str]) -> Sequence[str]:
@@ -376,7 +376,7 @@ class Ledger:
         with self._store.write() as tx:
             expired = catalog.expire(tx, now=self._clock())
         ours = expired if self._only is None else [job_id for job_id in expired if job_id in self._only]
-        self._tally.cancelled += [job_id for job_id in ours if job_id not in self._tally.cancelled]
+        self._tally.cancelled |= dict.fromkeys(ours)
         return expired
 
     def close(self) -> None:

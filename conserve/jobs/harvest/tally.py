@@ -9,7 +9,7 @@ from conserve.store.books.journal import Committed
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the start of a harvester."""
+    """Counts since the start of a harvester. Jobs are keys, in order: it may see hundreds of thousands of them."""
 
     succeeded: int = 0
     failed: int = 0
@@ -26,9 +26,9 @@ class Tally:
     no_json: int = 0  # of answered rows: whole answers that are not the JSON that was asked for
     answered_tokens: int = 0  # of answered rows: prompts and answers
     waiting_for: str | None = None  # why nothing runs just now
-    jobs: list[str] = field(default_factory=list)  # jobs that it leased rows of
-    completed: list[str] = field(default_factory=list)  # jobs that it wrote the last result of
-    cancelled: list[str] = field(default_factory=list)
+    jobs: dict[str, None] = field(default_factory=dict)  # jobs that it leased rows of
+    completed: dict[str, None] = field(default_factory=dict)  # jobs that it wrote the last result of
+    cancelled: dict[str, None] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
 
     @property
@@ -38,11 +38,9 @@ class Tally:
 
     def begin(self, job_id: str) -> None:
         """Note that rows of this job were leased; a job that had ended has then come back (`conserve retry`)."""
-        if job_id not in self.jobs:
-            self.jobs.append(job_id)
+        self.jobs[job_id] = None
         for ended in (self.completed, self.cancelled):
-            if job_id in ended:
-                ended.remove(job_id)
+            ended.pop(job_id, None)
 
     def answer(self, completion: Completion, *, no_json: bool = False) -> None:
         """Count a row that was answered, before it is durable."""
@@ -53,9 +51,9 @@ class Tally:
     def count(self, committed: Committed) -> None:
         """Count the rows of a committed transaction."""
         self.late += len(committed.late)
-        self.completed += committed.completed
-        # The last rows of a job may have been in flight when it expired.
-        self.cancelled = [job_id for job_id in self.cancelled if job_id not in committed.completed]
+        self.completed |= dict.fromkeys(committed.completed)
+        for job_id in committed.completed:  # its last rows may have been in flight when it expired
+            self.cancelled.pop(job_id, None)
         for result in (finished.result for finished in committed.written):
             self.failed += result.failed
             self.succeeded += not result.failed
