@@ -1152,16 +1152,19 @@ def test_connections_to_a_machine_that_is_gone_are_found_out(monkeypatch: pytest
 
 def test_a_connection_is_used_no_more_when_vllm_is_about_to_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM ends connections after 5 s at rest; a request that is sent just then has no answer."""
+    handled: list[asyncio.Task[Any] | None] = []
     clock, later, begun = time.monotonic, [0.0], list[int]()
     monkeypatch.setattr(time, "monotonic", lambda: clock() + later[0])
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handled.append(asyncio.current_task())
         begun.append(0)
         with suppress(asyncio.IncompleteReadError):
             while await reader.readuntil(b"\r\n\r\n"):
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
                 begun[-1] += 1
         writer.close()
+        await writer.wait_closed()
 
     async def go() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -1170,6 +1173,7 @@ def test_a_connection_is_used_no_more_when_vllm_is_about_to_end_it(monkeypatch: 
             later[0] += rest_s
             await client.get("/")
         await client.aclose()
+        await asyncio.gather(*filter(None, handled))
         server.close()
         await server.wait_closed()
 
