@@ -82,6 +82,10 @@ def test_jobs_are_listed_as_they_were_submitted(store: Store, monkeypatch: pytes
         assert catalog.ids(tx) == ["b", "c", "a"]
         assert [found.id for found in catalog.everything(tx)] == ["b", "c", "a"]
         assert catalog.states(tx, ["a", "c", "unknown"]) == {"a": JobState.QUEUED, "c": JobState.QUEUED}
+        many = [
+            f"unknown-{number}" for number in range(70_000)
+        ]  # more than one statement of PostgreSQL takes
+        assert catalog.states(tx, ["a", *many, "c"]) == {"a": JobState.QUEUED, "c": JobState.QUEUED}
         assert catalog.get(tx, "last").id == "a"
         for odd in ("a\0", "\ud800", "d"):
             with pytest.raises(JobNotFound):

@@ -1,7 +1,7 @@
 """The parts of a fleet by themselves: a server and its rows, paces, estimates, and what is said and asked."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from conserve.errors import (
     EngineDied,
     RequestRejected,
 )
+from conserve.jobs.fleet import dispatch
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
 from conserve.jobs.fleet.dispatch import Dispatch, load_of, usual_pace
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
@@ -1024,6 +1025,65 @@ def test_a_server_with_places_takes_half_of_the_last_piece_of_the_slowest_if_tha
         assert slow.tokens == 10.0 * len(slow.queue)
 
     dispatched(test)
+
+
+def test_what_one_server_with_places_does_not_take_the_next_may() -> None:
+    """One that is suspected takes a single row, and leaves the others as they were."""
+
+    async def test() -> None:
+        slow, lame = paced(member(places=1), 10.0), paced(member(places=1), 0.1)
+        suspected, fast = paced(member(), 0.1), paced(member(), 1000.0)
+        suspected.suspected = True
+        rows = [errand(number=n) for n in range(7)]
+        slow.running.add(rows[0])
+        for row in rows[1:]:
+            slow.enqueue(row, 10.0, 0)
+        Dispatch(Known([slow, lame, suspected, fast])).soon()  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert [len(one.running) for one in (slow, lame, suspected, fast)] == [1, 0, 1, 2]
+        assert len(slow.queue) == 3
+        assert slow.tokens == 10.0 * len(slow.queue)
+
+    dispatched(test)
+
+
+def test_a_dispatch_looks_through_all_servers_a_few_times_however_many_are_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[str] = []
+
+    class Counting(Known):
+        def open(self) -> list[Member]:
+            looks.append("open")
+            return super().open()
+
+    def counted(takers: Sequence[Member]) -> float:
+        looks.append("pace")
+        return usual_pace(takers)
+
+    monkeypatch.setattr(dispatch, "usual_pace", counted)
+
+    async def test() -> None:
+        slow, idle = paced(member(places=1), 10.0), [paced(member(places=1), 0.1) for _ in range(30)]
+        slow.running.add(errand())
+        slow.enqueue(errand(number=1), 10.0, 0)
+        Dispatch(Counting([slow, *idle])).soon()  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert len(slow.queue) == 1, "none is faster"
+
+    dispatched(test)
+    assert (looks.count("pace"), looks.count("open")) == (1, 1)
+
+
+def test_a_server_that_is_not_silent_is_compared_with_no_other() -> None:
+    async def run() -> None:
+        served = member()
+        await runs(served, errand())
+        served.seen_at = 100.0
+        Care(SimpleNamespace(open=None), SimpleNamespace()).tend(served, 109.0)  # type: ignore[arg-type]
+        assert not served.suspected
+
+    virtual_time.run(run())
 
 
 def test_rows_of_a_piece_are_charged_with_their_part_of_its_prefixes() -> None:

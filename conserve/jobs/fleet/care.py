@@ -53,11 +53,14 @@ class Care:
         Each move doubles the silence that a row is left in: one that is long ends, and one on a server that hangs
         leaves it.
         """
+        silence_s = now - member.seen_at if member.ready and member.seen_at is not None else 0.0
+        if silence_s <= SILENT_S:  # the least limit, before all other servers are looked through
+            return []
         others = [one for one in self._servers.open() if one is not member and not one.suspected]
         slowest_s = max((time_s for one in others for time_s in one.times_s), default=None)
-        if slowest_s is None or member.seen_at is None or not member.ready:
+        if slowest_s is None:
             return []
-        silence_s, limit_s = now - member.seen_at, max(SILENT_S, SILENT_TIMES * slowest_s)
+        limit_s = max(SILENT_S, SILENT_TIMES * slowest_s)
         return [errand for errand in member.running if silence_s > limit_s * 2.0**errand.moves]
 
     async def check(self, member: Member) -> None:

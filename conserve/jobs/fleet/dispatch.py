@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 
 from conserve.errors import EndpointUnavailable
 from conserve.jobs.fleet.member import Errand, Member
@@ -44,9 +45,10 @@ class Dispatch:
         switched, self._model = self._model != self._servers.model, self._servers.model
         takers = [member for member in self._servers.open() if now >= member.held_until]
         for member in self._servers:
-            left = member not in takers and (takers or not member.is_open)
-            if member.queue and (switched or left):
-                self._arrived += member.give_up_queue()
+            if member.queue:
+                left = member not in takers and (takers or not member.is_open)
+                if switched or left:
+                    self._arrived += member.give_up_queue()
         self._turn_away()
         arrived, self._arrived = [errand for errand in self._arrived if not errand.turn.done()], []
         if arrived and takers:
@@ -58,9 +60,9 @@ class Dispatch:
                 errand.turn.set_exception(self._servers.none_left(now))
         for member in takers:
             self._send(member, now)
-        for member in takers:
-            if member.free and not member.queue and any(one.queue for one in takers):
-                self._take_over(member, takers, now)
+        idle = [member for member in takers if member.free and not member.queue]
+        if idle and any(member.queue for member in takers):
+            self._take_over(idle, takers, now)
 
     def _turn_away(self) -> None:
         """End the turns of rows that are for another model than the servers are used for by now."""
@@ -107,27 +109,60 @@ class Dispatch:
             member.cached.add(errand.asked.key)
             errand.turn.set_result(member)
 
-    def _take_over(self, idle: Member, takers: Sequence[Member], now: float) -> None:
-        """Let a server with places to spare take the last piece of the slowest one, if that pays."""
-        # One that is suspected takes a single row, to show what it can do; none that left a server already, which
-        # would be the same one time and again.
-        usual = usual_pace(takers)
-        slow = max(
-            (one for one in takers if one.queue), key=lambda one: load_of(one, usual, with_queue=False).wait_s
-        )
-        if idle.suspected and slow.queue and slow.queue[-1].moves:
-            return
-        taken = slow.last_piece(1 if idle.suspected else max(1, len(slow.queue) // 2))
-        if not taken:
-            return
-        block_tokens = self._servers.kv_cache.block_tokens
-        piece = Piece.of(errand.asked for errand in taken)
-        better = idle.suspected or pays(
-            piece, load_of(slow, usual), load_of(idle, usual), block_tokens=block_tokens
-        )
-        self._enqueue(piece, taken, idle if better else slow, block_tokens)
-        if better:
-            self._send(idle, now)
+    def _take_over(self, idle: Sequence[Member], takers: Sequence[Member], now: float) -> None:
+        """Let servers with places to spare take the last pieces of the slowest ones, where that pays."""
+        # Hundreds of servers may be idle, and few of them take anything: an offer stands until one does.
+        usual, block_tokens = usual_pace(takers), self._servers.kv_cache.block_tokens
+        offer: Offer | None = None
+        for member in idle:
+            if offer is not None and offer.single != member.suspected:
+                self._enqueue(offer.piece, offer.errands, offer.slow, block_tokens)
+                offer = None
+            if offer is None:
+                slow = slowest(takers, usual)
+                if slow is None:
+                    return
+                offer = offer_of(slow, usual, single=member.suspected)
+            if offer is None:
+                continue
+            spare = load_of(member, usual)
+            if offer.single or pays(offer.piece, offer.load, spare, block_tokens=block_tokens):
+                self._enqueue(offer.piece, offer.errands, member, block_tokens)
+                self._send(member, now)
+                offer = None
+        if offer is not None:
+            self._enqueue(offer.piece, offer.errands, offer.slow, block_tokens)
+
+
+class Offer(NamedTuple):
+    """Rows that waited last for a slow server, of one piece."""
+
+    slow: Member
+    load: ServerLoad  # of the slow server without them
+    errands: list[Errand]
+    piece: Piece
+    single: bool  # one row
+
+
+def slowest(takers: Sequence[Member], usual: float) -> Member | None:
+    """The server whose rows are done last, among those that rows wait for."""
+    waited_for = (one for one in takers if one.queue)
+    return max(waited_for, key=lambda one: load_of(one, usual, with_queue=False).wait_s, default=None)
+
+
+def offer_of(slow: Member, usual: float, *, single: bool) -> Offer | None:
+    """Take rows from a slow server's queue for another one; None if there are none to be had.
+
+    A suspected server takes a `single` row, to show what it can do: none that left a server already, which would be
+    the same one time and again.
+    """
+    if single and slow.queue[-1].moves:
+        return None
+    errands = slow.last_piece(1 if single else max(1, len(slow.queue) // 2))
+    if not errands:
+        return None
+    piece = Piece.of(errand.asked for errand in errands)
+    return Offer(slow, load_of(slow, usual), errands, piece, single)
 
 
 def usual_pace(takers: Sequence[Member]) -> float:

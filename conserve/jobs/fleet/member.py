@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -95,11 +94,12 @@ class Member:
     @property
     def model(self) -> str | None:
         """Model that it serves, or served when it was last reached."""
-        with suppress(AssertionError):  # never reached
+        try:
             if (said := said_model(self.endpoint)) != self._said:  # looked up once, since each dispatch asks
                 self._said, self._model = said, model_of(self.endpoint)
-            return self._model
-        return None
+        except AssertionError:  # never reached
+            return None
+        return self._model
 
     @property
     def is_open(self) -> bool:

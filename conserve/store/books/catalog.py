@@ -350,7 +350,8 @@ def unbind(tx: Connection) -> None:
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
-    rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
+    stored = select(job.c.id, job.c.state)
+    rows = (row for some in chunks(job_ids) for row in tx.execute(stored.where(job.c.id.in_(some))))
     known = {state.value: state for state in JobState}
     return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # an unknown state is damage
 
