@@ -36,7 +36,7 @@ from conserve.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from conserve.jobs.harvest import retry, sweeps
+from conserve.jobs.harvest import flights, retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import IDLE_S, Harvester
 from conserve.jobs.harvest.ledger import Ledger
@@ -347,6 +347,47 @@ def test_an_endpoint_that_is_unusable_is_not_waited_for(store: Store, queue_up: 
         return asyncio.get_running_loop().time() - begun
 
     assert 1.0 <= virtual_time.run(run()) < 2.0
+
+
+def test_refusals_of_rows_that_never_come_back_are_forgotten(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other harvesters may finish them; the rows that were refused last are remembered."""
+    monkeypatch.setattr(flights, "MOST_REFUSED", 2)
+    queue_up("a", "b", "c")
+
+    async def run() -> list[int]:
+        works = await (asked := Harvester(store, FakeEndpoint()))._next_works()
+        counted = asked._flights
+        times = []
+        for number in (0, 1, 0, 2, 0, 1):
+            times.append(counted._refusals_of(works[number]))
+            counted._answers += 1
+        assert [*counted._refused] == [works[0].key, works[1].key]
+        return times
+
+    assert asyncio.run(run()) == [1, 1, 2, 1, 3, 1]
+
+
+@pytest.mark.parametrize("prompt", ["fine", "REJECT"])
+def test_a_row_that_ends_leaves_no_refusal_behind(
+    store: Store, queue_up: Callable[..., str], prompt: str
+) -> None:
+    queue_up(prompt)
+
+    class BusyOnce(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            if not self.calls:
+                self.calls += 1
+                raise EndpointBusy("slow down")
+            return await super().complete(call, on_tokens)
+
+    async def run() -> None:
+        asked = harvester(store, BusyOnce())
+        tally = await asked.run(asyncio.Event())
+        assert (tally.done, tally.retried, asked._flights._refused) == (1, 1, {})
+
+    virtual_time.run(run())
 
 
 def test_why_rows_wait_is_told_as_long_as_they_do(store: Store, queue_up: Callable[..., str]) -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 SAVE_EVERY_TOKENS = 64  # of one row, between two saves
 SAVED_PART = 8  # of a long row's saved tokens one part has to come: each save writes all of them again
+MOST_REFUSED = 65_536  # rows whose refusals are remembered: other harvesters finish some of them unheard
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +175,6 @@ class Flights:
             self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
             self._answers += 1
-            self._refused.pop((work.job_id, work.row.position), None)
             self._hold.end()
             self._outage.answered()
             self._tally.answer(completion, no_json=lacks_json(work, result))
@@ -236,8 +236,10 @@ class Flights:
     def _refusals_of(self, work: ReadyRow) -> int:
         """Times that a busy endpoint refused the row, between which it answered others; this one counts."""
         key = (work.job_id, work.row.position)
-        before = self._refused.get(key, BusyReplies(0, -1))
+        before = self._refused.pop(key, BusyReplies(0, -1))
         self._refused[key] = BusyReplies(before.times + (self._answers > before.answers), self._answers)
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]  # the one refused longest ago
         return self._refused[key].times
 
     def _end(self, flight: Flight, outcome: Result | RetryDecision) -> None:
@@ -245,6 +247,7 @@ class Flights:
         assert not flight.ended, f"row {flight.work.row.position} of {flight.work.job_id} ended twice"
         flight.ended = True
         if isinstance(outcome, Result):
+            self._refused.pop(flight.work.key, None)
             self._recording.finish(flight.work, outcome)
         else:
             self._recording.put_back(flight.work, outcome)
