@@ -1651,7 +1651,7 @@ def test_a_run_goes_on_behind_a_change_that_the_database_undid(
 
     monkeypatch.setattr(journal, "commit", meets_others)
     with contextlib.nullcontext() if goes_on else pytest.raises(StoreError, match="deadlock detected"):
-        assert harvest(store, FakeEndpoint()).completed == [job_id]
+        assert [*harvest(store, FakeEndpoint()).completed] == [job_id]
     assert undone
 
 
