@@ -41,7 +41,8 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path: Path, forks: Forks) -> None:
     harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG, forks=forks)
     harness.submit()
     saving = Shot(at="conserve.jobs.harvest.ledger:Ledger.give_back", number=signal.SIGINT, holds=True)
-    done = ended(harness.fork(Shot(number=signal.SIGINT, **UNDER_WAY), saving))
+    first = Shot(number=signal.SIGINT, **UNDER_WAY)
+    done = ended(harness.fork(first, saving, conserve__cli__signals__SAME_S=0.0))
     assert done.returncode == 130, "although saving would have taken for ever"
     assert harness.finish() == 0
     harness.check()
