@@ -1,7 +1,7 @@
 """Rows of Parquet files: of one, or of several as if they were one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from conserve.jobs.inputs.files import Partition, no_memory
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task, in_template
 from conserve.store.files.objects import FilePath, source
+from conserve.store.files.row_groups import grouped
 
 WIDEST = 76  # digits of a decimal
 READ_ROWS = 512  # metadata counts a text of a dictionary once, however many rows share it
@@ -159,23 +160,8 @@ class ParquetParts(Columns):
         with pq.ParquetWriter(
             path, self.schema, compression="zstd", compression_level=1, write_page_checksum=True
         ) as writer:
-            for table in row_groups(self.arrow(self.columns)):
-                writer.write_table(table)
-
-
-def row_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Join batches until they fill a row group."""
-    group: list[pa.RecordBatch] = []
-    rows = size = 0
-    for batch in batches:
-        group.append(batch)
-        rows += batch.num_rows
-        size += batch.nbytes
-        if rows >= ROWS_PER_GROUP or size >= GROUP_BYTES:
-            yield pa.Table.from_batches(group)
-            group, rows, size = [], 0, 0
-    if group:
-        yield pa.Table.from_batches(group)
+            for group in grouped(self.arrow(self.columns), rows=ROWS_PER_GROUP, size=GROUP_BYTES):
+                writer.write_table(pa.Table.from_batches(group))
 
 
 def partition_type(values: Sequence[int | str | None]) -> pa.DataType:

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from conserve.store.files.row_groups import grouped
 from conserve.store.sql.quoting import quoted
 from conserve.words import count as count_of
 
@@ -52,17 +53,7 @@ def streamed(answer: duckdb.DuckDBPyRelation) -> pa.RecordBatchReader:
 
 def joined(batches: Iterable[pa.RecordBatch], *, rows: int, size: int) -> Iterator[pa.RecordBatch]:
     """Join batches until they have so many rows or bytes."""
-    held: list[pa.RecordBatch] = []
-    held_rows = held_bytes = 0
-    for batch in batches:
-        held.append(batch)
-        held_rows += batch.num_rows
-        held_bytes += batch.nbytes
-        if held_rows >= rows or held_bytes >= size:
-            yield pa.concat_batches(held)
-            held, held_rows, held_bytes = [], 0, 0
-    if held:
-        yield pa.concat_batches(held)
+    return map(pa.concat_batches, grouped(batches, rows=rows, size=size))
 
 
 def as_text(answer: duckdb.DuckDBPyRelation, kinds: Collection[str]) -> duckdb.DuckDBPyRelation:
