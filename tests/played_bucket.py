@@ -110,7 +110,7 @@ class Got:
         return len(self.content)
 
     def metadata(self) -> dict[str, bytes]:
-        """What the service says of the object."""
+        """Headers of the object, as a service sends them."""
         return {"ETag": hashlib.md5(self.content).hexdigest().encode()}
 
     def read_at(self, size: int, start: int) -> bytes:

@@ -43,7 +43,7 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What one look at the store has found."""
+    """Findings of one look at the store."""
 
     at: float
     waiting: Sequence[QueuedJob]

@@ -326,7 +326,7 @@ def test_the_backlog_counts_the_work_that_is_due_and_the_load_of_its_deadlines()
 
 
 def test_the_load_of_a_deadline_counts_all_work_of_higher_priorities() -> None:
-    """As the forecast does, which sees the job late."""
+    """The forecast counts them too, and sees the job late."""
     due = job("due", rows=900, deadline=NOW + 1800.0)  # 900 s
 
     def load(*others: QueuedJob) -> float:

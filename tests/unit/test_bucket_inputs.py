@@ -126,7 +126,7 @@ def test_an_object_whose_name_is_a_pattern_is_that_object(put: Callable[..., Non
 def test_objects_that_are_no_files_beside_each_other_are_named(
     put: Callable[..., None], folder: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str]
 ) -> None:
-    """As the folder that plays the bucket has no such objects, all have the contents of another."""
+    """All have the contents of another object: the folder that plays the bucket can hold none of these names."""
     put("other.jsonl")
     found = [ObjectPath(Bucket.parse(BUCKET), key) for key in keys]
     other = ObjectPath(found[0].bucket, "other.jsonl")

@@ -1,4 +1,4 @@
-"""What the user reads of an error of vLLM's: its gist, and the cause among what the engine's processes log."""
+"""Gist of an error of vLLM's for the user, and its cause in the log of the engine's processes."""
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError

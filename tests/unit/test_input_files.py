@@ -375,7 +375,7 @@ def test_names_that_differ_in_case_alone_are_told_apart_in_a_copy(
 
 
 def test_a_file_without_columns_is_copied_with_the_others(store: Store, tmp_path: Path) -> None:
-    """As Arrow writes it, it has no rows either, and DuckDB reads no such file."""
+    """Arrow writes such a file without rows, and DuckDB reads none like that."""
     parquet(tmp_path / "data" / "a.parquet", q=["x"])
     parquet(tmp_path / "data" / "b.parquet")
     task = Task(kind=Kind.PROMPT, template="{{ q or '-' }}")

@@ -1122,7 +1122,7 @@ def test_a_claim_by_shares_lists_all_jobs_once(
 def test_with_shares_a_job_that_waits_for_another_harvester_is_remembered(
     store: Store, job_id: str, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever other groups claim meanwhile; a job alone is listed without the others."""
+    """A job alone is listed without the others, and claims of other groups change nothing."""
     given = Input(names=[str(write_input("other.parquet", q=["e", "f"]))], keep=Keep.REFERENCE)
     other = submit(store, given, TASK).job_id
     party, opened = Party(store, share="jobs"), workload.RequestFile

@@ -121,7 +121,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def traced_engine() -> Iterator[Engine]:
-    """The same where an agent had wrapped vLLM's method before the hooks were set."""
+    """An engine whose method an agent had wrapped before the hooks were set, asked by such a client."""
     yield from hooked(traced(noting))
 
 

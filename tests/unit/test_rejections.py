@@ -53,7 +53,7 @@ class Barred:
         return HttpEndpoint("http://server", transport=httpx.MockTransport(self.serve))
 
     async def ask(self, endpoint: Endpoint, *texts: str) -> list[Any]:
-        """What becomes of rows that are sent one after the other."""
+        """Ends of rows that are sent one after the other."""
         found: list[Any] = []
         for text in texts:
             body = {"messages": [{"role": "user", "content": text}]}

@@ -25,6 +25,15 @@ from conserve.store.sql.tables import CountedRows, plain, storage_options, write
 from tests.played_bucket import play_with_folders
 
 
+def table_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_bucket: bool
+) -> tuple[Path, Path | ObjectPath]:
+    """Folder of a data set, and the place that is named for it: the folder, or one in a bucket that it plays."""
+    play_with_folders(tmp_path, monkeypatch)
+    folder = tmp_path / "lake" / "table"
+    return folder, ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+
+
 def rows(job_id: str, *numbers: int, **columns: list[Any]) -> RowBatches:
     """Rows of a job; the interval is of a type that Parquet lacks."""
     table = pa.table({"job_id": [job_id] * len(numbers), "n": numbers, **columns})
@@ -78,9 +87,7 @@ def test_a_data_set_in_a_bucket_is_replaced_by_jobs_as_well(
 def test_an_export_that_fails_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
 ) -> None:
-    play_with_folders(tmp_path, monkeypatch)
-    folder = tmp_path / "lake" / "table"
-    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    folder, place = table_of(tmp_path, monkeypatch, in_bucket=in_bucket)
     write_dataset(rows("a", 1, 2), place, "a")
     cut = rows("a", *range(5000))
     parts = iter(cut.batches)
@@ -167,9 +174,7 @@ def beside(whole: RowBatches, other: Callable[[], object]) -> RowBatches:
 def test_of_two_exports_at_a_time_the_one_that_ends_last_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
 ) -> None:
-    play_with_folders(tmp_path, monkeypatch)
-    folder = tmp_path / "lake" / "table"
-    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    folder, place = table_of(tmp_path, monkeypatch, in_bucket=in_bucket)
     write_dataset(rows("a", 1), place, "a")
     met: list[Any] = []
 
@@ -210,9 +215,7 @@ def test_exports_that_copy_at_one_time_leave_what_was_there(
 def test_an_export_whose_files_cannot_be_put_in_place_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
 ) -> None:
-    play_with_folders(tmp_path, monkeypatch)
-    folder = tmp_path / "lake" / "table"
-    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    folder, place = table_of(tmp_path, monkeypatch, in_bucket=in_bucket)
     write_dataset(rows("a", 1, 2), place, "a")
     rename, copy = Path.rename, ObjectPath.copy_to
 
@@ -237,9 +240,7 @@ def test_an_export_whose_files_cannot_be_put_in_place_leaves_the_earlier_one(
 def test_what_killed_exports_left_goes_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
 ) -> None:
-    play_with_folders(tmp_path, monkeypatch)
-    folder = tmp_path / "lake" / "table"
-    place = ObjectPath(Bucket.parse("s3://lake"), "table") if in_bucket else folder
+    folder, place = table_of(tmp_path, monkeypatch, in_bucket=in_bucket)
     for name, hours in (("_a.killed", 25), ("_a.at-work", 23), ("_ab.killed", 25), ("_a", 25)):
         path = folder / name / tables.NEW / "part-00000.parquet"
         path.parent.mkdir(parents=True)

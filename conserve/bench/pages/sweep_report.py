@@ -282,7 +282,7 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
 
 
 def _failing(said: Mapping[str, Any]) -> str:
-    """What a policy does in a cell without a P99 to compare."""
+    """Words for a policy in a cell without a P99 to compare."""
     if not said.get("failed") or said["ratios"]["ttft_p99"] is None:
         return "answers no live request"
     return f"fails {_count(said['failed'])} of {_count(said['requests'])} live requests"

@@ -34,7 +34,7 @@ class ListedObject(NamedTuple):
 
 
 class Version(NamedTuple):
-    """What an object's service says of its contents; another one after each write."""
+    """Version of an object's contents, as its service tells it: another one after each write."""
 
     size: int
     tag: bytes | None  # None where the service has none
