@@ -222,7 +222,7 @@ def test_a_reset_of_the_cache_and_an_abort_leave_none(make: Make, copies: bool) 
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_pause_that_resets_the_cache_takes_the_blocks_of_restored_rows(make: Make, comes: bool) -> None:
-    """The engine steps until it has nothing to do, and then resets, for `/pause?mode=keep` and `/sleep?mode=keep`."""
+    """The engine steps until it has nothing to do, then resets, for `/pause?mode=keep` and `/sleep?mode=keep`."""
     from vllm.v1.core.sched.interface import PauseState
 
     engine = make([(200, 300)] * 4, blocks=70, copies=True)
