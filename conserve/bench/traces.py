@@ -18,10 +18,9 @@ from conserve.errors import InputError
 BUNDLED = Path(str(files("conserve.bench"))) / "data"
 MOST_CV = 100.0  # Azure's burstiest ten minutes have 10
 STEADY_CV = 1e-6  # under it, gaps are equal
-DAY_S, FAR = (
-    86_400.0,
-    10,
-)  # before the first request, at least, and times the duration: not seconds from a start
+DAY_S = 86_400.0  # before the first request, at least, and
+FAR = 10  # times as long as the trace: times of a calendar
+LATEST_S = 10e9  # of a calendar, in the year 2286: beyond it times are not in seconds
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 
@@ -181,7 +180,7 @@ def find_trace(name: str) -> Path:
         return here
     if here.name == name and bundled.is_file():
         return bundled
-    known = ", ".join(sorted(path.name for path in BUNDLED.glob("*.parquet")))
+    known = ", ".join(sorted(path.name for path in BUNDLED.glob("azure_*.parquet")))  # others have no times
     raise InputError(
         f"there is no trace {name}; name a Parquet file, or one that comes with ConServe: {known}"
     )
@@ -276,6 +275,10 @@ def _columns(path: Path) -> list[np.ndarray[Any, Any]]:
     if not np.all(np.isfinite(arrival_s)) or arrival_s.min() < 0:
         raise InputError(
             f"{path} has missing or negative times; arrival_s must count seconds from the trace's start"
+        )
+    if arrival_s.max() > LATEST_S:
+        raise InputError(
+            f"{path} has times up to {arrival_s.max():.3g}; arrival_s is in seconds, so divide milliseconds by 1000"
         )
     for name, counts in zip(COLUMNS[1:], tokens, strict=True):
         if not np.all(counts >= 1):

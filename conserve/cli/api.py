@@ -14,7 +14,7 @@ from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat
 from conserve.cli.telemetry import begin_logging
 from conserve.errors import SettingsError
-from conserve.hosts import is_loopback, url_of
+from conserve.hosts import is_loopback, url_elsewhere, url_of
 from conserve.niceness import give_way
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def api(
         require_free(host, port)
     else:
         give_way()
-    url = f"{url_of(host, port)}/v1"
+    url = f"{url_elsewhere(host, port) or url_of(host, port)}/v1"
     open_files.raised()  # each client has a connection
     with context.store() as store:
         if socket is None:

@@ -11,6 +11,7 @@ import pytest
 from conserve.engine.runtime.machine import BINDING, RESERVED
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
+from conserve.errors import SettingsError
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -209,3 +210,18 @@ def test_each_of_several_engines_leaves_a_core_free(
     config = configured(AsyncEngineArgs.from_cli_args(parsed(words)), served=True)
     assert config.parallel_config.data_parallel_rank_local is None
     assert os.environ[RESERVED] == "1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-model-lenn", "3"], "--max-model-lenn"),
+        (["--max-model-len", "abc"], "invalid .* value: 'abc'"),
+    ],
+)
+def test_a_mistyped_flag_of_a_server_is_one_sentence(flags: list[str], said: str) -> None:
+    from conserve.engine.vllm.server.process import parsed
+
+    with pytest.raises(SettingsError, match=f"vLLM does not take these engine flags: .*{said}") as refused:
+        parsed(["model", *flags])
+    assert "\n" not in str(refused.value)

@@ -196,7 +196,7 @@ def test_a_source_that_is_none_leaves_nothing_behind(opened: conserve.Store, sou
     ("arguments", "said"),
     [
         ({"prompt": "{{ q }}", "messages": "q"}, "give prompt or messages, not both"),
-        ({}, "a table holds no requests of its own; say what to ask: prompt TEMPLATE or messages COLUMN"),
+        ({}, 'no requests of its own; say what to ask: prompt "... {{ COLUMN }}" or messages COLUMN'),
         ({"prompt": "same"}, "give constant_prompt"),
         ({"prompt": "{{ q }}", "params": {"max_tokenz": 1}}, "params: "),
         ({"prompt": "{{ q }}", "order": "upwards"}, "order takes prefix, input, random or random:SEED"),

@@ -87,6 +87,7 @@ GOOD: dict[str, list[Any]] = {"arrival_s": [0.0, 1.0], "input_tokens": [1, 2], "
         ({**GOOD, "arrival_s": [0.0, -1.0]}, "negative times"),
         ({**GOOD, "arrival_s": [0.0, float("nan")]}, "missing or negative"),
         ({**GOOD, "arrival_s": [0.0, None]}, "missing or negative"),
+        ({**GOOD, "arrival_s": [1.7e12, 1.7e12 + 900]}, "divide milliseconds by 1000"),
         ({**GOOD, "arrival_s": ["soon", "later"]}, "cannot be read"),
         ({**GOOD, "input_tokens": [0, 1]}, "input_tokens below 1"),
         ({**GOOD, "output_tokens": [1, None]}, "output_tokens below 1"),
@@ -98,6 +99,15 @@ def test_a_bad_trace_is_refused_in_one_sentence(
     with pytest.raises(InputError, match=says) as error:
         traces.read(write_input(**columns))
     assert "\n" not in str(error.value)
+
+
+def test_only_traces_with_times_are_offered() -> None:
+    with pytest.raises(InputError) as refused:
+        traces.find_trace("azure_cod")
+    offered = str(refused.value).rpartition(": ")[2].split(", ")
+    assert offered
+    for name in offered:
+        assert traces.read(traces.find_trace(name)).arrivals
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:

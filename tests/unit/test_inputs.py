@@ -172,8 +172,20 @@ def test_the_query_that_the_error_of_other_separators_names_reads_them(
 
 
 def test_a_parquet_file_needs_a_prompt_or_messages(store: Store, write_input: WriteInput) -> None:
-    with pytest.raises(InputError, match="say what to ask"):
-        submit(store, str(write_input(q=["a"])), OPENAI)
+    with pytest.raises(InputError) as refused:
+        submit(store, str(write_input(q=["a"], chats=[[{"role": "user", "content": "hi"}]])), OPENAI)
+    asked = 'say what to ask: --prompt "... {{ COLUMN }}" or --messages chats'
+    assert str(refused.value).endswith(f"is a Parquet file with the columns q, chats; {asked}")
+
+
+def test_a_file_without_lists_needs_a_prompt(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("id,q\n1,a\n")
+    with pytest.raises(InputError) as refused:
+        submit(store, str(path), OPENAI)
+    assert str(refused.value).endswith(
+        'is CSV with the columns id, q; say what to ask: --prompt "... {{ COLUMN }}"'
+    )
 
 
 def test_a_parquet_file_without_rows_is_refused(store: Store, write_input: WriteInput) -> None:

@@ -8,7 +8,8 @@ from contextlib import closing
 import openai
 import pytest
 
-from conserve.batch_api import access
+from conserve import hosts
+from conserve.batch_api import access, serving
 from conserve.batch_api.access import KeyRing
 from conserve.batch_api.reads import Reads
 from conserve.errors import StoreError, UsageError
@@ -291,6 +292,19 @@ def test_an_api_without_keys_listens_on_this_machine_alone() -> None:
     done = conserve("api", "--host", "0.0.0.0", "--port", str(free_port()))
     assert done.returncode == 2
     assert "conserve keys add NAME" in done.stderr
+
+
+def test_an_api_names_the_address_at_which_others_reach_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "outward_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(serving, "serve", lambda *_, on_ready, **__: on_ready())
+    conserve("keys", "add", "nightly")
+    port = str(free_port())
+    for host, address in {"0.0.0.0": "192.0.2.7", "127.0.0.1": "127.0.0.1"}.items():
+        done = conserve("api", "--host", host, "--port", port)
+        assert done.returncode == 0
+        assert f"http://{address}:{port}/v1" in done.stdout + done.stderr
 
 
 def test_keys_are_made_listed_and_revoked(store: Store) -> None:

@@ -153,9 +153,7 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     form = form_of_all(named, given, from_stdin=from_stdin)
     if form is FileFormat.PARQUET or (form is not FileFormat.JSONL and openai):
         if openai:
-            raise unasked(
-                f"{given.title} is {'a Parquet file' if form is FileFormat.PARQUET else form.upper()}"
-            )
+            raise unasked_file(named.paths[0], given.title, form)
         return open_parquet(named, given, folder, from_stdin=from_stdin)
     marks = [] if from_stdin else marks_of(named.paths)
     parts = partitions(named.paths, given.copied_below) if named.several else None
@@ -233,9 +231,23 @@ def kept_table(reader: pa.RecordBatchReader, folder: Path, title: str, kind: str
     return Opened(ParquetRows(path, title), source)
 
 
-def unasked(rows: str) -> InputError:
-    """Error for rows that are no OpenAI lines, and that no task asks anything."""
-    return InputError(f"{rows}; say what to ask: --prompt TEMPLATE or --messages COLUMN")
+def unasked_file(path: Path, title: str, form: FileFormat) -> InputError:
+    """Error for a file of rows that no task asks anything; chats are offered where a column may hold them."""
+    if form is FileFormat.PARQUET:
+        schema = ParquetRows(path, title).schema
+        columns, chats = schema.names, [field.name for field in schema if pa.types.is_list(field.type)]
+        what = "a Parquet file"
+    else:
+        columns, chats = TEXTS[form]([path], title).columns, []  # a cell is text, and no list
+        what = form.upper()
+    said = f"{title} is {what} with the columns {', '.join(columns)}"
+    return unasked(said, chats[0] if chats else None)
+
+
+def unasked(rows: str, chats: str | None = "COLUMN") -> InputError:
+    """Error for rows that are no OpenAI lines, and that no task asks anything; `chats`: a column for them."""
+    other = f" or --messages {chats}" if chats else ""
+    return InputError(f'{rows}; say what to ask: --prompt "... {{{{ COLUMN }}}}"{other}')
 
 
 def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: bool) -> Opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -42,7 +43,7 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
     if "--model" in names_of(flags):
         raise SettingsError("--model is no engine flag: name the model itself")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="", add_help=False))
-    setattr(parser, "error", _refuse)  # noqa: B010  argparse prints its usage and exits; a library must not
+    have_refused(parser)
     defaults = [*_common_defaults(), *(cpu_defaults(model, flags) if current_platform.is_cpu() else ())]
     try:
         parsed = parser.parse_args([*defaults, *flags, "--model", model])
@@ -162,6 +163,11 @@ def said_of_scheduling(flags: Sequence[str]) -> str | None:
         f"with {AHEAD[1]} rows made latencies up to 2.2 times as long as promised on a simulated accelerator; "
         "leave it out, or measure: conserve bench"
     )
+
+
+def have_refused(parser: ArgumentParser) -> None:
+    """Have the parser raise `SettingsError` with a sentence; argparse prints its usage and exits."""
+    setattr(parser, "error", _refuse)  # noqa: B010
 
 
 def _refuse(message: str) -> NoReturn:

@@ -32,6 +32,7 @@ from conserve.engine.vllm.launching.flags import (
     ahead_under_v1,
     configured,
     cpu_defaults,
+    have_refused,
     names_scheduling,
     require_exchange,
     said_of_adapters,
@@ -76,10 +77,11 @@ def command_line(
 
 
 def parsed(words: Sequence[str]) -> Namespace:
-    """Arguments of vLLM's server as `vllm serve` reads them."""
+    """Arguments of vLLM's server as `vllm serve` reads them; raises `SettingsError` for others."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = internal(f"{CLI_ARGS}.make_arg_parser")(FlexibleArgumentParser(prog="vllm serve"))
+    have_refused(parser)
     args: Namespace = parser.parse_args([*words])
     args.model = args.model_tag = words[0]
     internal(f"{CLI_ARGS}.validate_parsed_serve_args")(args)
