@@ -1275,7 +1275,8 @@ def test_servers_are_drained_before_they_are_known_too() -> None:
         await listed.servers.look()
         assert [server.drained for server in listed.servers] == [True, False, True]
         assert listed.servers.drain(frozenset({C})) == [listed.servers.by_url[A]]
-        assert listed.said == [f"{A} is drained", f"{A} is no longer drained"]
+        drained = f"{A} is drained; undo it with: conserve fleet undrain {A}"
+        assert listed.said == [drained, f"{A} is no longer drained"]
 
     virtual_time.run(run())
 

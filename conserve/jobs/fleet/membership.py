@@ -100,7 +100,8 @@ class Membership:
         changed = [member for member in self if member.drained != (member.url in urls)]
         for member in changed:
             member.drained = not member.drained
-            self._say(f"{member.url} is {'drained' if member.drained else 'no longer drained'}")
+            drained = f"drained; undo it with: conserve fleet undrain {member.url}"
+            self._say(f"{member.url} is {drained if member.drained else 'no longer drained'}")
         return changed
 
     async def reach(self, member: Member, now: float, *, elsewhere: bool = False) -> bool:
