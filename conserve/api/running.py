@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.observer import Observer
     from conserve.store.database.store import Store
 
+REMOVED = "removed"  # in the place of a job's state
 FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
 
 
@@ -58,7 +59,7 @@ class Outcome:
     ready: bool = True
     """False if it was stopped before the endpoint was ready."""
     jobs: dict[str, str] = field(default_factory=dict)
-    """State of each job that rows were taken of, by its id."""
+    """State of each job that rows were taken of, by its id; `removed` for one that the store has no more."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reason of each job that was refused, by its id."""
 
@@ -246,6 +247,10 @@ def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interru
         work_s=max(0.0, ended_at - ready_at),
         interrupted=interrupted,
         ready=harvester.ready_at is not None,
-        jobs={job_id: states[job_id] for job_id in (*tally.jobs, *tally.cancelled) if job_id in states},
+        jobs={
+            job_id: states.get(job_id, REMOVED)
+            for job_id in (*tally.jobs, *tally.cancelled)
+            if job_id in states or job_id not in tally.completed
+        },
         refused=dict(tally.refused),
     )

@@ -13,6 +13,7 @@ import typer
 from conserve.api.binding import Binding
 from conserve.api.progress import first_step
 from conserve.api.running import (
+    REMOVED,
     Outcome,
     ProfileFlags,
     check_endpoint,
@@ -229,6 +230,8 @@ def report(
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
     for job_id, reason in done.refused.items():
         output.say(f"refused: {reason}", job=job_id)
+    for job_id in (job_id for job_id, state in done.jobs.items() if state == REMOVED):
+        output.say(f"{job_id}: removed meanwhile, with its answers", job=job_id)
     say_how_they_stand(settings, [reading for reading in ours if reading.id not in told])
     if done.no_json:
         output.say(
@@ -270,7 +273,7 @@ def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:
     happened = {
         exits.INTERRUPTED: done.interrupted,
         exits.FAILED: bool(done.refused),
-        exits.CANCELLED: not {JobState.CANCELLED, JobState.EXPIRED}.isdisjoint(done.jobs.values()),
+        exits.CANCELLED: not {JobState.CANCELLED, JobState.EXPIRED, REMOVED}.isdisjoint(done.jobs.values()),
         exits.PAUSED: paused,
         exits.FAILED_ROWS: any(reading.failed for reading in ours),
     }

@@ -299,6 +299,17 @@ def test_a_cancelled_job_exits_3(write_input: WriteInput, forked: StartForked) -
     assert ended(running).returncode == 3
 
 
+def test_a_job_that_is_removed_in_a_run_is_told_of(write_input: WriteInput, forked: StartForked) -> None:
+    job_id = submit(write_input(q=["a"] * 4))
+    running = forked("run", "--endpoint", "fake:?token_ms=50&tokens=10000", "--json")
+    until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
+    assert conserve("rm", job_id, "--force", "--yes").returncode == 0
+    code, told, said = ended(running)
+    assert code == 3
+    assert json.loads(told)["jobs"] == {job_id: "removed"}
+    assert f"{job_id}: removed meanwhile, with its answers\n" in said
+
+
 def test_rows_of_a_cancelled_job_wait_no_longer(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a"] * 4))
     assert "4 waiting, 0 running" in conserve("status", job_id).stdout
