@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from conserve.jobs.deadlines.backlog import backlog
 from conserve.jobs.deadlines.forecast import (
     Forecast,
+    Level,
     QueuedJob,
-    drawn_tokens,
     finite,
     forecast,
     forecasts,
@@ -181,10 +181,13 @@ def test_tokens_of_a_job_are_known_the_better_the_more_rows_were_answered_and_ar
     left: int, seen: int, spread: float
 ) -> None:
     work, dice = RemainingWork(rows_left=left, row_tokens=10.0, rows_seen=seen), Random(1)
-    drawn = [drawn_tokens(work, dice) / work.tokens for _ in range(2000)]
+    none = RemainingWork(rows_left=0, row_tokens=10.0, rows_seen=seen)
+    level = Level.of([QueuedJob(id=str(n), seq=n, work=each) for n, each in enumerate((work, none))])
+    both = [level.drawn_tokens(dice)[1] for _ in range(2000)]
+    drawn = [tokens / work.tokens for tokens, _ in both]
     assert pstdev(map(log, drawn)) == pytest.approx(spread, rel=0.05)
     assert fmean(drawn) == pytest.approx(1.0, rel=0.05)
-    assert drawn_tokens(RemainingWork(rows_left=0, row_tokens=10.0, rows_seen=seen), dice) == 0.0
+    assert {tokens for _, tokens in both} == {0.0}
 
 
 def test_a_forecast_is_of_half_and_of_nine_tenths_of_the_courses() -> None:

@@ -4,7 +4,8 @@ Many possible courses of the harvest are drawn, and on each the jobs end in the 
 then by deadline, with a share for jobs without one. Row lengths are drawn too, closer the more rows were answered.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import exp, inf, isfinite, sqrt
@@ -45,17 +46,43 @@ class Forecast:
         return self.in_time is not None and self.in_time < 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Jobs of one priority: those with a deadline in its order, and those without one. What no course changes."""
+
+    dated: Sequence[QueuedJob]
+    undated: Sequence[QueuedJob]
+    spreads: Sequence[float]  # of the logarithm of a job's tokens, the dated jobs first
+
+    @classmethod
+    def of(cls, jobs: Iterable[QueuedJob]) -> "Level":
+        """Level of the jobs of one priority."""
+        dated: list[QueuedJob] = []
+        undated: list[QueuedJob] = []
+        for job in jobs:
+            (undated if job.deadline is None else dated).append(job)
+        dated.sort(key=lambda job: (job.deadline, job.seq))
+        return cls(dated, undated, [spread(job.work) for job in (*dated, *undated)])
+
+    def drawn_tokens(self, dice: Random) -> tuple[list[float], list[float]]:
+        """Possible tokens left of each job: of those with a deadline, and of those without."""
+        drawn = [
+            job.work.tokens * exp(dice.gauss(-(spread**2) / 2, spread))
+            for job, spread in zip((*self.dated, *self.undated), self.spreads, strict=True)
+        ]
+        return drawn[: len(self.dated)], drawn[len(self.dated) :]
+
+
 def forecasts(
     jobs: Sequence[QueuedJob], rates: Rates, *, now: float, courses: int = COURSES
 ) -> Mapping[str, Forecast]:
     """Forecast of each job; none before anything was harvested."""
     if not rates.by_slot or not jobs:
         return {}
+    levels = levels_of(jobs)
     ends: dict[str, list[float]] = {job.id: [] for job in jobs}
     for seed in range(courses):
-        course, dice = Course(rates, now=now, seed=seed), Random(-1 - seed)
-        for job_id, end in course_of_queue(jobs, course, dice).items():
-            ends[job_id].append(end)
+        course_of_queue(levels, Course(rates, now=now, seed=seed), Random(-1 - seed), ends)
     return {job.id: forecast(sorted(ends[job.id]), job.deadline) for job in jobs}
 
 
@@ -65,56 +92,56 @@ def forecast(ends: Sequence[float], deadline: float | None) -> Forecast:
     return Forecast(
         done_50=half if isfinite(half) else None,
         done_90=most if isfinite(most) else None,
-        in_time=None if deadline is None else sum(end <= deadline for end in ends) / len(ends),
+        in_time=None if deadline is None else bisect_right(ends, deadline) / len(ends),
     )
 
 
-def course_of_queue(jobs: Sequence[QueuedJob], course: Course, dice: Random) -> Mapping[str, float]:
-    """Moment at which each job is done on one course."""
-    ends: dict[str, float] = {}
-    tokens = {job.id: drawn_tokens(job.work, dice) for job in jobs}
-    done = 0.0
+def levels_of(jobs: Iterable[QueuedJob]) -> list[Level]:
+    """Jobs by priority, the highest first."""
     by_priority = sorted(jobs, key=lambda job: -job.priority)
-    for _, level in groupby(by_priority, key=lambda job: job.priority):
-        done += course_of_level(list(level), tokens, course, dice, done, ends)
-    return ends
+    return [Level.of(level) for _, level in groupby(by_priority, key=lambda job: job.priority)]
 
 
-def drawn_tokens(work: RemainingWork, dice: Random) -> float:
-    """Possible tokens left of a job: the mean of its rows is known the better the more were answered."""
-    if not work.rows_left:
-        return 0.0
+def course_of_queue(
+    levels: Iterable[Level], course: Course, dice: Random, ends: Mapping[str, list[float]]
+) -> None:
+    """Note the moment at which each job is done on one course."""
+    done = 0.0
+    for level in levels:
+        done += course_of_level(level, course, dice, done, ends)
+
+
+def spread(work: RemainingWork) -> float:
+    """Spread of a job's tokens left: the mean of its rows is known the better the more were answered."""
     of_mean = SPREAD / sqrt(work.rows_seen) if work.rows_seen else UNSEEN_SPREAD
-    spread = min(UNSEEN_SPREAD, sqrt(of_mean**2 + SPREAD**2 / work.rows_left))
-    return work.tokens * exp(dice.gauss(-(spread**2) / 2, spread))
+    return min(UNSEEN_SPREAD, sqrt(of_mean**2 + SPREAD**2 / max(1, work.rows_left)))
 
 
 def course_of_level(
-    jobs: Sequence[QueuedJob],
-    tokens: Mapping[str, float],
-    course: Course,
-    dice: Random,
-    done: float,
-    ends: dict[str, float],
+    level: Level, course: Course, dice: Random, done: float, ends: Mapping[str, list[float]]
 ) -> float:
     """Let the jobs of one priority end, once `done` tokens of others are; returns the tokens that they take."""
-    dated = sorted((job for job in jobs if job.deadline is not None), key=lambda job: (job.deadline, job.seq))
-    undated = [job for job in jobs if job.deadline is None]
-    kept = sum(tokens[job.id] for job in undated)
-    left = [[(tokens[job.id], job.work.rows_left) for job in some] for some in (dated, undated)]
-    share = share_of_tokens(SHARE, due=left[0], kept=left[1]) if dated else 0.0
+    dated_tokens, undated_tokens = level.drawn_tokens(dice)
+    share, kept = 0.0, sum(undated_tokens)
+    if level.dated:
+        left = [
+            [(tokens, job.work.rows_left) for tokens, job in zip(drawn, jobs, strict=True)]
+            for drawn, jobs in ((dated_tokens, level.dated), (undated_tokens, level.undated))
+        ]
+        share = share_of_tokens(SHARE, due=left[0], kept=left[1])
     due = 0.0
-    for job in dated:
+    for job, tokens in zip(level.dated, dated_tokens, strict=True):
         assert job.deadline is not None
-        ends[job.id] = course.when(done + with_others(due + tokens[job.id], share, kept))
-        if job.expires and ends[job.id] > job.deadline:  # the rest of it leaves the queue
+        end = course.when(done + with_others(due + tokens, share, kept))
+        ends[job.id].append(end)
+        if job.expires and end > job.deadline:  # the rest of it leaves the queue
             due = max(due, without_others(course.by(job.deadline) - done, share, kept))
         else:
-            due += tokens[job.id]
-    for job in undated:
+            due += tokens
+    for job, tokens in zip(level.undated, undated_tokens, strict=True):
         # Prefixes decide whose rows go first among jobs without a deadline: anything from its own rows to all.
-        ahead = dice.random() * (kept - tokens[job.id])
-        ends[job.id] = course.when(done + with_others(tokens[job.id] + ahead, 1 - share, due))
+        ahead = dice.random() * (kept - tokens)
+        ends[job.id].append(course.when(done + with_others(tokens + ahead, 1 - share, due)))
     return due + kept
 
 
