@@ -31,8 +31,13 @@ from conserve.profiles.batch import Batch, Slice
 RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
 
 
-def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-    """Have vLLM's `schedule` do what the iteration's plan says; without a plan, as it likes."""
+def apply(
+    scheduler: Any, iteration: Iteration, schedule: Callable[[], SchedulerOutput], *, prompts_held_back: bool
+) -> SchedulerOutput:
+    """Have vLLM's `schedule` do what the iteration's plan says; without a plan, as it likes.
+
+    `prompts_held_back` is true if vLLM takes no waiting request in this time.
+    """
     plan = iteration.plan
     if plan is None:
         with registered_late(scheduler.kv_cache_manager, on=iteration.registers_late):
@@ -63,15 +68,10 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
             for request in admitted
             if not request.mm_features or scheduler.is_encoder_decoder  # `in_the_way` sees to these
         )
-        and takes_in(scheduler, schedule)
+        and admits(scheduler)
+        and not prompts_held_back
     )
     return output
-
-
-def takes_in(scheduler: Any, schedule: Callable[[], SchedulerOutput]) -> bool:
-    """True if vLLM takes waiting requests in: it is not paused, and not told to hold prompts back."""
-    told = [*getattr(schedule, "args", ()), *getattr(schedule, "keywords", {}).values()]
-    return admits(scheduler) and not any(told)
 
 
 def make_ready(scheduler: Any) -> None:

@@ -202,7 +202,7 @@ class CoServing:
         leaves = self.arrival_monitor.on and self._iterations.model is not None and not self.ahead.beside
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
-        output = apply(self, iteration, schedule)
+        output = apply(self, iteration, schedule, prompts_held_back=any((*args, *kwargs.values())))
         self.parking.tell(iteration, output)
         if plan is not None and not plan.tokens:
             self.row_terms.rest()
