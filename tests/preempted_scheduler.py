@@ -29,7 +29,7 @@ class PreemptedScheduler(BareEngine):
         )
         config.parallel_config.worker_cls = WORKER
         super().__init__(config, num_blocks=blocks, clock=clock)
-        assert self.scheduler.arrival_monitor.on
+        assert self.scheduler.arrival_monitor.enabled
         self.requests: list[Request] = []
         self.prompts: dict[str, int] = {}  # numbers of tokens
         self.tokens: Counter[str] = Counter()

@@ -34,7 +34,7 @@ LATER = b""  # hash of a block with tokens that the scheduler does not know yet
 @contextmanager
 def beside_online_requests() -> Iterator[None]:
     """Meanwhile, schedule ahead whatever requests there are."""
-    ahead = property(lambda scheduler: scheduler.arrival_monitor.reaches)
+    ahead = property(lambda scheduler: scheduler.arrival_monitor.workers_read_flag)
     with mock.patch.object(CoServing, "offline_alone", ahead):
         yield
 
@@ -70,7 +70,7 @@ class ScheduledAhead(BareEngine):
         config.scheduler_config.async_scheduling = True
         with mock.patch.dict("os.environ", VLLM_USE_V2_MODEL_RUNNER="1"):
             super().__init__(config, num_blocks=blocks, clock=clock)
-        assert self.scheduler.arrival_monitor.on
+        assert self.scheduler.arrival_monitor.enabled
         self.tokens: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()  # tokens of each request, on the device
         self.offline_computed = 0

@@ -474,7 +474,7 @@ def scheduling(raw: dict[str, Any]) -> list[Figure]:
     for _ in range(20):
         made.step()
     preemptions = made.scheduler.arrival_monitor
-    assert preemptions.on
+    assert preemptions.enabled
     gc.collect()
     gc.disable()
     added_us = []

@@ -338,7 +338,7 @@ def test_turns_of_rows_go_on(make: Callable[..., Looks], monkeypatch: pytest.Mon
     live = looks.beside_rows(tokens=100)
     monkeypatch.setattr(type(looks.scheduler), "_slo", Slo(ttft_ms=700, tbt_ms=400))
     arrivals = looks.scheduler.arrival_monitor
-    monkeypatch.setattr(type(arrivals), "acts", True)
+    monkeypatch.setattr(type(arrivals), "may_leave_next", True)
     monkeypatch.setattr(arrivals, "separable", False)
     turns = [live.request_id not in names for names in looks.steps(20)]
     assert turns == 10 * [True, False] or turns == 10 * [False, True]

@@ -97,7 +97,7 @@ class TestStorms:
         assert_settled(engine, asked)
         report = engine.scheduler.arrival_monitor.report()
         assert engine.most_in_flight == 2
-        assert min(report["scheduled_ahead"], report["iterations_left"], report["refused"]) > 10
+        assert min(engine.scheduler.ahead.count, report["iterations_left"], report["refused"]) > 10
         assert report["live_tokens_recomputed"] == engine.live_again == 0
         assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
 
@@ -136,7 +136,7 @@ class TestStorms:
             asked = storm(engine, 3, 500, losing=0.1, decorate=images)
         assert_settled(engine, asked)
         report, cache = engine.scheduler.arrival_monitor.report(), engine.scheduler.encoder_cache_manager
-        assert min(report["scheduled_ahead"], report["refused"]) > 10
+        assert min(engine.scheduler.ahead.count, report["refused"]) > 10
         assert cache.num_freeable_slots == cache.cache_size, "every image is free to go"
         assert cache.num_free_slots == cache.cache_size - size * len(cache.cached)
 
@@ -339,10 +339,10 @@ class TestBesideOnlineRequests:
 
     def test_iterations_that_no_row_leaves_are_counted_as_ahead_too(self, engine: Any) -> None:
         engine.add(50, 6)
-        before = engine.scheduler.arrival_monitor.report()["scheduled_ahead"]
+        before = engine.scheduler.ahead.count
         for _ in range(2):
             planned(engine)
-        assert engine.scheduler.arrival_monitor.report()["scheduled_ahead"] == before + 1
+        assert engine.scheduler.ahead.count == before + 1
 
     def test_an_iteration_runs_from_the_end_of_the_one_before_it(self, engine: Any) -> None:
         engine.add(50, 6)
@@ -466,7 +466,7 @@ class TestBesideOnlineRequests:
         assert_settled(engine, asked)
         report = engine.scheduler.arrival_monitor.report()
         assert overlapping > 20
-        assert min(report["scheduled_ahead"], report["iterations_left"]) > 10
+        assert min(engine.scheduler.ahead.count, report["iterations_left"]) > 10
         assert report["live_tokens_recomputed"] == engine.live_again == 0
         if not losing:
             assert engine.scheduler._traffic.offline_tokens == engine.offline_computed

@@ -325,7 +325,7 @@ def left_by_rows(tmp_path: Path, clock: Any) -> Any:
     config = engine_config(tmp_path, section=section, block_size=BLOCK, max_num_batched_tokens=512)
     config.parallel_config.worker_cls = WORKER
     engine = BareEngine(config, clock=clock)
-    assert engine.scheduler.arrival_monitor.on
+    assert engine.scheduler.arrival_monitor.enabled
     return engine
 
 

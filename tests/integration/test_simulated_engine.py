@@ -172,7 +172,7 @@ def test_a_view_says_how_long_decodes_waited_also_where_rows_cannot_leave_just_t
     def looks(*args: Any) -> Any:
         scheduler.books.catch_up()
         if scheduler._last_was_a_turn and scheduler.running:
-            with mock.patch.object(type(scheduler.arrival_monitor), "acts", False):
+            with mock.patch.object(type(scheduler.arrival_monitor), "may_leave_next", False):
                 view = Picture(scheduler, scheduler._traffic, surcharge_ms=0.0).view(*args)
             waited.append((view.online_waited_ms, scheduler.last_iteration.took_s * 1e3))
         return Picture(scheduler, scheduler._traffic, surcharge_ms=0.0)

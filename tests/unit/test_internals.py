@@ -256,7 +256,7 @@ def test_a_use_that_is_planted_is_found(whole: Whole, source: str) -> None:
     "source",
     [
         "def f(r: Request): return r.num_tokens",
-        "def f(scheduler: Any): return scheduler.arrival_monitor.acts",
+        "def f(scheduler: Any): return scheduler.arrival_monitor.may_leave_next",
         "def f(names: list[str]): names.append(names.pop())",
         "import torch\ndef f(x: torch.Tensor): return x.to(torch.device('cpu')).sum()",
         "class Synchronous:\n    def g(self): return self.running[0].request_id",

@@ -60,7 +60,7 @@ class ArrivalMonitor:
         self._seen = False  # a worker has answered that it has safepoints and reads the flag
         self.iterations_left = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.live_tokens_recomputed = 0
-        self.ahead = self.refused = 0
+        self.refused = 0
         self.tokens_wasted = 0.0
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
@@ -75,7 +75,7 @@ class ArrivalMonitor:
         self._slo = Slo()
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """True if rows may leave iterations at all."""
         return self.name != OFF
 
@@ -86,14 +86,14 @@ class ArrivalMonitor:
             self.policy = LEAVE_RULES[name]() if name != OFF else None
 
     @property
-    def acts(self) -> bool:
+    def may_leave_next(self) -> bool:
         """True if rows can leave the next iteration, as far as is known."""
-        return self.on and self._seen and (self.separable or not self._leavers.any_sheltered())
+        return self.enabled and self._seen and (self.separable or not self._leavers.any_sheltered())
 
     @property
-    def reaches(self) -> bool:
+    def workers_read_flag(self) -> bool:
         """True if workers that read the flag are known to run the iterations."""
-        return self.on and self._seen
+        return self.enabled and self._seen
 
     @property
     def expects(self) -> bool:
@@ -103,7 +103,7 @@ class ArrivalMonitor:
 
     def chunk(self, request: str) -> int | None:
         """Largest next chunk of a row that has left an iteration, in tokens; None for any other row."""
-        return self._leavers.chunk(request) if self.on else None
+        return self._leavers.chunk(request) if self.enabled else None
 
     # In the main thread.
 
@@ -128,7 +128,6 @@ class ArrivalMonitor:
         assert self._flag is not None
         assert iteration.batch is not None
         self._iterations += 1
-        self.ahead += iteration.ahead
         self._model, self._slo = model, slo
         iteration.rows = rows
         iteration.spare_tokens = spare_tokens(offline_tokens, self.tokens_wasted)
@@ -250,8 +249,7 @@ class ArrivalMonitor:
             "abandoned": self.abandoned,
             "rows": self.rows_left,
             "layers_run": self.layers_run,
-            "scheduled_ahead": self.ahead,
-            "refused": self.refused,  # of these, before anything of them was computed
+            "refused": self.refused,  # of those scheduled ahead, before anything of them was computed
             "tokens_redone": self.tokens_redone,
             "tokens_wasted": self.tokens_wasted,
             "live_tokens_recomputed": self.live_tokens_recomputed,

@@ -27,6 +27,7 @@ class Ahead:
     def __init__(self, scheduler: Any, *, asynchronous: bool) -> None:
         # No row leaves the newest iteration, or the one that is being planned, and the next one may overlap it.
         self.beside = False
+        self.count = 0  # iterations that were scheduled while another ran
         self._scheduler = scheduler
         self._asynchronous = asynchronous
         self._in_flight: list[Iteration] = []
@@ -52,8 +53,10 @@ class Ahead:
         last = self._in_flight[-1] if self._in_flight else None
         iteration.follows = last is not None and bool(last.tokens)
         iteration.cold = not iteration.follows and self._asynchronous and not iteration.registers_late
-        if iteration.follows and not iteration.registers_late and iteration.tokens:
-            self._scheduler.arrival_monitor.ahead += 1  # it counts the others
+        if iteration.stamp is not None:
+            self.count += iteration.ahead
+        elif iteration.tokens and not iteration.registers_late:
+            self.count += iteration.follows
         if last is not None and (last.registers_late or iteration.registers_late):
             iteration.overlapped = last.overlapped = True
         self._in_flight.append(iteration)
@@ -84,7 +87,7 @@ class Ahead:
     def _beside_online(self) -> bool:
         """True if online requests are in the engine, or on their way, and want iterations scheduled ahead."""
         scheduler = self._scheduler
-        if not (self._asynchronous and self._leaves and scheduler.arrival_monitor.reaches):
+        if not (self._asynchronous and self._leaves and scheduler.arrival_monitor.workers_read_flag):
             return False
         if scheduler.offline_alone or not pays(scheduler._slo, scheduler._iterations.model):
             return False
@@ -112,4 +115,4 @@ class Ahead:
         """True if rows may leave the iterations that are scheduled from now on."""
         scheduler, policy = self._scheduler, self._scheduler._planner  # in a pause there are no rows to leave
         plans = policy.decides and not policy.holds_offline and scheduler._iterations.model is not None
-        return bool(scheduler.arrival_monitor.on and plans)
+        return bool(scheduler.arrival_monitor.enabled and plans)

@@ -64,9 +64,9 @@ class Picture:
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
         online_lane, offline_lane = (lanes.online, lanes.offline) if admits(scheduler) else ((), ())
-        ahead = scheduler.ahead.beside
-        rows_leave = scheduler.arrival_monitor.acts and not (ahead or scheduler.online_grammars_compile)
-        rows_join = rows_leave and scheduler.arrival_monitor.separable
+        ahead, monitor = scheduler.ahead.beside, scheduler.arrival_monitor
+        rows_leave = monitor.may_leave_next and not (ahead or scheduler.online_grammars_compile)
+        rows_join = rows_leave and monitor.separable
         return View(
             online=online,
             offline=offline,
@@ -81,8 +81,8 @@ class Picture:
             rows_leave=rows_leave,
             rows_join=rows_join,
             ahead=ahead,
-            layers=scheduler.arrival_monitor.layers,
-            online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
+            layers=monitor.layers,
+            online_waited_ms=0.0 if monitor.separable else self._waited_ms(online),
             live_busy=self._traffic.live_busy.share,
             own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
             max_tokens=scheduler.max_num_scheduled_tokens,

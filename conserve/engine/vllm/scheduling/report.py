@@ -38,7 +38,11 @@ def report(scheduler: Any) -> dict[str, Any]:
         "pushing": scheduler._traffic.pushing.report(),
         **iterations.report(),
         "live_prefixes": scheduler.prefixes.report(),
-        "preemption": {**scheduler.arrival_monitor.report(), "parked": scheduler.parking.count},
+        "preemption": {
+            **scheduler.arrival_monitor.report(),
+            "scheduled_ahead": scheduler.ahead.count,
+            "parked": scheduler.parking.count,
+        },
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
     }
 

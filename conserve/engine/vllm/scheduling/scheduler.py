@@ -181,7 +181,7 @@ class CoServing:
     @property
     def offline_alone(self) -> bool:
         """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
-        known = self.arrival_monitor.reaches and self._iterations.warm_up is None
+        known = self.arrival_monitor.workers_read_flag and self._iterations.warm_up is None
         return known and len(self._offline) == len(self.requests) and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class CoServing:
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(self.own_time.of_vllm(super().schedule), *args, **kwargs)  # type: ignore[misc]
-        leaves = self.arrival_monitor.on and self._iterations.model is not None and not self.ahead.beside
+        leaves = self.arrival_monitor.enabled and self._iterations.model is not None and not self.ahead.beside
         mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         output = apply(self, iteration, schedule, prompts_held_back=any((*args, *kwargs.values())))
