@@ -211,18 +211,19 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if tokens < request.tokens:
                 return
     for request in chain(deferred, waiting):
-        if request.restorable:
-            if not _comes_back(composer, request, len(composer.tokens)):
-                return
-            continue
-        if not composer.can_encode(request, limit_ms):
+        if not _begins(composer, request, limit_ms, first=first):
             return
-        tokens = composer.row_budget(request, limit_ms)
-        if not tokens or not _has_room(composer, request, first=first):
-            return
-        composer.admit(request, tokens)
-        if tokens < request.tokens:
-            return
+
+
+def _begins(composer: Composer, request: Candidate, limit_ms: float, *, first: bool) -> bool:
+    """Restore or admit a waiting request; False if the ones behind it have to wait."""
+    if request.restorable:
+        return _comes_back(composer, request, len(composer.tokens))
+    tokens = composer.row_budget(request, limit_ms) if composer.can_encode(request, limit_ms) else 0
+    if not tokens or not _has_room(composer, request, first=first):
+        return False
+    composer.admit(request, tokens)
+    return tokens == request.tokens
 
 
 def _with_blocks_of_others(
