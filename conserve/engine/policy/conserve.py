@@ -14,15 +14,14 @@ from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import View
 from conserve.profiles.model import smallest_ms
 
-LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
-HARM_LOSS = 0.2  # the same where a harm is promised and rows join again at their layer
-LEAST_LOSS = (
-    0.02  # the same where rows join again at their layer: an arrival then waits for one layer at most
-)
-QUIET_LOSS = 0.01  # the same after a quiet minute
-LEAST_WAIT = (
-    2.0  # smallest iterations that an arrival waits for: shorter ones are more than half constant part
-)
+# Share of an iteration that its constant part takes, which is lost throughput. A limit is the constant part divided
+# by its share: a smaller share means longer iterations.
+USUAL_SHARE = 0.1
+HARM_SHARE = 0.2  # where a harm is promised and rows join again at their layer
+JOIN_SHARE = 0.02  # where rows join again at their layer: an arrival waits for one layer at most
+QUIET_SHARE = 0.01  # after a quiet minute
+# Smallest iterations that an arrival waits for: shorter ones are more than half constant part.
+LEAST_WAIT = 2.0
 LEAST_GAIN = 0.1  # of the time of rows, for which a push makes iterations longer
 LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
@@ -52,7 +51,7 @@ class Conserve:
         if share.complete:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
             if view.ahead and not view.quiet:
-                enough_ms = smallest_ms(view.model) / LARGEST_LOSS
+                enough_ms = smallest_ms(view.model) / USUAL_SHARE
                 limit_ms = ahead_limit_ms(view, composer.predicted_ms, enough_ms)
             time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
@@ -116,27 +115,27 @@ def arrival_limit_ms(view: View) -> float:
 def layer_limit_ms(view: View, constant_ms: float) -> float:
     """Longest iteration that rows leave at once and lose nothing by, in ms: an arrival waits for a layer at most.
 
-    A layer takes at most half of the TTFT slack, as far as that costs `LARGEST_LOSS` of throughput at most; the
+    A layer takes at most half of the TTFT slack, as far as that costs `USUAL_SHARE` of throughput at most; the
     other half is for queueing. The slack is that of a typical prompt under the tightest promise of any class.
     """
     slack_ms = max(0.0, view.slo.ttft_ms - view.typical_prompt_ms)
-    return min(constant_ms / LEAST_LOSS, max(constant_ms / LARGEST_LOSS, view.layers * slack_ms / 2))
+    return min(constant_ms / JOIN_SHARE, max(constant_ms / USUAL_SHARE, view.layers * slack_ms / 2))
 
 
 def quiet_limit_ms(view: View) -> float:
     """Longest iteration in batching mode: no online request is expected within the next iterations, in ms.
 
     The next one waits for a layer where rows leave, or for half of its TTFT promise where they cannot. Where such
-    requests are not rare, a layer takes `PATIENCE` of the promise at most, as far as that costs `LARGEST_LOSS` of
+    requests are not rare, a layer takes `PATIENCE` of the promise at most, as far as that costs `USUAL_SHARE` of
     throughput at most. Source: conserve-2026 section 4.2, the offline-optimized mode.
     """
     constant_ms = smallest_ms(view.model)
     if view.rows_join:
         layer_ms = PATIENCE * view.slo.ttft_ms
-        return inf if view.rare_starts else max(constant_ms / LARGEST_LOSS, view.layers * layer_ms)
+        return inf if view.rare_starts else max(constant_ms / USUAL_SHARE, view.layers * layer_ms)
     if view.rows_leave:  # an arrival makes all of them begin anew
         return cheapest_ms(view, constant_ms)
-    return max(constant_ms / LARGEST_LOSS, view.slo.ttft_ms / 2 / waits_for(view))
+    return max(constant_ms / USUAL_SHARE, view.slo.ttft_ms / 2 / waits_for(view))
 
 
 def waits_for(view: View) -> int:
@@ -160,10 +159,10 @@ def bearable_ms(view: View, constant_ms: float) -> float:
 
     The wait uses TTFT slack: the SLO minus the time of a typical prompt. Arrivals come in bursts, which need that
     slack for queueing, so the limit is at most the length at which the constant part of an iteration costs
-    `LARGEST_LOSS` of throughput. After a minute without online requests that length alone is the limit.
+    `USUAL_SHARE` of throughput. After a minute without online requests that length alone is the limit.
     """
     slack_ms = view.slo.ttft_ms - view.typical_prompt_ms
-    enough_ms = constant_ms / LARGEST_LOSS
+    enough_ms = constant_ms / USUAL_SHARE
     idle = not view.online and not view.prompt_tokens
     return enough_ms if idle else max(0.0, min(slack_ms, enough_ms))
 
@@ -180,12 +179,12 @@ def harmless_wait_ms(view: View) -> float:
     if harm is None:
         return inf
     constant_ms = smallest_ms(view.model)
-    longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
+    longest_ms, enough_ms = constant_ms / JOIN_SHARE, constant_ms / USUAL_SHARE
     if view.quiet:
-        return constant_ms / QUIET_LOSS if view.rare_starts else enough_ms
+        return constant_ms / QUIET_SHARE if view.rare_starts else enough_ms
     wait_ms = harm * view.typical_prompt_ms / waits_for(view)
     if view.rows_join:
-        shortest_ms = constant_ms / HARM_LOSS
+        shortest_ms = constant_ms / HARM_SHARE
         return min(longest_ms, max(shortest_ms, view.layers * wait_ms / 2))
     if view.rows_leave:
         return min(enough_ms, cheapest_ms(view, constant_ms))
