@@ -17,9 +17,7 @@ class Plan:
     admitted: Sequence[str] = ()  # requests with tokens that were waiting, in order
     restored: Sequence[str] = ()  # waiting requests whose KV begins to come back; they compute nothing yet
     evicted: Sequence[str] = ()  # offline requests whose KV blocks, and slots if they run, are freed before
-    parked: Sequence[
-        str
-    ] = ()  # running offline requests whose slots are freed before; they wait with their KV blocks
+    parked: Sequence[str] = ()  # running offline requests whose slots are freed before; KV blocks stay theirs
     predicted_ms: float = 0.0
     online_ms: float = 0.0  # what the online requests among them would take alone
     limit_ms: float | None = None  # time that offline tokens had to fit into; None if there were none

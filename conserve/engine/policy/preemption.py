@@ -17,9 +17,7 @@ class UnderWay:
 
     batch: Batch  # every request in it
     rows: Sequence[Slice]  # offline rows that may leave, in leave order
-    separable: (
-        bool  # True: single rows leave and join later; False: the rows are all there is, and begin anew
-    )
+    separable: bool  # single rows leave and join later; False: the rows are all there is, and begin anew
     elapsed_ms: float
 
 

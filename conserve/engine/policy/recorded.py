@@ -23,9 +23,7 @@ from conserve.profiles.model import TIMELESS, LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
 
 VERSION = 1
-VERSION_OF_CLASSES = (
-    2  # of views with classes of live traffic, which an earlier ConServe would plan otherwise
-)
+VERSION_OF_CLASSES = 2  # of views with classes of live traffic, which an earlier ConServe plans otherwise
 VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 VERSION_OF_AHEAD = 4  # of views of engines that schedule ahead
 VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or with LoRA adapters
@@ -33,9 +31,8 @@ VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
 VERSION_OF_IMAGES = 7  # of views with images or sounds to encode
 VERSION_OF_PARKING = 8  # of views of engines whose rows may wait with their KV blocks
 NEWEST = VERSION_OF_PARKING
-READ_ON = (
-    32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
-)
+# Waiting requests that are recorded beyond the free slots: a policy may look at some and defer them.
+READ_ON = 32
 RECORDED_AS = {  # names of bounds in all versions
     "only_ttft_harm": "broken_ttft_harm",
     "only_tbt_harm": "broken_tbt_harm",

@@ -222,14 +222,10 @@ class View:
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
     free_blocks: int
     kept_blocks: int = 0  # of these, with KV that live requests may find: no row takes them
-    reserved_blocks: int = (
-        0  # of the free ones, for requests to come; evicting saved rows can make up for them
-    )
+    reserved_blocks: int = 0  # of the free ones, for requests to come; evicting saved rows makes up for them
     used_blocks: int | None = None  # blocks that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
-    held: Sequence[
-        Candidate
-    ] = ()  # waiting offline requests with KV blocks, restored or parked; they can be evicted
+    held: Sequence[Candidate] = ()  # waiting offline requests with KV blocks, restored or parked: evictable
     coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them

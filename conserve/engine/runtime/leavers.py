@@ -17,11 +17,11 @@ class RowPart(Protocol):
 
     @property
     def layer(self) -> int:
-        """Layer at which they join a pass."""
+        """Layer at which the tokens join a pass."""
 
     @property
     def tokens(self) -> int:
-        """Number of them, at least 1."""
+        """Number of the tokens, at least 1."""
 
     def after(self, tokens: int) -> Self:
         """The part without its first tokens."""

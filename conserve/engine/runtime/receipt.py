@@ -27,9 +27,8 @@ RESAMPLES = 200
 COVERED = 0.95  # of the intervals
 LEAST = 5  # slots of each kind with latencies, below which there is no interval
 LEAST_FOR_P99 = 20  # and below which nothing is said of P99s
-LEAST_LATENCIES = (
-    300  # of each kind for P99s: of a hundred, a P99 is the largest one, and longer the more there are
-)
+# Latencies of each kind for P99s: of a hundred, a P99 is the largest one, and longer the more there are.
+LEAST_LATENCIES = 300
 STEP = log(1.02)  # bins of latencies are 2 % wide
 RANKS = {"p50": 0.5, "p99": 0.99}
 

@@ -63,7 +63,7 @@ class Stopwatch:
         self._began.record()
 
     def end(self) -> Lap | None:
-        """Mark its end; None if none has begun."""
+        """Mark the end of the iteration; None if none has begun."""
         began, self._began = self._began, None
         if began is None:
             return None

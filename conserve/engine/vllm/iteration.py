@@ -70,9 +70,8 @@ class Iteration:
     turns_away: bool = False  # vLLM had no room for a live request that the plan found room for
     # Stamped, if rows may leave.
     stamp: Stamp | None = None
-    keeps: frozenset[str] = (
-        frozenset()
-    )  # rows whose part of a chunk is theirs yet, though vLLM preempts or resumes them
+    # Rows whose part of a chunk is theirs yet, though vLLM preempts or resumes them.
+    keeps: frozenset[str] = frozenset()
     rows: Sequence[tuple[Request, int]] = ()  # the stamp's rows and their tokens
     spare_tokens: float = 0.0  # offline tokens that may be thrown away for an arrival's comfort
     asked: int = 0  # rows that were told to leave

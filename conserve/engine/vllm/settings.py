@@ -67,9 +67,8 @@ class Pacing:
     command: str  # command that makes a missing profile
     policy: str = "paced"
     promises: Promises = field(default_factory=Promises)
-    by_default: bool = (
-        False  # the promises are not the user's: an engine without a latency model starts with them
-    )
+    # The promises are not the user's: an engine without a latency model starts with them.
+    by_default: bool = False
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
     live_prefixes: float = LIVE_PREFIXES  # share of the KV blocks that rows leave to live ones at most
@@ -83,7 +82,7 @@ class Pacing:
     record_arrivals: str | None = None  # file that times and lengths of live requests are written to
 
     def install(self, config: VllmConfig) -> None:
-        """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
+        """Write the settings into an engine's configuration; raises `ProfileError` and `SettingsError`."""
         scheduler = config.scheduler_config
         if self.promises.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
             raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")

@@ -142,9 +142,8 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
                 self._note_failure(last, is_store)
             self._rows_of.pop(last, None)
         thread = getattr(self._backend, "_thread", None)
-        if (
-            pending and not events and thread is not None and not thread.is_alive()
-        ):  # the thread that makes CUDA's copies has died
+        # The thread that makes CUDA's copies has died.
+        if pending and not events and thread is not None and not thread.is_alive():
             for event in sorted(pending):
                 if event > last:
                     self._note_failure(event, is_store)

@@ -61,7 +61,7 @@ class ForkServer:
         self._watchdog: Watchdog | None = None
 
     def start(self, environment: Environment) -> None:
-        """Start it. Where that fails, processes are spawned."""
+        """Start the fork server. Where that fails, processes are spawned."""
         self.stop()
         try:
             self._pid = launch(environment)
@@ -74,7 +74,7 @@ class ForkServer:
         self.environment = environment
 
     def stop(self) -> None:
-        """End it. Processes that were forked off it would be taken for dead."""
+        """End the fork server. Processes that were forked off it would be taken for dead."""
         atexit.unregister(self.stop)
         try:
             if self._pid:

@@ -28,5 +28,5 @@ class Watchdog:
             self._shell.communicate(b"\n")
 
     def kill(self) -> None:
-        """Kill them now."""
+        """Kill the watched process and its children."""
         self._shell.communicate()

@@ -63,15 +63,14 @@ class RunnerRows:
         self._suspended: dict[str, tuple[Suspended, ...]] = {}  # parts of a row, the first tokens first
         self._joining: dict[int, list[str]] = {}  # layer -> rows that join at it
         self._absent: set[str] = set()  # rows that have left, or are yet to join
-        self._in: torch.Tensor | None = (
-            None  # indices of tokens in the pass, (tokens in,), ascending; None: all
-        )
+        # Indices of tokens in the pass, (tokens in,), ascending; None: all.
+        self._in: torch.Tensor | None = None
         self._total = 0  # tokens of the iteration
-        self._returns: tuple[bool, ...] | None = (
-            None  # which of a layer's outputs are tensors; () for one alone
-        )
-        self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata is made from
-        self._build: dict[int, Callable[..., Any]] = {}  # and how
+        # Which of a layer's outputs are tensors; () for one alone.
+        self._returns: tuple[bool, ...] | None = None
+        # By id() of the attention group: what its metadata is made from, and the function that builds it.
+        self._metadata: dict[int, Any] = {}
+        self._build: dict[int, Callable[..., Any]] = {}
         for group in runner.groups:
             self._remember(group)
 

@@ -64,7 +64,7 @@ class Safepoints:
             self._launches.begin()
 
     def disarm(self) -> None:
-        """End it; no safepoint looks until the next `arm`."""
+        """End the stamped iteration; no safepoint looks until the next `arm`."""
         self.stamp = self._word = None
 
     def check(self, layer: int) -> int:

@@ -150,9 +150,8 @@ def recorded(found: list[Stitched]) -> Iterator[None]:
     from vllm.compilation import backends, caching
 
     places = [place for place in (backends, caching) if hasattr(place, "compile_execution_fn")]
-    if (
-        len(places) < 2
-    ):  # a version that runs pieces otherwise: none is noted, and iterations are abandoned whole
+    # A version that runs pieces otherwise: none is noted, and iterations are abandoned whole.
+    if len(places) < 2:
         yield
         return
     compile_function = backends.compile_execution_fn

@@ -47,9 +47,8 @@ class TensorParallelOrders:
         self._alone = self._group.world_size == 1
         self._flag: LeaveFlag | None = None
         self.heard = True  # the flag could be read, so far
-        self._lost: str | None = (
-            None  # name of a flag that cannot be read: its engine core is on another machine
-        )
+        # Name of a flag that cannot be read: its engine core is on another machine.
+        self._lost: str | None = None
 
     def rows_ordered(self, stamp: Stamp) -> int:
         """Number of rows ordered to leave, equal on every rank: every rank asks at the same safepoints."""

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-TOO_LONG = frozenset(
-    {"input_tokens", "input_text"}
-)  # parameters that vLLM names for a prompt over the context length
+# Parameters that vLLM names for a prompt over the context length.
+TOO_LONG = frozenset({"input_tokens", "input_text"})
 
 
 def row_error(error: Exception) -> EndpointError:

@@ -20,9 +20,8 @@ from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
-SURCHARGE = (
-    3.0  # time of a prompt token with logprobs beyond one without, in times of the latter, until measured
-)
+# Time of a prompt token with logprobs beyond one without, in times of the latter, until it is measured.
+SURCHARGE = 3.0
 ENCODER = 1.0  # time of an image, in times of as many prompt tokens, until one was measured
 SURCHARGE_SHARE = 0.2  # weight of the newest iteration in what was measured
 

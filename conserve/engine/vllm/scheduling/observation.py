@@ -28,9 +28,7 @@ from conserve.engine.vllm.lane import is_online
 from conserve.engine.vllm.scheduling.encoders import to_encode
 from conserve.profiles.model import LatencyModel
 
-MOST_PASSED = (
-    32  # waiting requests that are passed over because their restore has to wait; then the queue ends
-)
+MOST_PASSED = 32  # waiting requests passed over since their restore has to wait; then the queue ends
 FAR = (1 << 30) - 1  # tokens: beyond every window
 STATES = 2  # blocks of a request where layers have a state
 

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 EVENTS = "/events"  # end of a stream's path
 AUTHORIZATION = b"authorization"
 HERE = (b"host", b"localhost")
-SAID_OF = (
-    b"x-conserve-caller"  # header: "keyed" by this server's own key, "far" (another machine's) or "open"
-)
+# Header: "keyed" by this server's own key, "far" (another machine's) or "open".
+SAID_OF = b"x-conserve-caller"
 TAKEN = frozenset(
     {
         b"accept", AUTHORIZATION, b"content-length", b"content-type", b"host", b"idempotency-key", b"if-range",

@@ -117,9 +117,8 @@ class Delivery:
             state = state_of(teller.llm, self._request)
             self._stats = stats = None if state is None else state.stats
             if stats is None or not stats.first_token_ts:
-                self._teller = (
-                    None  # an answer of one token is over by now; without statistics there is no time
-                )
+                # An answer of one token is over by now; without statistics there is no time.
+                self._teller = None
                 return
             arrived = now - (time.time() - stats.arrival_time)
             in_engine, to_client = stats.first_token_ts - arrived, now - self._began

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.conserve")
 SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
-HOOKED = (
-    "conserve_hooked"  # attribute of what our hooks have replaced; tracing agents wrap vLLM's methods, too
-)
+# Attribute of what our hooks have replaced; tracing agents wrap vLLM's methods, too.
+HOOKED = "conserve_hooked"
 COUNTING = "batched_count_greater_than"  # counts the tokens that are likelier than a sample
 
 
