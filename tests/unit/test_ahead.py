@@ -30,8 +30,8 @@ ROWS = [Candidate("row", 5000, 0)]
         (Slo(ttft_ms=500), False),
         (Slo(), False),
         (Slo(harm=0.1), True),
-        (Slo(ttft_ms=500, tbt_ms=5000, only_tbt_harm=0.1), True),
-        (Slo(ttft_ms=500, tbt_ms=5000, only_ttft_harm=0.1), False),
+        (Slo(ttft_ms=500, tbt_ms=5000, stand_in_tbt_harm=0.1), True),
+        (Slo(ttft_ms=500, tbt_ms=5000, stand_in_ttft_harm=0.1), False),
     ],
 )
 def test_it_pays_where_the_promises_ask_for_short_iterations(slo: Slo, ahead: bool) -> None:

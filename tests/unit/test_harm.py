@@ -75,9 +75,9 @@ def test_a_harm_beside_a_promise_in_ms_is_of_latencies_too() -> None:
 
 
 def test_where_a_promise_in_ms_is_not_kept_the_harm_is_that_of_iterations() -> None:
-    broken = Slo(ttft_ms=1000, tbt_ms=100, only_tbt_harm=0.5)
+    broken = Slo(ttft_ms=1000, tbt_ms=100, stand_in_tbt_harm=0.5)
     assert offline_tokens(beside(broken, live_busy=0.5)) == offline_tokens(beside(broken)) == 10
-    assert offline_tokens(beside(Slo(ttft_ms=1000, only_tbt_harm=0.5), live_busy=0.5)) == 4, (
+    assert offline_tokens(beside(Slo(ttft_ms=1000, stand_in_tbt_harm=0.5), live_busy=0.5)) == 4, (
         "none is promised"
     )
 
@@ -184,26 +184,28 @@ class TestBroken:
     def test_gaps_that_are_late_too_often_bound_what_goes_beside_decode_steps(self) -> None:
         slo = Slo(ttft_ms=1000, tbt_ms=100)
         assert offline_tokens(beside(slo)) == 80
-        assert offline_tokens(beside(replace(slo, only_tbt_harm=0.1))) == 2
-        assert offline_tokens(beside(replace(slo, only_ttft_harm=0.1))) == 80
-        assert offline_tokens(beside(replace(slo, harm=0.05, only_tbt_harm=0.1))) == 1
+        assert offline_tokens(beside(replace(slo, stand_in_tbt_harm=0.1))) == 2
+        assert offline_tokens(beside(replace(slo, stand_in_ttft_harm=0.1))) == 80
+        assert offline_tokens(beside(replace(slo, harm=0.05, stand_in_tbt_harm=0.1))) == 1
 
     @pytest.mark.parametrize("rows_leave", [False, True])
     def test_beside_gaps_that_live_requests_alone_make_late_rows_get_nothing(self, rows_leave: bool) -> None:
-        slo = Slo(ttft_ms=1000, tbt_ms=15, only_tbt_harm=0.1)
+        slo = Slo(ttft_ms=1000, tbt_ms=15, stand_in_tbt_harm=0.1)
         assert offline_tokens(beside(slo, rows_leave=rows_leave)) == 0
 
     def test_first_tokens_that_are_late_too_often_bound_what_an_arrival_waits_for(self) -> None:
-        assert harmless_wait_ms(view_of(slo=Slo(only_tbt_harm=0.1), prompt_tokens=90)) == inf
-        assert harmless_wait_ms(view_of(slo=Slo(only_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(50)
+        assert harmless_wait_ms(view_of(slo=Slo(stand_in_tbt_harm=0.1), prompt_tokens=90)) == inf
+        assert harmless_wait_ms(view_of(slo=Slo(stand_in_ttft_harm=0.5), prompt_tokens=90)) == pytest.approx(
+            50
+        )
 
     def test_no_turn_of_rows_alone_makes_another_gap_late(self) -> None:
         slo = Slo(ttft_ms=1000, tbt_ms=200)
-        assert offline_turn_ms(beside(replace(slo, only_ttft_harm=0.1), rows_leave=True), 100.0) > 0
-        assert offline_turn_ms(beside(replace(slo, only_tbt_harm=0.1), rows_leave=True), 100.0) == 0.0
+        assert offline_turn_ms(beside(replace(slo, stand_in_ttft_harm=0.1), rows_leave=True), 100.0) > 0
+        assert offline_turn_ms(beside(replace(slo, stand_in_tbt_harm=0.1), rows_leave=True), 100.0) == 0.0
 
     def test_among_classes_the_smallest_harm_holds(self) -> None:
-        several = [Slo(only_ttft_harm=0.1), Slo(harm=0.3), Slo(harm=0.2, only_tbt_harm=0.1)]
+        several = [Slo(stand_in_ttft_harm=0.1), Slo(harm=0.3), Slo(harm=0.2, stand_in_tbt_harm=0.1)]
         assert (tightest(several).ttft_harm, tightest(several).tbt_harm) == (0.1, 0.1)
         assert (tightest(several[1:]).ttft_harm, tightest(several[1:2]).tbt_harm) == (0.2, 0.3)
 
@@ -231,7 +233,7 @@ class TestLargest:
 @pytest.mark.parametrize("classes", [False, True])
 def test_first_tokens_have_a_harm_where_the_tbt_alone_is_promised(*, classes: bool) -> None:
     """A prompt and a step take 1,000 ms, and rows would fill their iteration up to the TBT."""
-    slo = Slo(tbt_ms=1200.0, only_ttft_harm=0.1)
+    slo = Slo(tbt_ms=1200.0, stand_in_ttft_harm=0.1)
     bounds: dict[str, Any] = {"slo": Slo(), "slos": {"default": slo}} if classes else {"slo": slo}
     prompt = Candidate("prompt", 989, 0)
     assert offline_tokens(beside(online=[prompt, *decodes(1, "live")], **bounds)) == PATIENCE * 1000

@@ -101,7 +101,7 @@ def test_images_are_recorded_in_lines_that_are_new_to_an_earlier_conserve() -> N
     assert json.loads(line_of(view_of(kept_blocks=1), None, policy="conserve", at=0.0))["version"] == 6
     pushed = json.loads(line_of(view_of(pushed={"row"}), None, policy="conserve", at=0.0))
     assert pushed["version"] == 3
-    promised = view_of(slo=Slo(only_ttft_harm=0.1, only_tbt_harm=0.2))
+    promised = view_of(slo=Slo(stand_in_ttft_harm=0.1, stand_in_tbt_harm=0.2))
     slo = json.loads(line_of(promised, None, policy="conserve", at=0.0))["view"]["slo"]
     assert (slo["broken_ttft_harm"], slo["broken_tbt_harm"]) == (0.1, 0.2), "as before they were of other use"
     assert "adapters" in adapters["view"]

@@ -59,8 +59,8 @@ class Promises:
             ttft_ms=ceiling_ms(self.ttft_ms),
             tbt_ms=ceiling_ms(self.tbt_ms),
             harm=self.harm,
-            only_ttft_harm=None if self.ttft_ms else self.default_harm,
-            only_tbt_harm=None if self.tbt_ms else self.default_harm,
+            stand_in_ttft_harm=None if self.ttft_ms else self.default_harm,
+            stand_in_tbt_harm=None if self.tbt_ms else self.default_harm,
         )
 
     @property

@@ -34,8 +34,8 @@ NEWEST = VERSION_OF_PARKING
 # Waiting requests that are recorded beyond the free slots: a policy may look at some and defer them.
 READ_ON = 32
 RECORDED_AS = {  # names of bounds in all versions
-    "only_ttft_harm": "broken_ttft_harm",
-    "only_tbt_harm": "broken_tbt_harm",
+    "stand_in_ttft_harm": "broken_ttft_harm",
+    "stand_in_tbt_harm": "broken_tbt_harm",
 }
 BLOCKS = ("coming", "computing")
 PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are

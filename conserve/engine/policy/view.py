@@ -66,18 +66,18 @@ class Slo:
     harm: float | None = None  # share of their own time that offline tokens may add; None without the promise
     largest_ttft_ms: float | None = None  # None where it is `ttft_ms`
     largest_tbt_ms: float | None = None
-    only_ttft_harm: float | None = None  # harm to first tokens whose promise is not kept, or that have none
-    only_tbt_harm: float | None = None  # the same for gaps
+    stand_in_ttft_harm: float | None = None  # harm in place of a TTFT promise that is not kept or not made
+    stand_in_tbt_harm: float | None = None  # harm in place of a TBT promise that is not kept or not made
 
     @property
     def ttft_harm(self) -> float | None:
         """Share of a prompt's own time that an arrival may wait for offline tokens; None without such a bound."""
-        return least(self.harm, self.only_ttft_harm)
+        return least(self.harm, self.stand_in_ttft_harm)
 
     @property
     def tbt_harm(self) -> float | None:
         """Share of its own time by which offline tokens may lengthen an iteration; None without such a bound."""
-        return least(self.harm, self.only_tbt_harm)
+        return least(self.harm, self.stand_in_tbt_harm)
 
     @property
     def online_ttft_ms(self) -> float:
@@ -99,8 +99,8 @@ def tightest(slos: Iterable[Slo]) -> Slo:
         harm=least(*(slo.harm for slo in several)),
         largest_ttft_ms=min((slo.online_ttft_ms for slo in several), default=inf),
         largest_tbt_ms=min((slo.online_tbt_ms for slo in several), default=inf),
-        only_ttft_harm=least(*(slo.only_ttft_harm for slo in several)),
-        only_tbt_harm=least(*(slo.only_tbt_harm for slo in several)),
+        stand_in_ttft_harm=least(*(slo.stand_in_ttft_harm for slo in several)),
+        stand_in_tbt_harm=least(*(slo.stand_in_tbt_harm for slo in several)),
     )
 
 

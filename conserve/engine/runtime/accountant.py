@@ -103,8 +103,8 @@ class Accountant:
             harm=slo.harm,
             largest_ttft_ms=self.ttft.ceiling_ms,
             largest_tbt_ms=self.tbt.ceiling_ms,
-            only_ttft_harm=HARM if self.ttft.broken else slo.only_ttft_harm,
-            only_tbt_harm=HARM if self.tbt.broken else slo.only_tbt_harm,
+            stand_in_ttft_harm=HARM if self.ttft.broken else slo.stand_in_ttft_harm,
+            stand_in_tbt_harm=HARM if self.tbt.broken else slo.stand_in_tbt_harm,
         )
 
 

@@ -136,8 +136,8 @@ class Traffic:
         return replace(
             tightest(self.bounds_by_class().values()),
             harm=used.harm,
-            only_ttft_harm=used.only_ttft_harm,
-            only_tbt_harm=used.only_tbt_harm,
+            stand_in_ttft_harm=used.stand_in_ttft_harm,
+            stand_in_tbt_harm=used.stand_in_tbt_harm,
         )
 
     def ttft_ms(self, live_class: str | None) -> float | None:
