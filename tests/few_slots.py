@@ -9,7 +9,7 @@ import pytest
 
 def keep_no_slot(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows have all slots: none is kept for arrivals."""
-    monkeypatch.setattr(scheduler._traffic, "expected", lambda **_: 0)
+    monkeypatch.setattr(scheduler.traffic, "expected", lambda **_: 0)
 
 
 def parked_under_way(monkeypatch: pytest.MonkeyPatch) -> list[str]:

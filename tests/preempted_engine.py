@@ -444,8 +444,8 @@ class PreemptedEngine:
             assert not waiting
         notes = {
             "scheduler": [
-                scheduler._offline,
-                scheduler._offline_tokens._had,
+                scheduler.offline,
+                scheduler.offline_tokens._had,
                 scheduler._inflight_prefills,
             ],
             "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],

@@ -69,7 +69,7 @@ class PreemptedScheduler(BareEngine):
         """Settle a row that keeps its memory."""
         context = reached - tokens
         is_decode = context >= self.prompts[name]
-        return self.scheduler._iterations.worth.of(1, context) if is_decode else float(tokens)
+        return self.scheduler.iterations.worth.of(1, context) if is_decode else float(tokens)
 
     def finish(self, output: SchedulerOutput) -> Any:
         """Settle the output, and see that the counters of rows that left are where they were, and no others."""

@@ -33,7 +33,7 @@ class Owing:
     @property
     def gaps(self) -> int:
         """Live gaps between tokens that were noted."""
-        return sum(moment.times for moment in self.scheduler._traffic._default.tbt_ms)
+        return sum(moment.times for moment in self.scheduler.traffic._default.tbt_ms)
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def owing(tmp_path: Path, clock: Any) -> Owing:
 
 
 def test_an_iteration_is_noted_while_the_next_one_runs(owing: Owing) -> None:
-    noted, gaps = owing.scheduler._iterations.counted, owing.gaps
+    noted, gaps = owing.scheduler.iterations.counted, owing.gaps
     (_,) = owing.steps(1)
-    assert (owing.scheduler._iterations.counted, owing.gaps) == (noted + 1, gaps + 1), (
+    assert (owing.scheduler.iterations.counted, owing.gaps) == (noted + 1, gaps + 1), (
         "the one before it alone"
     )
 
@@ -58,7 +58,7 @@ def test_an_iteration_is_noted_while_the_next_one_runs(owing: Owing) -> None:
         lambda owing: owing.scheduler.conserve(),
         lambda owing: owing.engine.add(10, 1),
         lambda owing: owing.scheduler.shutdown(),
-        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler._iterations.model),
+        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler.iterations.model),
     ],
     ids=["report", "arrival", "end", "look"],
 )
@@ -66,13 +66,13 @@ def test_it_is_noted_before_anything_needs_it(owing: Owing, reads: Callable[[Owi
     gaps = owing.gaps
     reads(owing)
     assert owing.gaps == gaps + 1
-    assert owing.scheduler._traffic.online_now >= 1
+    assert owing.scheduler.traffic.online_now >= 1
 
 
 @pytest.mark.parametrize(
     "waits",
     [
-        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler._iterations.model),
+        lambda owing: owing.scheduler._plan_by_policy(owing.scheduler.iterations.model),
         lambda owing: owing.engine.add(10, 1),
     ],
     ids=["look", "arrival"],
@@ -80,11 +80,11 @@ def test_it_is_noted_before_anything_needs_it(owing: Owing, reads: Callable[[Owi
 def test_what_live_requests_wait_for_notes_latencies_alone(
     owing: Owing, waits: Callable[[Owing], Any]
 ) -> None:
-    gaps, learned = owing.gaps, owing.scheduler._iterations.counted
+    gaps, learned = owing.gaps, owing.scheduler.iterations.counted
     waits(owing)
-    assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned)
+    assert (owing.gaps, owing.scheduler.iterations.counted) == (gaps + 1, learned)
     owing.scheduler.conserve()
-    assert (owing.gaps, owing.scheduler._iterations.counted) == (gaps + 1, learned + 1)
+    assert (owing.gaps, owing.scheduler.iterations.counted) == (gaps + 1, learned + 1)
 
 
 def test_a_view_has_what_live_requests_add_to_iterations_and_one_answer_adds_next_to_nothing(
@@ -93,14 +93,14 @@ def test_a_view_has_what_live_requests_add_to_iterations_and_one_answer_adds_nex
     """Rows beside an answer that does not end would else have no time for ever."""
     from conserve.engine.vllm.scheduling.observation import Picture
 
-    busy = owing.scheduler._traffic.live_busy
+    busy = owing.scheduler.traffic.live_busy
     list(owing.steps(50))
     assert busy._live_s > 0
     assert busy.share < 0.2
     live_s = busy._live_s
     busy.note(9 * live_s, 9 * live_s)  # prompts, as they queue
-    view = Picture(owing.scheduler, owing.scheduler._traffic, surcharge_ms=0.0).view(
-        owing.scheduler._slo, owing.scheduler._iterations.model
+    view = Picture(owing.scheduler, owing.scheduler.traffic, surcharge_ms=0.0).view(
+        owing.scheduler.slo, owing.scheduler.iterations.model
     )
     assert view.live_busy == busy.share > 0.8
     owing.engine.abort([owing.live])
@@ -113,9 +113,9 @@ def test_a_view_has_what_live_requests_add_to_iterations_and_one_answer_adds_nex
 def test_a_request_that_ends_is_forgotten_with_its_last_token(owing: Owing) -> None:
     while not owing.live.is_finished():
         list(owing.steps(1))
-    assert owing.scheduler._traffic.online_now == 1, "until the next iteration runs"
+    assert owing.scheduler.traffic.online_now == 1, "until the next iteration runs"
     list(owing.steps(1))
-    assert owing.scheduler._traffic.online_now == 0
+    assert owing.scheduler.traffic.online_now == 0
     assert owing.gaps == 99
 
 
@@ -124,7 +124,7 @@ def test_times_are_those_of_the_iteration_and_not_of_its_note(owing: Owing, cloc
     ended = clock.now
     clock.now += 5.0  # nothing came for so long
     owing.scheduler.books.catch_up()
-    newest = owing.scheduler._traffic._default.tbt_ms[-1]
+    newest = owing.scheduler.traffic._default.tbt_ms[-1]
     assert newest.at == pytest.approx(ended)
 
 

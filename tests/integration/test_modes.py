@@ -346,7 +346,7 @@ def test_a_parallel_pipeline(ranks: Any) -> None:
 
     def lose() -> None:
         nonlocal lost
-        running = [row for row in scheduler.running if row.request_id in scheduler._offline]
+        running = [row for row in scheduler.running if row.request_id in scheduler.offline]
         if running and dice.random() < 0.2:
             ranks.take_memory(dice.choice(running))
             lost += 1

@@ -109,7 +109,7 @@ def test_a_scheduler_tells_its_policy_what_its_own_part_takes(
         settle(*args)
 
     monkeypatch.setattr(scheduler, "_count_offline", slow)
-    monkeypatch.setattr(type(scheduler._repetition), "again", lambda self, model: None)
+    monkeypatch.setattr(type(scheduler.repetition), "again", lambda self, model: None)
     monkeypatch.setattr(scheduler.ahead, "begin", lambda: setattr(scheduler.ahead, "beside", ahead))
     engine.add(20, 100)
     engine.add(20, 100, offline=True)

@@ -110,7 +110,7 @@ class Ranks:
         scheduler = self.core.scheduler
         saved = scheduler.checkpoints.saved.tokens
         return [
-            row for row in scheduler.running if row.request_id in scheduler._offline and saved(row.request_id)
+            row for row in scheduler.running if row.request_id in scheduler.offline and saved(row.request_id)
         ]
 
     def take_memory(self, row: Any) -> None:

@@ -104,7 +104,7 @@ def test_they_go_on_where_they_were(make: Make) -> None:
         for row in scheduler.kv_holding_waiting:
             assert row.num_computed_tokens == computed[row.request_id]
     drain(engine)
-    assert not scheduler._offline_tokens.again
+    assert not scheduler.offline_tokens.again
     assert scheduler.arrival_monitor.tokens_wasted == 0
 
 
@@ -261,7 +261,7 @@ def test_a_step_of_live_requests_alone_is_repeated_while_they_wait(make: Make) -
     plans = []
     for _ in range(4):
         engine._iterate()
-        plans.append(scheduler._repetition._left)
+        plans.append(scheduler.repetition._left)
     assert plans != [plans[0]] * 4, "plans are repeated"
 
 

@@ -126,7 +126,7 @@ def picture(scheduler: Any) -> Any:
     from conserve.engine.vllm.scheduling.observation import Picture
     from tests.bare_scheduler import MODEL
 
-    return Picture(scheduler, scheduler._traffic, surcharge_ms=0.1).view(scheduler._slo, MODEL)
+    return Picture(scheduler, scheduler.traffic, surcharge_ms=0.1).view(scheduler.slo, MODEL)
 
 
 def read_nothing(view: Any) -> None:
@@ -234,13 +234,13 @@ def test_recorded_views_are_planned_the_same_by_their_policy_and_planned_by_ever
     engine = make(policy=policy, blocks=40, record_views=str(file))
     engine.scheduler.checkpoints = with_checkpoints(engine)
     busy, planned = Busy(engine, seed=9), []
-    plan = engine.scheduler._policy.plan
+    plan = engine.scheduler.chosen_policy.plan
 
     def remembered(view: Any) -> Any:
         planned.append(plan(view))
         return planned[-1]
 
-    engine.scheduler._policy.plan = remembered
+    engine.scheduler.chosen_policy.plan = remembered
     for _ in range(150):
         busy.step()
         save_some(engine, engine.scheduler.checkpoints)

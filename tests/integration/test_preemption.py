@@ -259,7 +259,7 @@ class Rows:
         live = [Ask(f"on{n}", prompt(20, 750 + n), greedy(12), offline=False) for n in range(14)]
         wanted = engine.undisturbed([*rows, *live])
         scheduler = engine.scheduler
-        before, parked, again = counts(engine), scheduler.parking.count, scheduler._offline_tokens.again
+        before, parked, again = counts(engine), scheduler.parking.count, scheduler.offline_tokens.again
         with engine.counting_tokens() as computed:
             run_rows(engine, rows)
             engine.orders.follow(engine.orders.script(leaves))
@@ -272,7 +272,7 @@ class Rows:
             computed == [sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in (*rows, *live))] * LAYERS
         )
         assert scheduler.parking.count - parked >= 4
-        assert scheduler._offline_tokens.again == again
+        assert scheduler.offline_tokens.again == again
         new = counts(engine) - before
         assert bool(new["preemptions"]) == bool(leaves)
         assert not new["tokens_redone"]
@@ -727,9 +727,9 @@ class TestTheSchedulerAlone:
             if request.request_id not in engine.aborted:
                 assert engine.tokens[request.request_id] == request.max_tokens
         if blocks == 4096:  # no row lost its memory: each token is counted once, however often rows left
-            assert scheduler._traffic.offline_tokens == engine.offline_computed
-            assert scheduler._iterations.worth.step > 0
-            assert scheduler._offline_tokens.work == pytest.approx(engine.offline_work)
+            assert scheduler.traffic.offline_tokens == engine.offline_computed
+            assert scheduler.iterations.worth.step > 0
+            assert scheduler.offline_tokens.work == pytest.approx(engine.offline_work)
 
 
 class TestTheWorkersParts:

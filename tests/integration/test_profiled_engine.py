@@ -92,7 +92,7 @@ def test_the_engine_on_a_profile_cuts_its_iterations_to_the_time(home: Path) -> 
         scheduler.schedule = counted
         while scheduler.has_unfinished_requests():
             core.step()
-        learned = scheduler._iterations.model.correction
+        learned = scheduler.iterations.model.correction
     finally:
         rig.close()
     assert max(tokens) < 1000, "the prompts were not cut"

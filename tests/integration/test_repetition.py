@@ -87,7 +87,7 @@ def test_what_is_repeated_is_what_the_model_hears_of(make: Callable[..., Looks])
         batch = Batch.of([Slice(1, context, True)])
         assert (last.batch, last.tokens) == (batch, {live.request_id: 1})
         assert last.plan.predicted_ms == pytest.approx(
-            looks.scheduler._iterations.model.predict(batch), rel=0.05
+            looks.scheduler.iterations.model.predict(batch), rel=0.05
         )
 
 
@@ -118,7 +118,7 @@ def test_rows_go_on_once_a_promise_leaves_time(
     looks = make()
     looks.beside_rows()
     list(looks.steps(3))
-    monkeypatch.setattr(type(looks.scheduler), "_slo", Slo(harm=0.9))
+    monkeypatch.setattr(type(looks.scheduler), "slo", Slo(harm=0.9))
     assert [len(names) for names in looks.steps(2)] == [1, 4], "the first was planned while the last one ran"
 
 
@@ -131,7 +131,7 @@ def test_rows_give_up_their_memory_before_live_requests_lack_it(make: Callable[.
 
 
 def rows_of(looks: Looks, names: set[str]) -> set[str]:
-    return names & looks.scheduler._offline
+    return names & looks.scheduler.offline
 
 
 def test_rows_alone_are_looked_at_once_in_nine_iterations(make: Callable[..., Looks]) -> None:
@@ -161,12 +161,12 @@ def test_time_that_grows_short_is_seen(make: Callable[..., Looks]) -> None:
 
     looks = make()
     looks.run_rows(8)
-    repetition, scheduler = looks.scheduler._repetition, looks.scheduler
+    repetition, scheduler = looks.scheduler.repetition, looks.scheduler
     next(names for names in looks.steps(9) if repetition._left == 8)  # planned from a look just now
     plan = repetition._plan
     requests = [scheduler.requests[name] for name in plan.tokens]
     after = Batch.of(Slice(1, one.num_computed_tokens, True) for one in requests)
-    enough_ms = scheduler._iterations.model.predict(after) * (1 + 1e-6)
+    enough_ms = scheduler.iterations.model.predict(after) * (1 + 1e-6)
     object.__setattr__(plan, "limit_ms", enough_ms)  # for one more iteration, and not for two
     repetition.prepare()
     looks.number = 0
@@ -179,7 +179,7 @@ def test_time_that_grows_short_is_seen(make: Callable[..., Looks]) -> None:
 def test_rows_are_looked_at_where_they_would_take_what_arrivals_want(make: Callable[..., Looks]) -> None:
     looks = make()
     looks.run_rows(8)
-    repetition, pool = looks.scheduler._repetition, looks.scheduler.kv_cache_manager.block_pool
+    repetition, pool = looks.scheduler.repetition, looks.scheduler.kv_cache_manager.block_pool
     next(names for names in looks.steps(9) if repetition._left > 4)
     for kept, looked in ((8, 0), (0, 1)):  # the eight may take a block each
         repetition._reserved_blocks, looks.number = pool.get_num_free_blocks() - kept, 0
@@ -232,7 +232,7 @@ def test_rows_that_left_are_looked_at_again(
 
     monkeypatch.setattr(looks.engine, "result", with_leavers)
     list(looks.steps(20))
-    while looks.scheduler._repetition._left < 5:
+    while looks.scheduler.repetition._left < 5:
         list(looks.steps(1))
     left, looks.number, computed = frozenset({gone}), 0, rows[-1].num_computed_tokens
     list(looks.steps(1))
@@ -247,7 +247,7 @@ def test_policies_see_a_quiet_minute_in_each_repeated_plan(make: Callable[..., L
     looks = make()
     looks.run_rows(5)
     for _ in looks.steps(20):
-        assert looks.scheduler._traffic.planned_quiet
+        assert looks.scheduler.traffic.planned_quiet
 
 
 def test_live_requests_compute_the_same_with_plans_repeated_or_not(
@@ -269,7 +269,7 @@ def test_live_requests_compute_the_same_with_plans_repeated_or_not(
                 looks.engine.add(dice.randrange(10, 300), dice.randrange(5, 40))
             if dice.random() < 0.1:
                 looks.engine.add(dice.randrange(10, 90), dice.randrange(20, 200), offline=True)
-            offline = set(looks.scheduler._offline)
+            offline = set(looks.scheduler.offline)
             scheduled = looks.engine.step().num_scheduled_tokens
             lived.append({name: count for name, count in scheduled.items() if name not in offline})
             tokens += sum(count for name, count in scheduled.items() if name in offline)
@@ -296,14 +296,14 @@ def test_each_iteration_is_planned_where_views_are_recorded(
     looks.beside_rows()
     looks.number = 0
     list(looks.steps(10))
-    looks.scheduler._recordings.close()
+    looks.scheduler.recordings.close()
     assert looks.number == 10
 
 
 def test_nothing_is_repeated_where_iterations_are_scheduled_ahead(make: Callable[..., Looks]) -> None:
     looks = make(asynchronous=True)
     looks.beside_rows()
-    assert not looks.scheduler._repetition._left
+    assert not looks.scheduler.repetition._left
 
 
 def test_a_plan_that_others_followed_is_not_repeated(make: Callable[..., Looks]) -> None:
@@ -327,7 +327,7 @@ def test_a_finished_request_is_not_kept(make: Callable[..., Looks]) -> None:
     live = looks.beside_rows(tokens=12)
     while not live.is_finished():
         next(looks.steps(1))
-    assert not looks.scheduler._repetition._requests
+    assert not looks.scheduler.repetition._requests
 
 
 def test_turns_of_rows_go_on(make: Callable[..., Looks], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_turns_of_rows_go_on(make: Callable[..., Looks], monkeypatch: pytest.Mon
 
     looks = make()
     live = looks.beside_rows(tokens=100)
-    monkeypatch.setattr(type(looks.scheduler), "_slo", Slo(ttft_ms=700, tbt_ms=400))
+    monkeypatch.setattr(type(looks.scheduler), "slo", Slo(ttft_ms=700, tbt_ms=400))
     arrivals = looks.scheduler.arrival_monitor
     monkeypatch.setattr(type(arrivals), "may_leave_next", True)
     monkeypatch.setattr(arrivals, "separable", False)

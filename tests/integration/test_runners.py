@@ -382,7 +382,7 @@ class FewSlots:
         ]
         live = [Ask(f"on{n:02}", prompt(20, 950 + n), greedy(9), offline=False) for n in range(24)]
         wanted = engine.undisturbed([*rows, *live])
-        before, again = scheduler.parking.count, scheduler._offline_tokens.again
+        before, again = scheduler.parking.count, scheduler.offline_tokens.again
         with engine.counting_tokens() as computed:
             engine.add(*rows)
             for n, ask in enumerate(live):
@@ -394,7 +394,7 @@ class FewSlots:
             computed == [sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in (*rows, *live))] * LAYERS
         )
         assert scheduler.parking.count - before >= len(under_way) > 5
-        assert scheduler._offline_tokens.again == again
+        assert scheduler.offline_tokens.again == again
 
 
 class TestV1FewSlots(FewSlots):

@@ -99,7 +99,7 @@ class TestStorms:
         assert engine.most_in_flight == 2
         assert min(engine.scheduler.ahead.count, report["iterations_left"], report["refused"]) > 10
         assert report["live_tokens_recomputed"] == engine.live_again == 0
-        assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
+        assert engine.scheduler.traffic.offline_tokens == engine.offline_computed
 
     @pytest.mark.parametrize("always", [True, False])
     def test_rows_that_are_evicted_or_aborted_in_flight(
@@ -324,8 +324,8 @@ class TestBesideOnlineRequests:
         from conserve.engine.vllm.scheduling.observation import Picture
 
         def age_ms() -> float:
-            picture = Picture(engine.scheduler, engine.scheduler._traffic, surcharge_ms=0.0)
-            view = picture.view(engine.scheduler._slo, engine.scheduler._iterations.model)
+            picture = Picture(engine.scheduler, engine.scheduler.traffic, surcharge_ms=0.0)
+            view = picture.view(engine.scheduler.slo, engine.scheduler.iterations.model)
             return next(iter(view.waiting_online)).age_ms
 
         engine.add(50, 6)
@@ -396,7 +396,7 @@ class TestBesideOnlineRequests:
     def test_in_a_pause_of_rows_the_next_one_overlaps_as_in_an_engine_without_them(self, engine: Any) -> None:
         """The receipt would understate the harm if live requests of a pause waited for the host."""
         engine.scheduler.conserve({"slo": {"ttft_ms": 1500, "tbt_ms": self.LONG_MS}})
-        pausing = engine.scheduler._traffic._default.accountant.ttft.pausing
+        pausing = engine.scheduler.traffic._default.accountant.ttft.pausing
         pausing._since = engine.clock.now
         pausing._account._credit = -1.0
         engine.add(50, 6)
@@ -406,7 +406,7 @@ class TestBesideOnlineRequests:
             engine.take_in()
         output, iteration = planned(engine)
         assert iteration.stamp is None
-        assert not engine.scheduler._offline & iteration.tokens.keys()
+        assert not engine.scheduler.offline & iteration.tokens.keys()
         assert engine.scheduler.has_requests()
         engine.run(output)
         engine.take_in()
@@ -415,7 +415,7 @@ class TestBesideOnlineRequests:
             output, iteration = planned(engine)
             engine.run(output)
             engine.take_in()
-        assert engine.scheduler._offline & iteration.tokens.keys()
+        assert engine.scheduler.offline & iteration.tokens.keys()
         assert iteration.stamp is not None, "rows may leave again"
 
     def test_harm_wants_short_ones(self, engine: Any) -> None:
@@ -431,8 +431,8 @@ class TestBesideOnlineRequests:
         engine.add(50, 6)
         _, iteration = planned(engine)
         assert iteration.stamp is None
-        picture = Picture(engine.scheduler, engine.scheduler._traffic, surcharge_ms=0.0)
-        view = picture.view(engine.scheduler._slo, engine.scheduler._iterations.model)
+        picture = Picture(engine.scheduler, engine.scheduler.traffic, surcharge_ms=0.0)
+        view = picture.view(engine.scheduler.slo, engine.scheduler.iterations.model)
         assert view.ahead
         assert not view.rows_leave
 
@@ -469,7 +469,7 @@ class TestBesideOnlineRequests:
         assert min(engine.scheduler.ahead.count, report["iterations_left"]) > 10
         assert report["live_tokens_recomputed"] == engine.live_again == 0
         if not losing:
-            assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
+            assert engine.scheduler.traffic.offline_tokens == engine.offline_computed
 
 
 class TestFewSlots:
@@ -485,9 +485,9 @@ class TestFewSlots:
             scheduler.add_request(asked[-1])
 
         for _ in range(steps):
-            while len(scheduler._offline) < slots + 2:
+            while len(scheduler.offline) < slots + 2:
                 ask(int(10 ** dice.uniform(0, 2.6)), dice.randint(1, 60), offline=True)
-            live = len(scheduler.requests) - len(scheduler._offline)
+            live = len(scheduler.requests) - len(scheduler.offline)
             if dice.random() < 0.08 and live < 2 * slots:
                 for _ in range(dice.randint(1, slots)):
                     ask(int(10 ** dice.uniform(0, 2)), dice.randint(1, 12), offline=False)
@@ -516,7 +516,7 @@ class TestFewSlots:
         assert scheduler.parking.count > 30
         assert len(under_way) > 2
         if not losing:
-            assert scheduler._traffic.offline_tokens == engine.offline_computed, "no token is computed twice"
+            assert scheduler.traffic.offline_tokens == engine.offline_computed, "no token is computed twice"
 
 
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:

@@ -119,9 +119,9 @@ def test_a_pause_leaves_a_model_without_kv_to_vllm(make: Make, monkeypatch: pyte
     engine.add(64, 4)
     engine.step()
     scheduler = engine.scheduler
-    scheduler._iterations.model = None  # an engine that embeds learns none
+    scheduler.iterations.model = None  # an engine that embeds learns none
     monkeypatch.setattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", ())
-    monkeypatch.setattr(scheduler._traffic.receipt, "pauses", lambda **_: True)
+    monkeypatch.setattr(scheduler.traffic.receipt, "pauses", lambda **_: True)
     assert scheduler._plan() is None
     scheduler.conserve({"policy": "online-only"})
     assert scheduler._plan() is None
@@ -178,11 +178,11 @@ class History:
     def step(self, *, ahead: int = 0) -> Any:
         """Schedule, and take in the oldest iteration if more than `ahead` are under way."""
         scheduler = self.engine.scheduler
-        policy = getattr(scheduler, "_policy", None)
+        policy = getattr(scheduler, "chosen_policy", None)
         if isinstance(policy, Recording):
             policy.seen = policy.said = None
         elif policy is not None:
-            policy = scheduler._policy = Recording(policy)
+            policy = scheduler.chosen_policy = Recording(policy)
         output = self.engine.start()
         self.check(output, policy.said if policy is not None else None)
         self.under_way.append(output)
@@ -206,7 +206,7 @@ class History:
         assert sorted(here) == sorted(scheduler.requests), "a request is lost or there twice"
         if plan is None:
             return
-        if scheduler._policy_name == "conserve" and not self.stalls:
+        if scheduler.policy_name == "conserve" and not self.stalls:
             lane = [request for request in scheduler.running if request.priority]
             assert lane == sorted(lane), "a row that came later would keep its memory for longer"
         self.planned += 1
@@ -233,18 +233,18 @@ class History:
             assert self.tokens[name] == most or name in self.aborted
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
-        if hasattr(scheduler, "_traffic"):
+        if hasattr(scheduler, "traffic"):
             assert_nothing_is_left(scheduler)
 
 
 def assert_nothing_is_left(scheduler: Any) -> None:
-    traffic = scheduler._traffic
-    assert not scheduler._offline
-    assert not scheduler._with_logprobs
+    traffic = scheduler.traffic
+    assert not scheduler.offline
+    assert not scheduler.with_logprobs
     assert not traffic._arrived_at
     assert not traffic._last_tokens
-    assert not scheduler._finished
-    assert not scheduler._grammars
+    assert not scheduler.finished
+    assert not scheduler.grammars
 
 
 def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds: Any) -> History:
@@ -390,10 +390,10 @@ class Harmful:
 
 def test_no_policy_of_the_users_harms_the_engine(make: Make) -> None:
     engine = make(f"{__name__}.Harmful", blocks=96, max_num_seqs=16, max_num_batched_tokens=256)
-    policy = engine.scheduler._policy
+    policy = engine.scheduler.chosen_policy
     history = live_history(engine, seed=3, steps=examples(800))
     history.drain()
-    engine.scheduler._policy = policy
+    engine.scheduler.chosen_policy = policy
     refused = engine.scheduler.conserve()["refused_plans"]
     assert refused["count"] > 50
     reasons = {"it failed with RuntimeError: it cannot decide", "it is no Plan but of type dict"}
@@ -419,12 +419,12 @@ def test_a_policy_that_empties_its_view_holds_no_live_request_up(make: Make) -> 
     rows = [engine.add(200, 40, offline=True) for _ in range(3)]
     live = engine.add(100, 10, extra_args={"conserve_class": "chat"})
     hashes = [*live.block_hashes]
-    while not live.is_finished() and engine.scheduler._policy.refused.count < 40:
+    while not live.is_finished() and engine.scheduler.chosen_policy.refused.count < 40:
         engine.step()
-        assert engine.scheduler._traffic.class_of or live.is_finished()
+        assert engine.scheduler.traffic.class_of or live.is_finished()
     assert live.is_finished()
     assert [*live.block_hashes][: len(hashes)] == hashes
-    assert engine.scheduler._policy.refused.count >= 10
+    assert engine.scheduler.chosen_policy.refused.count >= 10
     assert all(row.num_output_tokens for row in rows)
 
 
@@ -456,7 +456,7 @@ def test_conserves_plans_are_refused_of_no_user(make: Make) -> None:
     engine = make(
         "conserve.engine.policy.conserve.Conserve", blocks=96, max_num_seqs=16, max_num_batched_tokens=256
     )
-    policy = engine.scheduler._policy
+    policy = engine.scheduler.chosen_policy
     live_history(engine, seed=4, steps=examples(800)).drain()
     assert not policy.refused.reasons
 
@@ -766,7 +766,7 @@ def test_memory_is_that_of_all_groups_of_kv_blocks(make: Make, windows: int) -> 
     prompts = (200, 1500, 900)
     alone = [first_token_s(0, prompt) for prompt in prompts]
     assert [first_token_s(20, prompt) for prompt in prompts] == pytest.approx(alone, rel=0.15)
-    assert engine.scheduler._offline_tokens.again  # memory was full
+    assert engine.scheduler.offline_tokens.again  # memory was full
 
 
 def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
@@ -996,7 +996,7 @@ def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
 
 def test_what_is_learned_is_saved_twice_a_minute_of_the_simulated_clock(make: Make) -> None:
     engine, saved = make("conserve"), []
-    iterations = engine.scheduler._iterations
+    iterations = engine.scheduler.iterations
     with mock.patch.object(iterations, "save", wraps=iterations.save) as save:
         engine.add(40, 3000, offline=True)
         while engine.clock.now < 1e6 + 65:
@@ -1082,6 +1082,6 @@ class TestStreamedPrompts:
         engine.scheduler.add_request(self.part(engine, first, 1, last=True))
         engine.step()
         assert not engine.scheduler.requests
-        assert not engine.scheduler._offline
-        assert not engine.scheduler._traffic.online_now
+        assert not engine.scheduler.offline
+        assert not engine.scheduler.traffic.online_now
         assert not engine.scheduler.has_requests()

@@ -173,13 +173,13 @@ def test_a_view_says_how_long_decodes_waited_also_where_rows_cannot_leave_just_t
         scheduler.books.catch_up()
         if scheduler._last_was_a_turn and scheduler.running:
             with mock.patch.object(type(scheduler.arrival_monitor), "may_leave_next", False):
-                view = Picture(scheduler, scheduler._traffic, surcharge_ms=0.0).view(*args)
+                view = Picture(scheduler, scheduler.traffic, surcharge_ms=0.0).view(*args)
             waited.append((view.online_waited_ms, scheduler.last_iteration.took_s * 1e3))
-        return Picture(scheduler, scheduler._traffic, surcharge_ms=0.0)
+        return Picture(scheduler, scheduler.traffic, surcharge_ms=0.0)
 
     plan = scheduler._plan_by_policy
     with mock.patch.object(
-        scheduler, "_plan_by_policy", lambda model: looks(scheduler._slo, model) and plan(model)
+        scheduler, "_plan_by_policy", lambda model: looks(scheduler.slo, model) and plan(model)
     ):
         engine.go_on_until(engine.clock.now + 2.0)
         engine.play([Arrival(0.31 * n, PROMPT, 30) for n in range(4)])
@@ -215,7 +215,7 @@ def test_a_server_measures_its_harm_in_pauses(make: Make) -> None:
 
     engine = make("prompt", rows=[(900, 3)] * 400)
     turns = mock.Mock(side_effect=cycle([0.0, 0.5]))  # a pause, then a slot for comparison
-    receipt = engine.scheduler._traffic.receipt = Receipt(share=0.2, dice=mock.Mock(random=turns))
+    receipt = engine.scheduler.traffic.receipt = Receipt(share=0.2, dice=mock.Mock(random=turns))
     engine.play([Arrival(0.6 * n, PROMPT, 5) for n in range(30)])
     said = receipt.report()
     assert said["pauses"]
@@ -248,7 +248,7 @@ def pause(engine: Any) -> None:
     """Rows have just made TTFTs late."""
     from conserve.engine.runtime.pausing import DEBT
 
-    for one in engine.scheduler._traffic._classes.values():
+    for one in engine.scheduler.traffic._classes.values():
         pausing = one.accountant.ttft.pausing
         pausing._since, pausing._account._credit = engine.clock.now, -DEBT
         one.arrived_at = engine.clock.now
@@ -322,7 +322,7 @@ def test_a_first_token_is_held_against_the_request_s_own_promise(make: Make) -> 
 def test_a_burst_counts_where_it_meets_a_quiet_iteration(make: Make) -> None:
     engine = make("never")
     engine.go_on_until(engine.clock.now + 2.0)
-    traffic = engine.scheduler._traffic
+    traffic = engine.scheduler.traffic
     assert traffic.planned_quiet
     engine.play([Arrival(0.05, PROMPT, 4) for _ in range(3)])
     assert [*traffic._starts] == [True] * 3

@@ -1,13 +1,46 @@
 """vLLM's own schedulers, with the queues of its newest version."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched import async_scheduler, scheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.vllm.compat.versions import name_here
 
 HOLDING = "vllm.v1.core.sched.scheduler.Scheduler.kv_holding_waiting"
+
+
+class VllmsAttributes:
+    """Attributes of vLLM's schedulers that `scheduling` uses, for the type checker, which does not read vLLM."""
+
+    running: list[Request]
+    waiting: Any
+    kv_holding_waiting: Any
+    requests: dict[str, Request]
+    policy: SchedulingPolicy
+    kv_cache_manager: Any
+    encoder_cache_manager: Any
+    connector: Any
+    scheduler_config: Any
+    lora_config: Any
+    is_encoder_decoder: bool
+    block_size: int
+    current_step: int
+    max_num_encoder_input_tokens: int
+    max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+    num_prefill_lookahead: int
+    num_spec_tokens: int
+    _inflight_prefills: set[Request]
+    _free_request_blocks: Callable[[Request], Any]
+    _handle_blocked_waiting_request: Callable[[Request], bool]
+    _inflight_prefill_reserved_blocks: Callable[..., int]
+    _is_blocked_waiting_status: Callable[[RequestStatus], bool]
+    _mamba_block_aligned_split: Callable[..., int]
+    _reserve_prefill_lookahead: Callable[..., int]
+    _try_schedule_encoder_inputs: Callable[..., Any]
 
 
 class HoldersApart:
@@ -61,4 +94,4 @@ else:
         """vLLM's scheduler of an engine that schedules ahead."""
 
 
-__all__ = ["AsyncScheduler", "Scheduler"]
+__all__ = ["AsyncScheduler", "Scheduler", "VllmsAttributes"]

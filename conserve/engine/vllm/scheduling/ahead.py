@@ -13,18 +13,21 @@ tokens of the iteration before only then. Where they do not, the next iteration 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from conserve.engine.policy.ahead import pays
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online
 from conserve.profiles.model import LatencyModel
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 
 class Ahead:
     """Iterations that were scheduled and are not settled, the oldest first."""
 
-    def __init__(self, scheduler: Any, *, asynchronous: bool) -> None:
+    def __init__(self, scheduler: CoServing, *, asynchronous: bool) -> None:
         # No row leaves the newest iteration, or the one that is being planned, and the next one may overlap it.
         self.beside = False
         self.count = 0  # iterations that were scheduled while another ran
@@ -79,17 +82,17 @@ class Ahead:
         # The next iteration counts on what this one encodes, which may be refused.
         if any(iteration.ahead and iteration.encodes for iteration in self._in_flight):
             return True
-        if not self.refusable and (not (self._leaves and self._scheduler._offline) or self._beside_online):
+        if not self.refusable and (not (self._leaves and self._scheduler.offline) or self._beside_online):
             return False  # as vLLM does
         return self._left or not self._leaves or not self._scheduler.offline_alone
 
     @property
     def _beside_online(self) -> bool:
         """True if online requests are in the engine, or on their way, and want iterations scheduled ahead."""
-        scheduler = self._scheduler
+        scheduler, model = self._scheduler, self._scheduler.iterations.model
         if not (self._asynchronous and self._leaves and scheduler.arrival_monitor.workers_read_flag):
             return False
-        if scheduler.offline_alone or not pays(scheduler._slo, scheduler._iterations.model):
+        if model is None or scheduler.offline_alone or not pays(scheduler.slo, model):
             return False
         # A request that waits for its grammar, its KV or its input keeps rows from nothing.
         blocked = scheduler._is_blocked_waiting_status
@@ -98,7 +101,7 @@ class Ahead:
 
     def rest_ms(self, now: float) -> float:
         """Time until the iterations in flight are over, by what was predicted; in ms."""
-        model = self._scheduler._iterations.model
+        model = self._scheduler.iterations.model
         if model is None or not self._in_flight:
             return 0.0
         took_ms = (now - self._in_flight[0].started) * 1e3
@@ -113,6 +116,6 @@ class Ahead:
     @property
     def _leaves(self) -> bool:
         """True if rows may leave the iterations that are scheduled from now on."""
-        scheduler, policy = self._scheduler, self._scheduler._planner  # in a pause there are no rows to leave
-        plans = policy.decides and not policy.holds_offline and scheduler._iterations.model is not None
+        scheduler, policy = self._scheduler, self._scheduler.planner  # in a pause there are no rows to leave
+        plans = policy.decides and not policy.holds_offline and scheduler.iterations.model is not None
         return bool(scheduler.arrival_monitor.enabled and plans)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
@@ -28,11 +28,18 @@ from conserve.engine.vllm.scheduling.observation import admits
 from conserve.engine.vllm.scheduling.parking import lose
 from conserve.profiles.batch import Batch, Slice
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
 
 
 def apply(
-    scheduler: Any, iteration: Iteration, schedule: Callable[[], SchedulerOutput], *, prompts_held_back: bool
+    scheduler: CoServing,
+    iteration: Iteration,
+    schedule: Callable[[], SchedulerOutput],
+    *,
+    prompts_held_back: bool,
 ) -> SchedulerOutput:
     """Have vLLM's `schedule` do what the iteration's plan says; without a plan, as it likes.
 
@@ -74,22 +81,22 @@ def apply(
     return output
 
 
-def make_ready(scheduler: Any) -> None:
+def make_ready(scheduler: CoServing) -> None:
     """Have vLLM see whose KV has come and which grammars are compiled: asking writes a request's status."""
-    for request in [*scheduler.kv_holding_waiting, *scheduler._grammars.values()]:
+    for request in [*scheduler.kv_holding_waiting, *scheduler.grammars.values()]:
         blocked = scheduler._is_blocked_waiting_status(request.status)
         if not blocked or scheduler._handle_blocked_waiting_request(request):
-            scheduler._grammars.pop(request.request_id, None)
+            scheduler.grammars.pop(request.request_id, None)
 
 
-def make_way(scheduler: Any) -> None:
+def make_way(scheduler: CoServing) -> None:
     """Evict the last row that runs, if vLLM had no room beside rows for a live request of the last plan."""
     if scheduler.last_iteration.turns_away:
         rows = [request.request_id for request in scheduler.running if not is_online(request)]
         evict(scheduler, rows[-1:], time.monotonic())
 
 
-def online_alone(scheduler: Any, most_tokens: int) -> Plan:
+def online_alone(scheduler: CoServing, most_tokens: int) -> Plan:
     """Plan an iteration of online requests that vLLM composes as it likes."""
     waiting = [request.request_id for request in with_adapters(scheduler, scheduler.waiting.online)]
     running = [request.request_id for request in scheduler.running if is_online(request)]
@@ -97,7 +104,7 @@ def online_alone(scheduler: Any, most_tokens: int) -> Plan:
     return Plan(tokens=dict.fromkeys([*running, *waiting], most_tokens), batch=whole, admitted=waiting)
 
 
-def with_adapters(scheduler: Any, requests: Iterable[Request]) -> Iterator[Request]:
+def with_adapters(scheduler: CoServing, requests: Iterable[Request]) -> Iterator[Request]:
     """Yield requests whose LoRA adapters fit beside those of all that run, rows that wait for their turn too."""
     used = {one.lora_request.lora_int_id for one in scheduler.running if one.lora_request is not None}
     for request in requests:
@@ -108,7 +115,7 @@ def with_adapters(scheduler: Any, requests: Iterable[Request]) -> Iterator[Reque
             yield request
 
 
-def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
+def evict(scheduler: CoServing, names: Sequence[str], now: float) -> None:
     """Free the KV blocks of requests that run, or that wait and have KV blocks."""
     for name in names:
         request = scheduler.requests[name]
@@ -126,7 +133,7 @@ def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
             scheduler.waiting.add_request(request)
 
 
-def park(scheduler: Any, names: Sequence[str], now: float) -> None:
+def park(scheduler: CoServing, names: Sequence[str], now: float) -> None:
     """Free the slots of running rows; one that could not go on where it was loses its KV blocks too."""
     for name in names:
         request = scheduler.requests[name]
@@ -146,7 +153,7 @@ def park(scheduler: Any, names: Sequence[str], now: float) -> None:
 
 
 @contextlib.contextmanager
-def keeping_blocks(scheduler: Any) -> Iterator[None]:
+def keeping_blocks(scheduler: CoServing) -> Iterator[None]:
     """Have vLLM preempt requests and free no KV block of theirs."""
     scheduler.parking.parks, scheduler._free_request_blocks = True, as_it_stays
     try:
@@ -161,7 +168,7 @@ def as_it_stays(request: Request) -> None:
 
 
 @contextlib.contextmanager
-def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]:
+def alone_waiting(scheduler: CoServing, requests: Sequence[Request]) -> Iterator[None]:
     """Let only these requests wait, in this order; the ones that vLLM does not take wait in their lanes again."""
     lanes, holding = scheduler.waiting, scheduler.kv_holding_waiting
     with_kv = set(holding)
@@ -180,7 +187,7 @@ def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def live_alone(scheduler: Any, *, on: bool) -> Iterator[None]:
+def live_alone(scheduler: CoServing, *, on: bool) -> Iterator[None]:
     """If `on`, let only live requests run: vLLM goes through all that run before it comes to an arrival."""
     if not on:
         yield
@@ -193,11 +200,11 @@ def live_alone(scheduler: Any, *, on: bool) -> Iterator[None]:
         scheduler.running.extend(rows)
 
 
-def _spares_rows(scheduler: Any, plan: Plan) -> bool:
+def _spares_rows(scheduler: CoServing, plan: Plan) -> bool:
     """True if an arrival begins beside no row, and vLLM need not evict one for want of KV blocks."""
     if not plan.admitted or plan.restored or scheduler.num_spec_tokens or scheduler.kv_groups:
         return False
-    if not scheduler._offline.isdisjoint(plan.tokens):
+    if not scheduler.offline.isdisjoint(plan.tokens):
         return False
     size = scheduler.block_size
     wanted = sum(-(-scheduler.requests[name].num_tokens // size) for name in plan.admitted)
@@ -206,7 +213,7 @@ def _spares_rows(scheduler: Any, plan: Plan) -> bool:
     return bool(wanted + scheduler.kv_cache_manager.watermark_blocks <= free)
 
 
-def in_parts(scheduler: Any, plan: Plan) -> Mapping[str, int]:
+def in_parts(scheduler: CoServing, plan: Plan) -> Mapping[str, int]:
     """The plan's tokens; a parked row goes on with no more of them than the part of a chunk that it has kept.
 
     The plan counts KV blocks for all of its prompt, as vLLM does for a request that waits.
@@ -217,7 +224,7 @@ def in_parts(scheduler: Any, plan: Plan) -> Mapping[str, int]:
 
 
 @contextlib.contextmanager
-def limited_to(scheduler: Any, plan: Plan, tokens: Mapping[str, int]) -> Iterator[None]:
+def limited_to(scheduler: CoServing, plan: Plan, tokens: Mapping[str, int]) -> Iterator[None]:
     """Give vLLM the plan's total as its budget, cap each request, and let only the plan's restores begin."""
     most_tokens, checkpoints = scheduler.max_num_scheduled_tokens, scheduler.checkpoints
     before_lookahead, aligned, before_encoders = caps(scheduler, tokens)
@@ -240,7 +247,7 @@ def limited_to(scheduler: Any, plan: Plan, tokens: Mapping[str, int]) -> Iterato
 
 
 def caps(
-    scheduler: Any, planned: Mapping[str, int]
+    scheduler: CoServing, planned: Mapping[str, int]
 ) -> tuple[Callable[..., int], Callable[..., int], Callable[..., Any]]:
     """Stand-ins for three methods that vLLM asks about each request's tokens before it allocates blocks for them.
 
@@ -288,7 +295,7 @@ def caps(
     return before_lookahead, aligned, before_encoders
 
 
-def all_step(scheduler: Any, plan: Plan) -> bool:
+def all_step(scheduler: CoServing, plan: Plan) -> bool:
     """True if the plan has a decode step of each running request and nothing else, so that it caps none."""
     steps = not (scheduler.num_spec_tokens or scheduler.num_prefill_lookahead or plan.batch.prefills)
     return steps and len(plan.tokens) == len(scheduler.running)
@@ -321,16 +328,16 @@ def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> It
         manager.allocate_slots = allocate
 
 
-def _behind_rows(scheduler: Any, admitted: Sequence[Request]) -> bool:
+def _behind_rows(scheduler: CoServing, admitted: Sequence[Request]) -> bool:
     """True if a live request is admitted behind rows: vLLM would go through all of them to find it."""
     running = scheduler.running
-    spares = scheduler._policy.spares_offline  # then vLLM evicts the request that was admitted last
+    spares = scheduler.chosen_policy.spares_offline  # then vLLM evicts the request that was admitted last
     return bool(running) and not (spares or is_online(running[-1])) and any(map(is_online, admitted))
 
 
-def _overtaken(scheduler: Any, admitted: Sequence[Request]) -> bool:
+def _overtaken(scheduler: CoServing, admitted: Sequence[Request]) -> bool:
     """True if an offline request is admitted behind a later arrival, since it was deferred for its prefix."""
-    offline = scheduler._offline
+    offline = scheduler.offline
     last = next((request for request in reversed(scheduler.running) if request.request_id in offline), None)
     turn = [one for one in (last, *admitted) if one is not None and one.request_id in offline]
     return any(later < earlier for earlier, later in pairwise(turn))

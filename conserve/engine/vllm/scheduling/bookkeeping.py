@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.engine.vllm.iteration import Iteration
 from conserve.profiles.model import smallest_ms
+
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
 
 
 class Ended(NamedTuple):
@@ -25,7 +28,7 @@ class Ended(NamedTuple):
 class Bookkeeping:
     """The notes that one iteration is owed at most."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: CoServing) -> None:
         self._scheduler = scheduler
         self._unnoted: Ended | None = None
         self._unlearned: Iteration | None = None
@@ -33,7 +36,7 @@ class Bookkeeping:
     def end(self, iteration: Iteration, outputs: Mapping[int, Any]) -> None:
         """Note when the iteration ended, and owe the rest. The one before it has been noted."""
         at = time.monotonic()
-        self._scheduler._iterations.end(iteration, at)
+        self._scheduler.iterations.end(iteration, at)
         self._unnoted, self._unlearned = Ended(iteration, at, outputs), iteration
 
     def catch_up(self) -> None:
@@ -41,17 +44,17 @@ class Bookkeeping:
         self.note_latencies()
         if self._unlearned is not None:
             iteration, self._unlearned = self._unlearned, None
-            self._scheduler._iterations.learn(iteration)
+            self._scheduler.iterations.learn(iteration)
 
     def note_latencies(self) -> None:
         """Note the tokens that live requests got, and the requests that have ended."""
         if self._unnoted is None:
             return
         (iteration, at, by_client), self._unnoted = self._unnoted, None
-        traffic, finished = self._scheduler._traffic, self._scheduler._finished
+        traffic, finished = self._scheduler.traffic, self._scheduler.finished
         rows_s = iteration.rows_s
         traffic.rows_time.note(at - iteration.took_s, at, rows_s)
-        plan, model = iteration.plan, self._scheduler._iterations.model
+        plan, model = iteration.plan, self._scheduler.iterations.model
         if plan is not None and plan.online_ms > 0 and model is not None:
             live_s = iteration.took_s - rows_s
             traffic.live_busy.note(live_s * max(0.0, 1 - smallest_ms(model) / plan.online_ms), live_s)

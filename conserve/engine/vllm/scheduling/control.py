@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.online_only import OnlineOnly
@@ -17,17 +17,20 @@ from conserve.engine.vllm.scheduling.application import evict
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 # What a pause compares with is an engine without rows, and a pause for a promise keeps the others.
 AS_VLLM, AS_PROMISED = OnlineOnly(), OnlineOnly(keeps_promises=True)
 
 
-def planner_of(scheduler: Any) -> Policy:
+def planner_of(scheduler: CoServing) -> Policy:
     """The scheduler's policy, or in a pause of its rows one that computes no offline token."""
-    policy: Policy = scheduler._policy
+    policy: Policy = scheduler.chosen_policy
     if policy.holds_offline:
         return policy
-    traffic, offline = scheduler._traffic, bool(scheduler._offline)
-    keeps = scheduler._policy_name == CONSERVE
+    traffic, offline = scheduler.traffic, bool(scheduler.offline)
+    keeps = scheduler.policy_name == CONSERVE
     pause = traffic.pauses(offline=offline, promises=keeps, now=time.monotonic())
     if pause is None or not offline or not keeps_kv(scheduler):
         return policy
@@ -35,11 +38,11 @@ def planner_of(scheduler: Any) -> Policy:
     return AS_PROMISED if keeps and (pause is Pause.PROMISE or traffic.classified) else AS_VLLM
 
 
-def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
+def change_regime(scheduler: CoServing, change: Mapping[str, Any]) -> None:
     """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as named."""
     if "policy" in change:
-        scheduler._follow(change["policy"])
-        if not scheduler._policy.decides:  # then vLLM would run parked rows before live requests
+        scheduler.use_policy(change["policy"])
+        if not scheduler.chosen_policy.decides:  # then vLLM would run parked rows before live requests
             evict(scheduler, [*scheduler.parking.names], time.monotonic())
         scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
     if "preemption" in change:
@@ -49,11 +52,11 @@ def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
     if "batching" in change:
         scheduler.batches = change["batching"] != OFF
     if "slo" in change:
-        scheduler._traffic.promise(Promises.of(change["slo"]))
+        scheduler.traffic.promise(Promises.of(change["slo"]))
 
 
-def lead(scheduler: Any, teller: str, ways_ms: Mapping[str, Beyond]) -> dict[str, Any]:
+def lead(scheduler: CoServing, teller: str, ways_ms: Mapping[str, Beyond]) -> dict[str, Any]:
     """Keep promises earlier by the ways of each class that an API server tells (`Traffic.lead`)."""
     scheduler.books.catch_up()
-    names: dict[str, Any] = scheduler._traffic.lead(ways_ms, teller=teller, now=time.monotonic())
+    names: dict[str, Any] = scheduler.traffic.lead(ways_ms, teller=teller, now=time.monotonic())
     return names

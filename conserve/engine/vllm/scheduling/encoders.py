@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -15,8 +15,11 @@ from vllm.v1.request import Request
 from conserve.engine.policy.view import Image
 from conserve.engine.vllm.lane import is_online, is_running
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
 
-def encoded_by(scheduler: Any, output: SchedulerOutput) -> dict[str, int]:
+
+def encoded_by(scheduler: CoServing, output: SchedulerOutput) -> dict[str, int]:
     """Names of the inputs that the iteration encodes, and their embeddings."""
     return {
         (request := scheduler.requests[name]).mm_features[number].identifier: request.get_num_encoder_embeds(
@@ -28,7 +31,7 @@ def encoded_by(scheduler: Any, output: SchedulerOutput) -> dict[str, int]:
 
 
 def to_encode(
-    scheduler: Any, request: Request, context: int, ms_of: Callable[[int], float]
+    scheduler: CoServing, request: Request, context: int, ms_of: Callable[[int], float]
 ) -> tuple[Image, ...]:
     """Images and sounds of a prompt behind so many tokens with KV; `ms_of` is the time of so many embeddings."""
     if scheduler.is_encoder_decoder and context:
@@ -41,7 +44,7 @@ def to_encode(
     )
 
 
-def strike_out(scheduler: Any, inputs: Iterable[str]) -> None:
+def strike_out(scheduler: CoServing, inputs: Iterable[str]) -> None:
     """Take inputs that no encoder has seen out of the books, whoever holds them; they are encoded later.
 
     vLLM would count them as cached, and its worker ends with the engine where it finds no embeddings.
@@ -60,7 +63,7 @@ def strike_out(scheduler: Any, inputs: Iterable[str]) -> None:
             cache.freed.append(name)
 
 
-def in_the_way(scheduler: Any, context_of: Callable[[Request], int]) -> list[str]:
+def in_the_way(scheduler: CoServing, context_of: Callable[[Request], int]) -> list[str]:
     """Running rows, the last first, that keep online requests from the encoders or from room for embeddings.
 
     vLLM cuts a prompt short before an input that it cannot encode, and serves running requests before waiting ones.
@@ -92,7 +95,7 @@ def in_the_way(scheduler: Any, context_of: Callable[[Request], int]) -> list[str
     return gone
 
 
-def _wanted_online(scheduler: Any, context_of: Callable[[Request], int]) -> dict[str, int]:
+def _wanted_online(scheduler: CoServing, context_of: Callable[[Request], int]) -> dict[str, int]:
     """Inputs that the next iteration should encode for online requests, and their embeddings; as many as it can."""
     most = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
     wanted: dict[str, int] = {}
@@ -115,7 +118,7 @@ def _has_prompt_left(request: Request) -> bool:
     return bool(request.mm_features) and request.num_computed_tokens < request.num_prompt_tokens
 
 
-def _next_input(scheduler: Any, request: Request, context: int) -> dict[str, int]:
+def _next_input(scheduler: CoServing, request: Request, context: int) -> dict[str, int]:
     """The first input behind so many tokens that an iteration could reach and has to encode, if there is one."""
     reached = context + scheduler.max_num_scheduled_tokens
     for (name, size), feature in zip(_inputs(request), request.mm_features, strict=True):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
 
@@ -28,6 +28,9 @@ from conserve.engine.vllm.lane import is_online
 from conserve.engine.vllm.scheduling.encoders import to_encode
 from conserve.profiles.model import LatencyModel
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 MOST_PASSED = 32  # waiting requests passed over since their restore has to wait; then the queue ends
 FAR = (1 << 30) - 1  # tokens: beyond every window
 STATES = 2  # blocks of a request where layers have a state
@@ -40,7 +43,7 @@ class Picture:
     them (`application.make_ready` does that before).
     """
 
-    def __init__(self, scheduler: Any, traffic: Traffic, *, surcharge_ms: float) -> None:
+    def __init__(self, scheduler: CoServing, traffic: Traffic, *, surcharge_ms: float) -> None:
         """`surcharge_ms`: time of a prompt token with logprobs beyond that of one without."""
         self.looked: list[tuple[Request, int]] = []  # waiting offline requests that were read, their context
         self._scheduler, self._traffic = scheduler, traffic
@@ -241,7 +244,7 @@ class Picture:
 
     def _images(self, request: Request, context: int) -> tuple[Image, ...]:
         """Images and sounds of a prompt that the encoders have not seen."""
-        return to_encode(self._scheduler, request, context, self._scheduler._iterations.encoder_ms)
+        return to_encode(self._scheduler, request, context, self._scheduler.iterations.encoder_ms)
 
     def context_of(self, request: Request) -> int:
         """Tokens of a waiting request with their KV on the device."""
@@ -296,13 +299,13 @@ class Picture:
         return bool(self._scheduler._is_blocked_waiting_status(request.status))
 
 
-def admits(scheduler: Any) -> bool:
+def admits(scheduler: CoServing) -> bool:
     """True if vLLM takes in waiting requests that hold no KV blocks: it is not paused."""
     paused = getattr(scheduler, "pause_state", None)
     return paused is None or paused.name == "UNPAUSED"
 
 
-def slots_of(scheduler: Any) -> int:
+def slots_of(scheduler: CoServing) -> int:
     """Requests that vLLM runs at a time: a limit of its own may be below the size of a batch."""
     return int(min(scheduler.max_num_running_reqs, getattr(scheduler, "max_num_active_reqs", inf)))
 
@@ -319,7 +322,7 @@ def surcharged(request: Request) -> bool:
     return params is not None and params.prompt_logprobs is not None
 
 
-def keeps_kv(scheduler: Any) -> bool:
+def keeps_kv(scheduler: CoServing) -> bool:
     """False for a model without KV, as one that embeds: there is nothing to plan by."""
     return bool(scheduler.kv_cache_manager.coordinator.single_type_managers)
 

@@ -13,7 +13,7 @@ leave that iteration: the token comes before the next plan.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -21,11 +21,14 @@ from vllm.v1.request import Request
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_running
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 
 class Parking:
     """The parked rows of a scheduler."""
 
-    def __init__(self, scheduler: Any, *, settles: bool) -> None:
+    def __init__(self, scheduler: CoServing, *, settles: bool) -> None:
         """`settles`: at most one iteration is under way while another is planned: no pipeline parallelism."""
         self.on = can_park(scheduler)  # rows may be parked at all
         self._scheduler, self._settles = scheduler, settles
@@ -51,18 +54,18 @@ class Parking:
             self.names -= going_on
 
 
-def can_park(scheduler: Any) -> bool:
+def can_park(scheduler: CoServing) -> bool:
     """True if the state of rows is in their KV blocks."""
     elsewhere = scheduler.kv_groups or scheduler.num_spec_tokens
     return not elsewhere and getattr(scheduler, "aux_output_connector", None) is None
 
 
-def lose(scheduler: Any, request: Request) -> None:
+def lose(scheduler: CoServing, request: Request) -> None:
     """Note that a request's KV blocks are freed now, and with them what its layers have computed."""
     name = request.request_id
     scheduler.prefixes.end(request, now=time.monotonic())
-    if name in scheduler._offline:
-        scheduler._offline_tokens.loses(request)
+    if name in scheduler.offline:
+        scheduler.offline_tokens.loses(request)
     scheduler.arrival_monitor.lost_memory(name)
     if scheduler.checkpoints is not None:
         scheduler.checkpoints.evicting(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
 
@@ -18,13 +18,16 @@ from conserve.engine.vllm.lane import is_running
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 MOST = 8  # iterations in a row without a look
 
 
 class Repetition:
     """The last plan of a scheduler, as long as it holds."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: CoServing) -> None:
         self._scheduler = scheduler
         self._left = 0  # iterations for which the plan holds
         self._plan: Plan | None = None
@@ -44,7 +47,7 @@ class Repetition:
             return
         self._left, self._plan = MOST, plan
         self._requests = [self._scheduler.requests[name] for name in plan.tokens]
-        self._planner, self._slo, self._model = self._scheduler._planner, view.slo, view.model
+        self._planner, self._slo, self._model = self._scheduler.planner, view.slo, view.model
         self._quiet, self._reserved_blocks = view.quiet, view.set_aside_blocks
 
     def forget(self) -> None:
@@ -55,7 +58,7 @@ class Repetition:
     def prepare(self) -> None:
         """Compute the plan to come, if it is this one again: the workers compute meanwhile."""
         if self._plan is not None and self._left and self._model is not None:
-            same = self._slo == self._scheduler._slo
+            same = self._slo == self._scheduler.slo
             self._next, self._prepared = self._longer(self._plan, self._model) if same else None, True
 
     def again(self, model: LatencyModel) -> Plan | None:
@@ -69,8 +72,8 @@ class Repetition:
             self.forget()
             return None
         self._left, self._plan, self._prepared = self._left - 1, again, False
-        self._scheduler._reserve(self._reserved_blocks)
-        self._scheduler._traffic.planned_quiet = self._quiet
+        self._scheduler.reserve_blocks(self._reserved_blocks)
+        self._scheduler.traffic.planned_quiet = self._quiet
         return again
 
     def _longer(self, plan: Plan, model: LatencyModel) -> Plan | None:
@@ -91,7 +94,7 @@ class Repetition:
     def _is_of_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and rows get decode steps or nothing."""
         scheduler, batch = self._scheduler, plan.batch
-        if not getattr(scheduler._planner, "repeats", False) or scheduler._traffic.classified:
+        if not getattr(scheduler.planner, "repeats", False) or scheduler.traffic.classified:
             return False
         if scheduler.scheduler_config.async_scheduling:
             return False
@@ -101,8 +104,8 @@ class Repetition:
             return False
         if not plan.tokens or batch.prefills or batch.tokens != batch.requests:
             return False
-        rows = scheduler._offline & plan.tokens.keys()
-        return len(plan.tokens) - len(rows) == len(scheduler.requests) - len(scheduler._offline)
+        rows = scheduler.offline & plan.tokens.keys()
+        return len(plan.tokens) - len(rows) == len(scheduler.requests) - len(scheduler.offline)
 
     def _holds(self, plan: Plan) -> bool:
         """True if the requests are the same and decode on, and no other wants anything of an iteration."""
@@ -111,9 +114,9 @@ class Repetition:
             return False
         if last.left or len(scheduler.kv_holding_waiting) > len(scheduler.parking.names):
             return False
-        if scheduler._grammars or scheduler._traffic.pushing.urgent:
+        if scheduler.grammars or scheduler.traffic.pushing.urgent:
             return False
-        if scheduler._recordings.watches or scheduler._planner is not self._planner:
+        if scheduler.recordings.watches or scheduler.planner is not self._planner:
             return False
         blocks = len(requests) * max(1, len(scheduler.kv_groups))
         kept = 0 if plan.limit_ms is None else self._reserved_blocks  # from rows, where there are any

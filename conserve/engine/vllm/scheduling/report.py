@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.policies import CONSERVE
@@ -13,29 +13,32 @@ from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 SHORT_PROMPT = 128  # tokens
 
 
-def report(scheduler: Any) -> dict[str, Any]:
+def report(scheduler: CoServing) -> dict[str, Any]:
     """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
-    iterations = scheduler._iterations
-    holds_back = scheduler._policy_name == CONSERVE and iterations.model is not None
-    traffic = scheduler._traffic.report(now=time.monotonic(), holds_back=holds_back)
-    traffic["offline"]["work"] = scheduler._offline_tokens.work
-    traffic["offline"]["decode_steps"] = scheduler._offline_tokens.steps
+    iterations = scheduler.iterations
+    holds_back = scheduler.policy_name == CONSERVE and iterations.model is not None
+    traffic = scheduler.traffic.report(now=time.monotonic(), holds_back=holds_back)
+    traffic["offline"]["work"] = scheduler.offline_tokens.work
+    traffic["offline"]["decode_steps"] = scheduler.offline_tokens.steps
     return {
-        "policy": scheduler._policy_name,
-        "refused_plans": refusals_of(scheduler._policy),
-        "slo": scheduler._traffic.promises.document(),
+        "policy": scheduler.policy_name,
+        "refused_plans": refusals_of(scheduler.chosen_policy),
+        "slo": scheduler.traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
         "batching": {"policy": "on" if scheduler.batches else OFF},
         "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
-        "max_num_batched_tokens": scheduler._most_tokens,
+        "max_num_batched_tokens": scheduler.most_tokens,
         "scheduling_ms": scheduler.own_time.ms,
         **traffic,
-        "harm": scheduler._traffic.receipt.report(),
-        "pushing": scheduler._traffic.pushing.report(),
+        "harm": scheduler.traffic.receipt.report(),
+        "pushing": scheduler.traffic.pushing.report(),
         **iterations.report(),
         "live_prefixes": scheduler.prefixes.report(),
         "preemption": {
@@ -43,7 +46,7 @@ def report(scheduler: Any) -> dict[str, Any]:
             "scheduled_ahead": scheduler.ahead.count,
             "parked": scheduler.parking.count,
         },
-        "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
+        "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler.offline_tokens.again},
     }
 
 
@@ -61,7 +64,7 @@ def alone(model: LatencyModel) -> dict[str, Any]:
     }
 
 
-def checkpoints(scheduler: Any) -> dict[str, Any]:
+def checkpoints(scheduler: CoServing) -> dict[str, Any]:
     """Counts of KV blocks saved and restored; `why_off` where nothing is checkpointed."""
     if scheduler.checkpoints is not None:
         said: dict[str, Any] = scheduler.checkpoints.report()

@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from conserve.engine.vllm.scheduling.application import evict, make_ready
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
 
 @contextmanager
-def resetting(scheduler: Any, *, running: bool) -> Iterator[None]:
+def resetting(scheduler: CoServing, *, running: bool) -> Iterator[None]:
     """Meanwhile no block is being saved. `running`: vLLM resets running requests, so those that wait go as well.
 
     A row that is being restored keeps its blocks, which the workers write: vLLM refuses the reset.

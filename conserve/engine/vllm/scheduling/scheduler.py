@@ -23,7 +23,7 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
-from conserve.engine.vllm.compat.vllms_scheduler import AsyncScheduler, Scheduler
+from conserve.engine.vllm.compat.vllms_scheduler import AsyncScheduler, Scheduler, VllmsAttributes
 from conserve.engine.vllm.iteration import Iteration, device_time_of, iteration_of, outcome_of, put
 from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
@@ -56,68 +56,56 @@ NOTHING = Plan(tokens={}, batch=Batch())
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
-class CoServing:
+class CoServing(VllmsAttributes):
     """Mixed into vLLM's schedulers, of which it uses what `compat.INTERNALS` lists."""
-
-    kv_cache_manager: Any
-    connector: Any
-    running: list[Request]
-    waiting: Any
-    requests: dict[str, Request]
-    policy: SchedulingPolicy
-    kv_holding_waiting: Any
-    _inflight_prefills: set[Request]
-    block_size: int
-    max_num_scheduled_tokens: int
-    num_spec_tokens: int
-    _is_blocked_waiting_status: Any
-    _handle_blocked_waiting_request: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         installed = EngineSettings.read(vllm_config)
         self.waiting, self.kv_holding_waiting = Lanes(), Lanes()
-        self._iterations = Iterations(installed, learns=vllm_config.model_config.runner_type == "generate")
-        self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
-        self._traffic.pushing.largest_scale = installed.push_slo_scale
-        self._offline: set[str] = set()  # offline requests in the engine
-        self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
-        self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
-        self._finished: dict[str, float | None] = {}  # last tokens not counted yet; when it was aborted
+        self.iterations = Iterations(installed, learns=vllm_config.model_config.runner_type == "generate")
+        self.traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
+        self.traffic.pushing.largest_scale = installed.push_slo_scale
+        self.offline: set[str] = set()  # offline requests in the engine
+        self.with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
+        self.grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
+        self.finished: dict[str, float | None] = {}  # last tokens not counted yet; when it was aborted
         self.books = Bookkeeping(self)
         self.last_iteration = Iteration()  # the newest: the one before that which is being planned
-        self._most_tokens = self.max_num_scheduled_tokens
+        self.most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
-        self._offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
+        self.offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
         self.arrival_monitor = ArrivalMonitor(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self.ahead = Ahead(self, asynchronous=vllm_config.scheduler_config.async_scheduling)
-        self._recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
+        self.recordings = Recordings(installed, vllm_config.parallel_config.data_parallel_index)
         self.row_terms = RowTerms()
         self.own_time = OwnTime.of(vllm_config.parallel_config)
-        self._repetition = Repetition(self)
+        self.repetition = Repetition(self)
         self.kv_groups = kv_groups_of(self.kv_cache_manager, vllm_config)
         self.prefixes = LivePrefixes(self.kv_cache_manager, share=installed.live_prefixes)
         self.parking = Parking(self, settles=vllm_config.max_concurrent_batches <= 2)
         self.batches = True  # batching mode is allowed
-        self._follow(installed.policy)
+        self.use_policy(installed.policy)
 
-    def _follow(self, name: str) -> None:
-        self._policy_name = name
-        self._policy = self._planner = named(name, log.warning)
-        self._traffic.follow(name)
+    def use_policy(self, name: str) -> None:
+        """Plan by this policy from now on."""
+        self.policy_name = name
+        self.chosen_policy = self.planner = named(name, log.warning)
+        self.traffic.follow(name)
         self.prefixes.follow(on=name == CONSERVE)
-        self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
+        spares_offline = self.chosen_policy.spares_offline
+        self.policy = SchedulingPolicy.FCFS if spares_offline else SchedulingPolicy.PRIORITY
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
         self.books.catch_up()
         if change:
-            self._repetition.forget()
-            self._traffic.receipt.restart()
+            self.repetition.forget()
+            self.traffic.receipt.restart()
             change_regime(self, change)
         self._end_warm_up()
         return report(self)
@@ -131,41 +119,41 @@ class CoServing:
         known = self.requests.get(name)  # the request of which this is a part, or the end
         arrives = known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super().add_request(request)  # type: ignore[misc]
-        self._repetition.forget()
+        self.repetition.forget()
         self.arrival_monitor.arrived(name)
         if not arrives or name not in self.requests or self._warms_up(request):
             return
-        self._traffic.finished(name)  # with the part before
+        self.traffic.finished(name)  # with the part before
         if surcharged(request):
-            self._with_logprobs.add(name)
+            self.with_logprobs.add(name)
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            self._grammars[name] = request
+            self.grammars[name] = request
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
             own, live_class = ttft_promise(request) is not None, class_named(request)
-            self._traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=live_class, own_ttft=own)
+            self.traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=live_class, own_ttft=own)
         else:
-            self._offline.add(name)
+            self.offline.add(name)
             if pushes(request):
-                self._traffic.pushing.rows.add(name)
+                self.traffic.pushing.rows.add(name)
 
     def arriving(self, request: Request) -> None:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
         if is_online(request) and not self._warms_up(request):
             arrived = time.monotonic() - (time.time() - request.arrival_time)
-            promise = ttft_promise(request) or self._traffic.ttft_ms(class_named(request))
+            promise = ttft_promise(request) or self.traffic.ttft_ms(class_named(request))
             self.arrival_monitor.arriving(request, promise, arrived=arrived)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
-        for names in (self._offline, self._traffic.pushing.rows, self._with_logprobs, self.parking.names):
+        for names in (self.offline, self.traffic.pushing.rows, self.with_logprobs, self.parking.names):
             names.discard(request.request_id)
-        self._offline_tokens.forget(request.request_id)
-        self._grammars.pop(request.request_id, None)
+        self.offline_tokens.forget(request.request_id)
+        self.grammars.pop(request.request_id, None)
         aborted_at = time.monotonic() if request.status == RequestStatus.FINISHED_ABORTED else None
-        self._finished[request.request_id] = aborted_at
-        self._recordings.ended(request)
-        self._repetition.forget()
+        self.finished[request.request_id] = aborted_at
+        self.recordings.ended(request)
+        self.repetition.forget()
         self.prefixes.end(request, now=time.monotonic())
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -173,7 +161,7 @@ class CoServing:
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
         if self.ahead.waits():
             return False
-        if self._policy.holds_offline and len(self._offline) == len(self.requests):
+        if self.chosen_policy.holds_offline and len(self.offline) == len(self.requests):
             copying = self.checkpoints is not None and self.checkpoints.copying
             return copying or bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
@@ -181,8 +169,8 @@ class CoServing:
     @property
     def offline_alone(self) -> bool:
         """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
-        known = self.arrival_monitor.workers_read_flag and self._iterations.warm_up is None
-        return known and len(self._offline) == len(self.requests) and not self.arrival_monitor.expects
+        known = self.arrival_monitor.workers_read_flag and self.iterations.warm_up is None
+        return known and len(self.offline) == len(self.requests) and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if not self.parking.parks:
@@ -199,8 +187,8 @@ class CoServing:
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(self.own_time.of_vllm(super().schedule), *args, **kwargs)  # type: ignore[misc]
-        leaves = self.arrival_monitor.enabled and self._iterations.model is not None and not self.ahead.beside
-        mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
+        leaves = self.arrival_monitor.enabled and self.iterations.model is not None and not self.ahead.beside
+        mine = plan is not None and leaves and not self.offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         output = apply(self, iteration, schedule, prompts_held_back=any((*args, *kwargs.values())))
         self.parking.tell(iteration, output)
@@ -215,7 +203,7 @@ class CoServing:
         """Answer as vLLM does, which asks once the workers compute: the time for what no iteration waits for."""
         self.own_time.begin()
         self.books.catch_up()
-        self._repetition.prepare()
+        self.repetition.prepare()
         self.own_time.pause(launched=True)
         return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
 
@@ -227,7 +215,7 @@ class CoServing:
         iteration.outcome, iteration.device = outcome_of(output), device_time_of(output)
         self.ahead.settled(iteration, time.monotonic())
         settle(self, iteration)
-        rows = self._offline.intersection(iteration.tokens)  # also those that end now
+        rows = self.offline.intersection(iteration.tokens)  # also those that end now
         updated = self.own_time.of_vllm(super().update_from_output)(scheduler_output, output)  # type: ignore[misc]
         self.books.end(iteration, updated)
         live = len(rows) < len(iteration.tokens)
@@ -238,108 +226,111 @@ class CoServing:
 
     def _plan(self) -> Plan | None:
         """The policy's plan; None leaves the iteration to vLLM."""
-        if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
-            self._iterations.end_warm_up()
-        self._planner = policy = planner_of(self)
-        model: LatencyModel | None = self._iterations.model
-        alone = self._policy_name == "paced" or self._traffic.classified  # no offline request is needed
-        decides = policy.decides and (self._offline or alone)
-        self._reserve(0)
-        self._traffic.planned_quiet = False
+        if self.iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
+            self.iterations.end_warm_up()
+        self.planner = policy = planner_of(self)
+        model: LatencyModel | None = self.iterations.model
+        alone = self.policy_name == "paced" or self.traffic.classified  # no offline request is needed
+        decides = policy.decides and (self.offline or alone)
+        self.reserve_blocks(0)
+        self.traffic.planned_quiet = False
         if not decides or (model is None and not policy.holds_offline) or not keeps_kv(self):
             return None
-        if policy is not self._policy and len(self._offline) == len(self.requests):  # a pause of rows alone
+        if policy is not self.chosen_policy and len(self.offline) == len(
+            self.requests
+        ):  # a pause of rows alone
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
-            return online_alone(self, self._most_tokens) if policy.holds_offline else None
-        model = (self._iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
-        return self._repetition.again(model) or self._plan_by_policy(model)
+            return online_alone(self, self.most_tokens) if policy.holds_offline else None
+        model = (self.iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
+        return self.repetition.again(model) or self._plan_by_policy(model)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
         self.books.note_latencies()
         make_ready(self)
-        surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
-        picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
+        surcharge_ms = self.iterations.surcharge_ms if self.with_logprobs else 0.0
+        picture = Picture(self, self.traffic, surcharge_ms=surcharge_ms)
         evict(self, in_the_way(self, picture.context_of), time.monotonic())
-        view = picture.view(self._slo, model)
-        plan = self._planner.plan(view)
-        self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
+        view = picture.view(self.slo, model)
+        plan = self.planner.plan(view)
+        self.traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
         if plan is not None:
-            self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
-        self._reserve(view.set_aside_blocks)
+            self.row_terms.began(self.requests[name] for name in plan.admitted if name in self.offline)
+        self.reserve_blocks(view.set_aside_blocks)
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
-        paused = self._planner is not self._policy
-        self._recordings.planned(view, plan, ONLINE_ONLY if paused else self._policy_name)
-        self._repetition.note(plan, view)
+        paused = self.planner is not self.chosen_policy
+        self.recordings.planned(view, plan, ONLINE_ONLY if paused else self.policy_name)
+        self.repetition.note(plan, view)
         return plan
 
     @property
     def online_grammars_compile(self) -> bool:
         """True if an online request waits for its grammar: it will want an iteration, and no call will say so."""
-        return any(map(is_online, self._grammars.values()))
+        return any(map(is_online, self.grammars.values()))
 
     @property
     def _last_was_a_turn(self) -> bool:
         """True if the last plan had rows alone while online requests run: theirs is the next iteration anyway."""
         plan = self.last_iteration.plan
-        return plan is not None and plan.tokens.keys() <= self._offline and any(map(is_online, self.running))
+        return plan is not None and plan.tokens.keys() <= self.offline and any(map(is_online, self.running))
 
     @property
-    def _slo(self) -> Slo:
+    def slo(self) -> Slo:
         """Bounds on the next iteration under which every promise can be kept."""
-        return self._traffic.bounds(now=time.monotonic())
+        return self.traffic.bounds(now=time.monotonic())
 
-    def _reserve(self, blocks: int) -> None:
+    def reserve_blocks(self, blocks: int) -> None:
+        """Keep so many free KV blocks from checkpoints."""
         if self.checkpoints is not None:
             self.checkpoints.reserved_blocks = blocks
 
     def _predict(self, plan: Plan | None) -> None:
         """Tell checkpoints how long the iteration will take, for copies go beside it; None where it is unknown."""
         if self.checkpoints is not None:
-            timed = plan is not None and plan.tokens and self._iterations.model is not None
+            timed = plan is not None and plan.tokens and self.iterations.model is not None
             self.checkpoints.predicted_ms = plan.predicted_ms if plan is not None and timed else None
 
     def _send(self, iteration: Iteration, output: SchedulerOutput) -> None:
         """Complete the record with what vLLM has scheduled, stamp it, and put it on the output."""
         put(output, iteration)
         self.last_iteration = iteration
-        if self._iterations.warm_up is None:
+        if self.iterations.warm_up is None:
             self.prefixes.start(output, self.requests, now=iteration.started)
         plan, tokens = iteration.plan, output.num_scheduled_tokens
         iteration.tokens, iteration.encodes = tokens, encoded_by(self, output)
         self._unplanned += plan is None
-        if plan is None and not self._offline and not iteration.ahead and not self._teaches(iteration):
+        if plan is None and not self.offline and not iteration.ahead and not self._teaches(iteration):
             return
         iteration.batch = plan.batch if plan is not None and tokens == plan.tokens else self._batch(tokens)
-        iteration.surcharged = sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
+        iteration.surcharged = sum(tokens[name] for name in self.with_logprobs if tokens.get(name, 0) > 1)
         self._count_offline(iteration, iteration.batch)
-        if self._traffic.classified:
-            self._traffic.computed(cost_by_class(self, tokens))
+        if self.traffic.classified:
+            self.traffic.computed(cost_by_class(self, tokens))
         if iteration.registers_late and tokens:
             self._stamp(iteration)
 
     def _stamp(self, iteration: Iteration) -> None:
-        assert self._iterations.model is not None
-        requests, offline = self.requests, self._offline
+        assert self.iterations.model is not None
+        requests, offline = self.requests, self.offline
         self.arrival_monitor.begin(
             iteration,
             offline=[(requests[name], n) for name, n in iteration.tokens.items() if name in offline],
-            model=self._iterations.model,
-            slo=self._slo,
-            offline_tokens=self._traffic.offline_tokens,
+            model=self.iterations.model,
+            slo=self.slo,
+            offline_tokens=self.traffic.offline_tokens,
         )
 
     def _teaches(self, iteration: Iteration) -> bool:
-        return bool(iteration.encodes) or self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
+        return bool(iteration.encodes) or self.iterations.model is None or self._unplanned % LEARN_EVERY == 0
 
     def _batch(self, tokens: Mapping[str, int]) -> Batch:
         """The batch that was scheduled just now; the requests' counters have moved on by it already."""
-        return Batch.of(self._slice(name, count) for name, count in tokens.items())
+        return Batch.of(self.scheduled_slice(name, count) for name, count in tokens.items())
 
-    def _slice(self, name: str, tokens: int) -> Slice:
+    def scheduled_slice(self, name: str, tokens: int) -> Slice:
         """The request's part in the iteration that was scheduled last."""
         request = self.requests[name]
         return self.part(request, tokens, request.num_computed_tokens - tokens)
@@ -350,26 +341,26 @@ class CoServing:
         return Slice(tokens, context, decode)
 
     def _count_offline(self, iteration: Iteration, batch: Batch) -> None:
-        if self._offline:
-            worth = self._iterations.worth
-            counted = self._offline_tokens.count(iteration.tokens, self.requests, self._offline, batch, worth)
+        if self.offline:
+            worth = self.iterations.worth
+            counted = self.offline_tokens.count(iteration.tokens, self.requests, self.offline, batch, worth)
             if counted:
-                self._traffic.offline(counted, at=iteration.started)
+                self.traffic.offline(counted, at=iteration.started)
 
     def _warms_up(self, request: Request) -> bool:
         """True for a request of the warm-up. Afterwards a client's request may have such a name."""
-        return self._iterations.warm_up is not None and is_warm_up(request.request_id)
+        return self.iterations.warm_up is not None and is_warm_up(request.request_id)
 
     def _end_warm_up(self) -> None:
-        if self._iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
-            self._iterations.end_warm_up()
+        if self.iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
+            self.iterations.end_warm_up()
 
     def shutdown(self) -> None:
         """Save the model's correction, and end."""
         self.books.catch_up()
         self.arrival_monitor.close()
-        self._iterations.save()
-        self._recordings.close()
+        self.iterations.save()
+        self.recordings.close()
         super().shutdown()  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:

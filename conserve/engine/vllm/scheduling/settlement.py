@@ -10,7 +10,7 @@ vLLM drops what it brings for these rows (`num_stale_output_tokens`), as after a
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -18,14 +18,17 @@ from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_running
 from conserve.engine.vllm.scheduling.encoders import strike_out
 
+if TYPE_CHECKING:
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
 
-def settle(scheduler: Any, iteration: Iteration) -> None:
+
+def settle(scheduler: CoServing, iteration: Iteration) -> None:
     """Rewind the rows that left, and register the blocks of the others for reuse.
 
     This comes before vLLM takes the results in, which may free the requests.
     """
     if iteration.plan is not None and iteration.plan.pushed:
-        scheduler._traffic.pushing.computed(iteration.plan.pushed, but=iteration.left)
+        scheduler.traffic.pushing.computed(iteration.plan.pushed, but=iteration.left)
     if not iteration.registers_late:
         scheduler.arrival_monitor.computed(iteration.tokens)
         return
@@ -47,17 +50,17 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
             if tokens > 1 or not computed % size:  # most steps fill no block
                 scheduler.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
     if uncounted:
-        scheduler._traffic.offline(-uncounted, at=time.monotonic())
+        scheduler.traffic.offline(-uncounted, at=time.monotonic())
 
 
-def rewind(scheduler: Any, request: Request, tokens: int) -> int:
+def rewind(scheduler: CoServing, request: Request, tokens: int) -> int:
     """Set the counters back to before the iteration; the row keeps its blocks, which were never registered.
 
     `tokens` are the row's in this iteration; more of them may be in flight. Returns how many had been counted.
     """
     in_flight, uncounted = request.num_in_flight_tokens, 0
     request.num_computed_tokens -= in_flight
-    if request.request_id in scheduler._offline:
+    if request.request_id in scheduler.offline:
         uncounted = uncount(scheduler, request, tokens)
         if in_flight > tokens:
             uncounted += uncount(scheduler, request, in_flight - tokens, behind=tokens)
@@ -69,8 +72,8 @@ def rewind(scheduler: Any, request: Request, tokens: int) -> int:
     return uncounted
 
 
-def uncount(scheduler: Any, request: Request, tokens: int, *, behind: int = 0) -> int:
+def uncount(scheduler: CoServing, request: Request, tokens: int, *, behind: int = 0) -> int:
     """Uncount tokens that a row was to compute, `behind` others after those that it has; returns their number."""
     part = scheduler.part(request, tokens, request.num_computed_tokens + behind)
-    counted: int = scheduler._offline_tokens.left(request.request_id, part, scheduler._iterations.worth)
+    counted: int = scheduler.offline_tokens.left(request.request_id, part, scheduler.iterations.worth)
     return counted

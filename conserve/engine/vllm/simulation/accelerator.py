@@ -141,7 +141,7 @@ class SimulatedAccelerator(SimulatedEngine):
         """Time of the device in s. Rows that left begin their chunks anew, as in a pass that is one graph."""
         for name in output.num_scheduled_tokens:
             self._suspended.pop(name, None)
-        batch = Batch.of(self.scheduler._slice(*one) for one in output.num_scheduled_tokens.items())
+        batch = Batch.of(self.scheduler.scheduled_slice(*one) for one in output.num_scheduled_tokens.items())
         return self._model.predict(batch) * self._noise() / 1e3
 
     def _pass_ms(self, batch: Batch, stamp: Stamp | None) -> float:

@@ -130,7 +130,7 @@ class SimulatedEngine(SchedulerAlone):
     @property
     def offline_tokens(self) -> int:
         """Computed so far, as the scheduler counts them."""
-        return int(self.scheduler._traffic.offline_tokens)
+        return int(self.scheduler.traffic.offline_tokens)
 
     def play(
         self, arrivals: Iterable[Coming], block_s: float = 0.0, *, shared_tokens: int = 0
@@ -244,7 +244,8 @@ class SimulatedEngine(SchedulerAlone):
     def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> IterationOutcome:
         """Layer by layer, as `Rows.run`."""
         slices = {
-            name: self.scheduler._slice(name, tokens) for name, tokens in output.num_scheduled_tokens.items()
+            name: self.scheduler.scheduled_slice(name, tokens)
+            for name, tokens in output.num_scheduled_tokens.items()
         }
         joining: dict[str, int] = {}
         for name in slices.keys() & self._suspended.keys():
