@@ -18,7 +18,7 @@ from conserve.words import count, duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
-    from conserve.engine.vllm.settings import Pacing
+    from conserve.engine.vllm.settings import RequestedSettings
     from conserve.jobs.harvest.harvester import Harvester
     from conserve.jobs.harvest.observer import Observer
     from conserve.store.database.store import Store
@@ -109,13 +109,13 @@ def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
     return [*shlex.split(settings.engine_args), *flags]
 
 
-def make_pacing(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> "Pacing":
-    """Pacing of the embedded engine, from the flags."""
+def requested_settings(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> "RequestedSettings":
+    """Settings of the embedded engine that the flags ask for."""
     from conserve.engine.policy.promises import Promises
-    from conserve.engine.vllm.settings import Pacing
+    from conserve.engine.vllm.settings import RequestedSettings
 
     behind = f" -- {shlex.join(flags)}" if flags else ""
-    return Pacing(
+    return RequestedSettings(
         folder=settings.profiles_folder,
         command=f"conserve profile {settings.engine_model}{behind}",
         profile=pace.profile,
@@ -175,7 +175,7 @@ def make_endpoint(
             settings.engine_model,
             engine_flags=engine_flags(settings, flags),
             cache_dir=settings.models_folder,
-            pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
+            requested=requested_settings(settings, flags, pace) if pace.asked_for else None,
             say=say,
         )
     if address.startswith("fake:"):

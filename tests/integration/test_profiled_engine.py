@@ -16,7 +16,7 @@ from conserve.engine.vllm.launching.flags import parse_flags
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.engine.vllm.profiling.rig import EngineRig, build_core
-from conserve.engine.vllm.settings import Pacing
+from conserve.engine.vllm.settings import RequestedSettings
 from conserve.errors import ProfileDerived, ProfileMissing
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
@@ -72,9 +72,9 @@ def test_the_engine_on_a_profile_cuts_its_iterations_to_the_time(home: Path) -> 
     config = parse_flags(path, FLAGS).create_engine_config()
     key = key_of(config)
     tbt_ms = Book(home / "profiles").find(key, command=COMMAND).model().predict(Batch.of([Slice(CHUNK, 0)]))
-    Pacing(folder=home / "profiles", command=COMMAND, promises=Promises.of({"tbt_ms": tbt_ms})).install(
-        config
-    )
+    RequestedSettings(
+        folder=home / "profiles", command=COMMAND, promises=Promises.of({"tbt_ms": tbt_ms})
+    ).install(config)
     core = asyncio.run(build_core(config, engine_log().fileno()))
     rig = EngineRig(DEMO_MODEL, key, core)
     scheduler: Any = core.scheduler
@@ -109,9 +109,9 @@ def test_an_engine_without_a_profile_says_how_to_make_one(home: Path, tmp_path: 
     for folder, flags in ((tmp_path, FLAGS), (home / "profiles", [*FLAGS, "--block-size", "64"])):
         config = parse_flags(path, flags).create_engine_config()
         with pytest.raises(ProfileMissing, match=f"run: {COMMAND}"):
-            Pacing(folder=folder, command=COMMAND).install(config)
+            RequestedSettings(folder=folder, command=COMMAND).install(config)
     with pytest.raises(ProfileDerived, match="simulation only"):
-        Pacing(folder=tmp_path, command=COMMAND, profile="llama-3.1-8b-h100").install(config)
+        RequestedSettings(folder=tmp_path, command=COMMAND, profile="llama-3.1-8b-h100").install(config)
 
 
 def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) -> None:

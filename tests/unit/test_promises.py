@@ -261,9 +261,9 @@ def test_a_default_harm_is_no_promise_of_the_users() -> None:
 
 def test_a_printed_command_names_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from conserve.engine.vllm.server import printed
-    from conserve.engine.vllm.settings import Pacing
+    from conserve.engine.vllm.settings import RequestedSettings
 
-    monkeypatch.setattr(Pacing, "source", lambda self, config: {})
+    monkeypatch.setattr(RequestedSettings, "source", lambda self, config: {})
     section = {"policy": "conserve", "harm": None, "receipt": 0.0, "control": False, "profile": None}
     assert printed.portable(section, None) == {"harm": None, "receipt": 0.0}
     assert printed.portable({"policy": "conserve"}, None) == {}

@@ -36,7 +36,7 @@ from conserve.engine.vllm.requests.engines import most_requests
 from conserve.engine.vllm.requests.faults import check_finished, engine_errors
 from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare
 from conserve.engine.vllm.requests.token_watch import in_flight
-from conserve.engine.vllm.settings import AUTO, Pacing
+from conserve.engine.vllm.settings import AUTO, RequestedSettings
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,
@@ -55,9 +55,10 @@ ROWS_PER_SLOT = 2  # calls in flight per sequence of the engine's batch: a freed
 class EmbeddedEndpoint:
     """One model on vLLM's AsyncLLM, unmodified, in this process and two child processes.
 
-    `model` is a folder, a hub id or "smollm2-demo". `engine_flags` are vLLM's own and override our defaults. With
-    `pacing`, iterations are predicted by a latency profile and held under a time. `say` tells the user why the
-    start takes longer. If the engine dies, calls in flight raise `EngineDied` and the next call starts it again.
+    `model` is a folder, a hub id or "smollm2-demo". `engine_flags` are vLLM's own and override our defaults. Where
+    settings are `requested`, iterations are predicted by a latency profile and held under a time. `say` tells the
+    user why the start takes longer. If the engine dies, calls in flight raise `EngineDied` and the next call starts
+    it again.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class EmbeddedEndpoint:
         *,
         engine_flags: Sequence[str] = (),
         cache_dir: Path,
-        pacing: Pacing | None = None,
+        requested: RequestedSettings | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self._model = model
         self._say = say
-        self._pacing = pacing
+        self._requested = requested
         self._engine_flags = tuple(engine_flags)
         self._cache_dir = cache_dir
         self._running: asyncio.Task[_Engine] | None = None
@@ -177,8 +178,8 @@ class EmbeddedEndpoint:
             self._phases.begin(CONVERTING if converts else IMPORTING)
             path = await on_thread(partial(resolve_model, self._model, self._cache_dir))
             say = self._say
-            flags, pacing = self._engine_flags, self._pacing
-            return await _Engine.start(self._model, path, flags, pacing, self._phases, say, user=self)
+            flags, requested = self._engine_flags, self._requested
+            return await _Engine.start(self._model, path, flags, requested, self._phases, say, user=self)
         except BaseException as error:
             fork_server.release(self)
             if isinstance(error, ConserveError) or not isinstance(error, Exception):
@@ -201,7 +202,7 @@ class _Engine:
         name: str,
         path: str,
         flags: Sequence[str],
-        pacing: Pacing | None,
+        requested: RequestedSettings | None,
         phases: Phases,
         say: Callable[[str], None],
         *,
@@ -211,7 +212,7 @@ class _Engine:
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
         await on_thread(partial(require_on_hub, path))
-        needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]
+        needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if requested is not None else [])]
         await on_thread(partial(trial.require, *needed, say=say))  # its outcome is for forks too
         await asyncio.to_thread(fork_server.start_early, user)
         quiet_warnings()
@@ -221,18 +222,18 @@ class _Engine:
         log = engine_log()
         log.capture_loggers()
         log.mark()
-        launch = Launch(arguments, log_descriptor=log.fileno(), pacing=pacing)
+        launch = Launch(arguments, log_descriptor=log.fileno(), requested=requested)
         phases.begin(PROCESSES, log.tail)
         llm = await launch.run()
         log.capture_loggers()
         try:
             if "generate" not in await llm.get_supported_tasks():
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
-            if pacing is not None and pacing.profile == AUTO:
+            if requested is not None and requested.profile == AUTO:
                 phases.begin(LEARNING)
                 await learn(llm, say=say)
                 if (said := await scheduler_says(llm, {})) is not None:
-                    require_model(said, said["slo"], pacing.command, flags=PACE_FLAGS)
+                    require_model(said, said["slo"], requested.command, flags=PACE_FLAGS)
             return cls(launch, Serving(llm, name))
         except BaseException:
             await launch.stop()

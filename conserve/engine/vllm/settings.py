@@ -40,6 +40,7 @@ VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.
 LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks left to live requests: usual, at most
 PREEMPTION = "prompt"  # default of `preemption`
 RECORDED = ("record_views", "record_arrivals")  # files of the section
+# Keys that a user may write into the section.
 WRITTEN = (
     "policy",
     "ttft_slo_ms",
@@ -56,11 +57,11 @@ WRITTEN = (
     "record_views",
     "classes",
     "record_arrivals",
-)  # keys that a user may write into the section
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pacing:
+class RequestedSettings:
     """Policy, SLO and profile that the user asked for (a file, `AUTO`, or None for the engine's own profile)."""
 
     folder: Path  # folder of profiles
@@ -154,7 +155,7 @@ class EngineSettings:
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
-        """Read the settings that `Pacing.install`, or a user of `vllm serve`, wrote into the configuration."""
+        """Read the settings that `install`, or a user of `vllm serve`, wrote into the configuration."""
         section = dict(config.additional_config.get(SECTION, {}))
         promises, receipt = promises_of(section), section.get("receipt", 0.0)
         if "model" not in section:
@@ -162,47 +163,33 @@ class EngineSettings:
             promises, receipt = asked.promises, asked.receipt
             section |= asked.source(config)
         policy = section.get("policy", "conserve")
-        preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
-        every = section.get("safepoint_every")
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
-        classes = {name: one.promises for name, one in classes_of(section).named.items()}
-        scale, kept = push_scale_of(section), live_prefixes_of(section)
+        common: dict[str, Any] = {
+            "policy": policy,
+            "promises": promises,
+            "receipt": receipt,
+            "preemption": section.get("preemption", OFF if policy == "paced" else PREEMPTION),
+            "safepoint_every": section.get("safepoint_every"),
+            "record_views": views,
+            "record_arrivals": arrivals,
+            "classes": {name: one.promises for name, one in classes_of(section).named.items()},
+            "push_slo_scale": push_scale_of(section),
+            "live_prefixes": live_prefixes_of(section),
+        }
         if section["model"] is None:
-            return cls(
-                policy=policy,
-                promises=promises,
-                receipt=receipt,
-                model=None,
-                preemption=preemption,
-                safepoint_every=every,
-                record_views=views,
-                record_arrivals=arrivals,
-                classes=classes,
-                push_slo_scale=scale,
-                live_prefixes=kept,
-            )
+            return cls(**common, model=None)
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
         correction = earlier or Correction(of=section["of"])
         residuals = map(Residual._make, section["residuals"])
         reach = FittedReach(*section["reach"]) if section.get("reach") else None
-        corrected = CorrectedModel(model, residuals, correction=correction, reach=reach)
         return cls(
-            policy=policy,
-            promises=promises,
-            receipt=receipt,
-            model=corrected,
+            **common,
+            model=CorrectedModel(model, residuals, correction=correction, reach=reach),
             source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
-            preemption=preemption,
-            safepoint_every=every,
-            record_views=views,
-            record_arrivals=arrivals,
-            classes=classes,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
-            push_slo_scale=scale,
-            live_prefixes=kept,
         )
 
 
@@ -263,7 +250,7 @@ def classes_of(section: Mapping[str, Any]) -> LiveClasses:
         raise SettingsError(f"additional_config.conserve.classes: {error}") from error
 
 
-def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
+def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> RequestedSettings:
     """Settings that a user wrote into `--additional-config '{"conserve": {...}}'`; raises `SettingsError`."""
     unknown = set(section) - set(WRITTEN)
     if unknown:
@@ -292,7 +279,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     for name in RECORDED:
         if section.get(name) is not None and not isinstance(section[name], str):
             raise SettingsError(f"additional_config.conserve.{name} takes a file, not {section[name]!r}")
-    return Pacing(
+    return RequestedSettings(
         folder=Path(section.get("profiles") or default_home() / "profiles"),
         command=command,
         policy=policy,

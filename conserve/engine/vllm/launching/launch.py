@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from conserve.engine.vllm.settings import Pacing
+    from conserve.engine.vllm.settings import RequestedSettings
 
 T = TypeVar("T")
 FORK_SERVER_GONE = 255  # exit code of a process whose fork server died; its real end is unknown
@@ -42,10 +42,10 @@ class Launch:
     """One start of the engine: `run` builds it, `stop` shuts it down and waits for its processes."""
 
     def __init__(
-        self, arguments: AsyncEngineArgs, *, log_descriptor: int, pacing: Pacing | None = None
+        self, arguments: AsyncEngineArgs, *, log_descriptor: int, requested: RequestedSettings | None = None
     ) -> None:
         self._arguments = arguments
-        self._pacing = pacing
+        self._requested = requested
         self._log_descriptor = log_descriptor
         self._not_ours: frozenset[BaseProcess] = frozenset()
         self._watchdogs: list[tuple[BaseProcess, Watchdog]] = []
@@ -86,8 +86,8 @@ class Launch:
         # Modules live to the end, and a full collection that visits them takes 0.6 s in the middle of the work.
         gc.freeze()
         atexit.register(thaw)
-        if self._pacing is not None:
-            await on_thread(partial(self._pacing.install, config))
+        if self._requested is not None:
+            await on_thread(partial(self._requested.install, config))
         self._not_ours = frozenset(multiprocessing.active_children())
         self._building = True
         await on_thread(partial(fork_server.prepare, config))
