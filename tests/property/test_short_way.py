@@ -17,13 +17,13 @@ from starlette.applications import Starlette
 from conserve.batch_api.app import application
 from conserve.config import Settings
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.server import beside
+from conserve.engine.vllm.server import batch_proxy
 from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard
 from conserve.store.books import batches, keys
 from conserve.store.database.store import Store
 from tests.commands import until
 from tests.conftest import examples
-from tests.unit.test_beside import HARVESTER, OWN, served
+from tests.unit.test_batch_proxy import HARVESTER, OWN, served
 from tests.unit.test_keys import make
 from tests.unit.test_polls import add
 
@@ -42,7 +42,7 @@ class Ways:
         self.names = [add(store, project) for project in ("default", "ann", "bob")]
         with store.write() as tx:
             keys.revoke(tx, "revoked", now=0.0)
-        os.environ[beside.SOCKET] = str(path)
+        os.environ[batch_proxy.SOCKET] = str(path)
         self.fronts = {
             (asked, short): self.front(
                 [OWN, HARVESTER] if asked else None, [GUARD] if short else [MINE, GUARD]
@@ -52,18 +52,18 @@ class Ways:
         }
         self.polls = 0
         for app in self.fronts.values():
-            process: beside.Beside = getattr(app.state, beside.BESIDE)
+            process: batch_proxy.BatchProxy = getattr(app.state, batch_proxy.BATCH_PROXY)
             self.count(process)
 
     def front(self, api_keys: list[str] | None, middleware: list[str]) -> Starlette:
         app = Starlette()
         args = {"api_key": api_keys, FRONT: Front(body_bytes=1000), "middleware": middleware}
         app.state.args = Namespace(**args)
-        beside.attach(app)  # type: ignore[arg-type]
+        batch_proxy.attach(app)  # type: ignore[arg-type]
         app.add_middleware(RequestGuard)
         return app
 
-    def count(self, process: beside.Beside) -> None:
+    def count(self, process: batch_proxy.BatchProxy) -> None:
         poll = process.poll
 
         async def counted(*named: object) -> None:
@@ -82,7 +82,7 @@ class Ways:
 
     def close(self) -> None:
         for app in self.fronts.values():
-            self.runner.run(getattr(app.state, beside.BESIDE).close())
+            self.runner.run(getattr(app.state, batch_proxy.BATCH_PROXY).close())
         self.runner.close()
 
 
@@ -94,7 +94,7 @@ def ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     listening.bind(str(folder / "s"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HARVEST_KEY, HARVESTER)
-        patch.setenv(beside.SOCKET, "")
+        patch.setenv(batch_proxy.SOCKET, "")
         found = Ways(store, folder / "s")
         if not request.param:
             with store.write() as tx:

@@ -13,7 +13,14 @@ from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
 from conserve.engine.vllm import former
-from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered, is_poll, path_of
+from conserve.engine.vllm.server.batch_proxy import (
+    BATCH_PROXY,
+    BatchProxy,
+    StoreKey,
+    Unanswered,
+    is_poll,
+    path_of,
+)
 from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, Message, Send
 from conserve.engine.vllm.server.privileges import (
     CALLER,
@@ -78,9 +85,9 @@ class RequestGuard:
             project=found.project if found is not None else None,
             asked_class=headers.get(CLASS_HEADER, b"").decode("latin-1").strip() or None,
         )
-        beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
-        if beside is not None and is_poll(scope) and is_bare(args):
-            await beside.poll(scope, receive, send, caller)
+        proxy: BatchProxy | None = getattr(scope["app"].state, BATCH_PROXY, None)
+        if proxy is not None and is_poll(scope) and is_bare(args):
+            await proxy.poll(scope, receive, send, caller)
             return
         if caller.store_key is not None:
             scope = with_own_key(scope, keys)
@@ -116,9 +123,9 @@ def is_bare(args: Any) -> bool:
 
 async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSONResponse | None]:
     """Key of a caller that the store has, or why the key does not suffice; two Nones for other keys."""
-    beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
+    proxy: BatchProxy | None = getattr(scope["app"].state, BATCH_PROXY, None)
     try:
-        found = await beside.key(sent) if beside is not None else None
+        found = await proxy.key(sent) if proxy is not None else None
     except Unanswered:
         said = "whether the store has this key cannot be told just now; try again"
         return None, error(HTTPStatus.SERVICE_UNAVAILABLE, said)

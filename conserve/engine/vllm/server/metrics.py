@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from conserve.engine.policy.promises import LATENCIES, Promises
-from conserve.engine.vllm.server.beside import backlog
+from conserve.engine.vllm.server.batch_proxy import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.metrics_page import Build

@@ -41,7 +41,7 @@ LOOK_S = 0.05  # between two checks of the writing workers
 
 def attach(app: FastAPI) -> None:
     """Add the routes."""
-    from conserve.engine.vllm.server import beside
+    from conserve.engine.vllm.server import batch_proxy
     from conserve.engine.vllm.server.metrics import MetricsRoute
 
     app.add_route(PATH, show, methods=["GET"])
@@ -50,7 +50,7 @@ def attach(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, not_answered)
     app.state.conserve_reports = reports = LastReports(scheduler_says)
     MetricsRoute(reports).attach(app)
-    beside.attach(app)
+    batch_proxy.attach(app)
 
 
 async def show(request: Request) -> Response:

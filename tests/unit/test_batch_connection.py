@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve.engine.vllm.server import hop
-from conserve.engine.vllm.server.hop import Hop, Reply, whole
+from conserve.engine.vllm.server import batch_connection
+from conserve.engine.vllm.server.batch_connection import BatchConnections, Reply, whole
 
 Answer = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -15,7 +15,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\ncontent-length:  2\r
 REPLY = Reply(200, [(b"content-type", b"application/json"), (b"content-length", b"2")], b"{}")
 
 
-async def with_server(path: Path, answer: Answer, ask: Callable[[Hop], Awaitable[None]]) -> int:
+async def with_server(path: Path, answer: Answer, ask: Callable[[BatchConnections], Awaitable[None]]) -> int:
     """Let a server answer each connection, told its number, and ask it; returns the number of connections."""
     connections: list[asyncio.StreamWriter] = []
 
@@ -27,9 +27,9 @@ async def with_server(path: Path, answer: Answer, ask: Callable[[Hop], Awaitable
             writer.close()
 
     async with await asyncio.start_unix_server(serve, str(path)):
-        way = Hop(str(path))
-        await ask(way)
-        way.close()
+        api = BatchConnections(str(path))
+        await ask(api)
+        api.close()
         await asyncio.gather(*(writer.wait_closed() for writer in connections), return_exceptions=True)
     return len(connections)
 
@@ -55,9 +55,9 @@ def test_questions_share_a_connection_and_say_what_was_asked(tmp_path: Path) -> 
             heard.append(asked)
             writer.write(OK)
 
-    async def ask(way: Hop) -> None:
-        assert await way.get(b"/a?b=c", [(b"host", b"d"), (b"accept", b"\xe9")], 60.0) == REPLY
-        assert await way.get(b"/e", [], 60.0) == REPLY
+    async def ask(api: BatchConnections) -> None:
+        assert await api.get(b"/a?b=c", [(b"host", b"d"), (b"accept", b"\xe9")], 60.0) == REPLY
+        assert await api.get(b"/e", [], 60.0) == REPLY
 
     assert asyncio.run(with_server(tmp_path / "s", answer, ask)) == 1
     assert heard == [b"GET /a?b=c HTTP/1.1\r\nhost: d\r\naccept: \xe9\r\n\r\n", b"GET /e HTTP/1.1\r\n\r\n"]
@@ -65,7 +65,7 @@ def test_questions_share_a_connection_and_say_what_was_asked(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [1, 7, len(OK) - 1, len(OK)])
 def test_an_answer_may_come_in_pieces(size: int) -> None:
-    connection = hop.HopConnection()
+    connection = batch_connection.BatchConnection()
 
     class Transport(asyncio.Transport):
         def write(self, data: object) -> None: ...
@@ -87,9 +87,9 @@ def test_a_connection_that_was_closed_while_idle_is_replaced(tmp_path: Path) -> 
         await question(reader)
         writer.write(OK)
 
-    async def ask(way: Hop) -> None:
+    async def ask(api: BatchConnections) -> None:
         for _ in range(3):
-            assert await way.get(b"/", [], 60.0) == REPLY
+            assert await api.get(b"/", [], 60.0) == REPLY
 
     assert asyncio.run(with_server(tmp_path / "s", once, ask)) == 3
 
@@ -99,16 +99,16 @@ def test_a_new_connection_that_ends_early_is_an_error(tmp_path: Path) -> None:
         await question(reader)
         writer.write(OK[:-1])
 
-    async def ask(way: Hop) -> None:
+    async def ask(api: BatchConnections) -> None:
         with pytest.raises(ConnectionError):
-            await way.get(b"/", [], 60.0)
+            await api.get(b"/", [], 60.0)
 
     assert asyncio.run(with_server(tmp_path / "s", part, ask)) == 1
 
 
 def test_a_process_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        asyncio.run(Hop(str(tmp_path / "s")).get(b"/", [], 60.0))
+        asyncio.run(BatchConnections(str(tmp_path / "s")).get(b"/", [], 60.0))
 
 
 def test_a_late_answer_is_never_taken_for_that_to_another_question(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_a_late_answer_is_never_taken_for_that_to_another_question(tmp_path: Pat
                 await late.wait()
             writer.write(OK if number else OK.replace(b"{}", b"[]"))
 
-    async def ask(way: Hop) -> None:
-        given_up = asyncio.create_task(way.get(b"/", [], 60.0))
+    async def ask(api: BatchConnections) -> None:
+        given_up = asyncio.create_task(api.get(b"/", [], 60.0))
         await asked.wait()
         given_up.cancel()
         late.set()
         await asyncio.gather(given_up, return_exceptions=True)
-        assert await way.get(b"/", [], 60.0) == REPLY
+        assert await api.get(b"/", [], 60.0) == REPLY
 
     assert asyncio.run(with_server(tmp_path / "s", answer, ask)) == 2
 
@@ -137,9 +137,9 @@ def test_an_answer_that_does_not_come_in_time_is_an_error(tmp_path: Path) -> Non
         while await question(reader) is not None:
             pass
 
-    async def ask(way: Hop) -> None:
+    async def ask(api: BatchConnections) -> None:
         with pytest.raises(TimeoutError):
-            await way.get(b"/", [], 0.01)
+            await api.get(b"/", [], 0.01)
 
     assert asyncio.run(with_server(tmp_path / "s", silent, ask)) <= 1
 
@@ -160,10 +160,10 @@ def test_another_form_is_an_error_and_ends_the_connection(tmp_path: Path, garbag
         writer.write(OK if number else garbage)
         await question(reader)
 
-    async def ask(way: Hop) -> None:
+    async def ask(api: BatchConnections) -> None:
         with pytest.raises(ValueError):
-            await way.get(b"/", [], 60.0)
-        assert await way.get(b"/", [], 60.0) == REPLY
+            await api.get(b"/", [], 60.0)
+        assert await api.get(b"/", [], 60.0) == REPLY
 
     assert asyncio.run(with_server(tmp_path / "s", answer, ask)) == 2
 
@@ -179,22 +179,22 @@ def test_what_was_not_asked_for_ends_the_connection(tmp_path: Path) -> None:
             writer.write(OK)
         await question(reader)
 
-    async def ask(way: Hop) -> None:
-        assert await way.get(b"/", [], 60.0) == REPLY
+    async def ask(api: BatchConnections) -> None:
+        assert await api.get(b"/", [], 60.0) == REPLY
         said.set()
-        (kept,) = way._idle
+        (kept,) = api._idle
         while kept._transport is not None:
             await asyncio.sleep(0)
-        assert await way.get(b"/", [], 60.0) == REPLY
+        assert await api.get(b"/", [], 60.0) == REPLY
 
     assert asyncio.run(with_server(tmp_path / "s", twice, ask)) == 2
 
 
 def test_questions_beyond_the_limit_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hop, "MOST", 2)
+    monkeypatch.setattr(batch_connection, "MOST", 2)
 
-    async def ask(way: Hop) -> None:
-        assert await asyncio.gather(*(way.get(b"/", [], 60.0) for _ in range(9))) == [REPLY] * 9
+    async def ask(api: BatchConnections) -> None:
+        assert await asyncio.gather(*(api.get(b"/", [], 60.0) for _ in range(9))) == [REPLY] * 9
 
     assert asyncio.run(with_server(tmp_path / "s", always, ask)) <= 2
 

@@ -23,12 +23,12 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Hop:
+class BatchConnections:
     """Connections to a Unix socket, for one event loop."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._idle: list[HopConnection] = []
+        self._idle: list[BatchConnection] = []
         self._free = asyncio.Semaphore(MOST)
 
     async def get(self, target: bytes, headers: Iterable[Header], within_s: float) -> Reply:
@@ -45,10 +45,10 @@ class Hop:
                     return await self._answer(kept, asked)
                 except ConnectionError:  # the process closes connections that were silent for some seconds
                     continue
-            _, made = await asyncio.get_running_loop().create_unix_connection(HopConnection, self._path)
+            _, made = await asyncio.get_running_loop().create_unix_connection(BatchConnection, self._path)
             return await self._answer(made, asked)
 
-    async def _answer(self, connection: HopConnection, asked: bytes) -> Reply:
+    async def _answer(self, connection: BatchConnection, asked: bytes) -> Reply:
         try:
             reply = await connection.ask(asked)
         except BaseException:
@@ -63,7 +63,7 @@ class Hop:
             self._idle.pop().close()
 
 
-class HopConnection(asyncio.Protocol):
+class BatchConnection(asyncio.Protocol):
     """One connection, with at most one question under way."""
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ from starlette.routing import Route
 
 from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.server import beside
+from conserve.engine.vllm.server import batch_proxy
+from conserve.engine.vllm.server.batch_connection import Reply
 from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, RequestGuard
-from conserve.engine.vllm.server.hop import Reply
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
@@ -47,7 +47,7 @@ async def chat(request: Request) -> JSONResponse:
 async def closing(app: Starlette) -> AsyncIterator[None]:
     """Close the connections to the Batch API with the server."""
     yield
-    await getattr(app.state, beside.BESIDE).close()
+    await getattr(app.state, batch_proxy.BATCH_PROXY).close()
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
     outer.bind(("127.0.0.1", 0))
     app = Starlette(routes=[Route(CHAT, chat, methods=["POST"])], lifespan=closing)
     app.state.args = Namespace(**{"api_key": api_keys, FRONT: Front(body_bytes=1000, file_bytes=50_000)})
-    beside.attach(app)  # type: ignore[arg-type]
+    batch_proxy.attach(app)  # type: ignore[arg-type]
     app.add_middleware(RequestGuard)
     with quick_looks(), served(application(store, beside=True), inner), served(app, outer):
         yield f"http://127.0.0.1:{outer.getsockname()[1]}/v1"
@@ -67,7 +67,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(HARVEST_KEY, HARVESTER)
-    monkeypatch.setenv(beside.SOCKET, str(tmp_path / "s"))
+    monkeypatch.setenv(batch_proxy.SOCKET, str(tmp_path / "s"))
     return tmp_path / "s"
 
 
@@ -169,7 +169,7 @@ def test_without_keys_other_machines_reach_nothing_whatever_host_they_name(
 ) -> None:
     async def asked() -> int:
         app = Starlette()
-        beside.attach(app)  # type: ignore[arg-type]
+        batch_proxy.attach(app)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, client=(address, 40_000))
         async with (
             closing(app),
@@ -253,21 +253,21 @@ class Answers:
 
 def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, answers = 0.0, Answers()
-    monkeypatch.setattr(beside, "Hop", lambda _: answers)
-    process = beside.Beside("s", lambda: now_s)
+    monkeypatch.setattr(batch_proxy, "BatchConnections", lambda _: answers)
+    process = batch_proxy.BatchProxy("s", lambda: now_s)
 
     async def walk() -> None:
         nonlocal now_s
-        assert (await process.key(b"a")) == beside.StoreKey(live=True, batch=False)
+        assert (await process.key(b"a")) == batch_proxy.StoreKey(live=True, batch=False)
         for answers.status in (None, 503, 500):
-            now_s += beside.KEPT_S
+            now_s += batch_proxy.KEPT_S
             for _ in range(2):
-                assert await process.key(b"a") == beside.StoreKey(live=True, batch=False)
-            with pytest.raises(beside.Unanswered):
+                assert await process.key(b"a") == batch_proxy.StoreKey(live=True, batch=False)
+            with pytest.raises(batch_proxy.Unanswered):
                 await process.key(b"unknown")
         assert answers.asked == 1 + 2 * 3, "one question in `KEPT_S`"
-        now_s = beside.STALE_S
-        with pytest.raises(beside.Unanswered):
+        now_s = batch_proxy.STALE_S
+        with pytest.raises(batch_proxy.Unanswered):
             await process.key(b"a")
         answers.status = 401
         assert await process.key(b"a") is None
@@ -278,8 +278,8 @@ def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: py
 def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process costs a question its time-out: the first request waits for it, and no other does."""
     now_s, answers = 0.0, Answers()
-    monkeypatch.setattr(beside, "Hop", lambda _: answers)
-    process, timed_out = beside.Beside("s", lambda: now_s), asyncio.Event()
+    monkeypatch.setattr(batch_proxy, "BatchConnections", lambda _: answers)
+    process, timed_out = batch_proxy.BatchProxy("s", lambda: now_s), asyncio.Event()
     get = answers.get
 
     async def hang(*asked: Any) -> Reply:
@@ -292,18 +292,18 @@ def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.Monkey
         nonlocal now_s
         known = await process.key(b"a")
         monkeypatch.setattr(answers, "get", hang)
-        now_s = beside.KEPT_S
+        now_s = batch_proxy.KEPT_S
         first, second = (asyncio.create_task(process.key(b"a")) for _ in range(2))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        now_s += beside.ASKING_S
+        now_s += batch_proxy.ASKING_S
         timed_out.set()
         assert [await first, await second] == [known, known]
         assert answers.asked == 2, "one question for both"
         assert await process.key(b"a") == known, "the time-out was the last question's"
         assert answers.asked == 2
         timed_out.clear()
-        now_s += beside.KEPT_S
+        now_s += batch_proxy.KEPT_S
         assert [await process.key(b"a") for _ in range(3)] == [known] * 3, "while a question is under way"
         await asyncio.sleep(0)
         assert answers.asked == 3
@@ -311,7 +311,7 @@ def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.Monkey
         monkeypatch.setattr(answers, "get", get)
         answers.status = 401
         while await process.key(b"a") is not None:
-            now_s += beside.KEPT_S
+            now_s += batch_proxy.KEPT_S
             await asyncio.sleep(0)
 
     asyncio.run(walk())
@@ -324,7 +324,7 @@ def test_a_key_that_cannot_be_told_is_no_wrong_key(path: Path) -> None:
     )
     app.state.args = Namespace(api_key=[OWN, HARVESTER])
     outer.bind(("127.0.0.1", 0))
-    beside.attach(app)  # type: ignore[arg-type]
+    batch_proxy.attach(app)  # type: ignore[arg-type]
     app.add_middleware(RequestGuard)
     with served(app, outer):
         url = f"http://127.0.0.1:{outer.getsockname()[1]}"
@@ -349,7 +349,7 @@ def test_an_upload_has_a_limit_of_its_own(url: str) -> None:
 def test_while_the_batch_api_starts_clients_are_to_try_again(path: Path) -> None:
     app, outer = Starlette(lifespan=closing), socket.socket()
     outer.bind(("127.0.0.1", 0))
-    beside.attach(app)  # type: ignore[arg-type]
+    batch_proxy.attach(app)  # type: ignore[arg-type]
     with served(app, outer), pytest.raises(openai.InternalServerError) as refused:
         client(f"http://127.0.0.1:{outer.getsockname()[1]}/v1").files.list()
     assert refused.value.status_code == 503

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from conserve.engine.runtime.front import BATCH_API as SOCKET
-from conserve.engine.vllm.server.hop import Hop, Reply
+from conserve.engine.vllm.server.batch_connection import BatchConnections, Reply
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied
 
@@ -85,13 +85,14 @@ class Unanswered(Exception):
     """The process does not say what a key may do."""
 
 
-class Beside:
-    """The Batch API's process."""
+class BatchProxy:
+    """Passes requests on to the Batch API's process."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
         self._clients: dict[str, httpx.AsyncClient] = {}
-        self._polling, self._asking = Hop(path), Hop(path)  # questions about keys do not wait behind polls
+        # Questions about keys do not wait behind polls.
+        self._polling, self._asking = BatchConnections(path), BatchConnections(path)
         self._keys: dict[bytes, KeyAnswer] = {}
         self._questions: dict[bytes, asyncio.Task[None]] = {}  # about keys, under way
         self._silent = False  # the last question had no answer
@@ -274,13 +275,13 @@ def unavailable() -> Response:
     return JSONResponse({"error": said}, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-BESIDE = "conserve_beside"  # in the app's state
+BATCH_PROXY = "conserve_batch_proxy"  # in the app's state
 
 
 async def backlog(state: Any) -> bytes:
     """Metrics of the backlog; nothing on a server without a Batch API."""
-    beside: Beside | None = getattr(state, BESIDE, None)
-    return b"" if beside is None else await beside.metrics()
+    proxy: BatchProxy | None = getattr(state, BATCH_PROXY, None)
+    return b"" if proxy is None else await proxy.metrics()
 
 
 def attach(app: FastAPI) -> None:
@@ -288,8 +289,8 @@ def attach(app: FastAPI) -> None:
     path = os.environ.get(SOCKET)
     if not path:
         return
-    beside = Beside(path)
-    setattr(app.state, BESIDE, beside)
+    proxy = BatchProxy(path)
+    setattr(app.state, BATCH_PROXY, proxy)
     for prefix in BATCHES:
         for more in ("", "/{rest:path}"):
-            app.add_route(f"{prefix}{more}", beside.forward, methods=["GET", "POST", "DELETE"])
+            app.add_route(f"{prefix}{more}", proxy.forward, methods=["GET", "POST", "DELETE"])
