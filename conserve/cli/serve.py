@@ -42,7 +42,7 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, lets_rows_leave
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
-from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
+from conserve.engine.runtime.api_limits import BODY_BYTES, CONNECTIONS, HARVEST_KEY, ApiLimits
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
 from conserve.jobs.harvest.services import announce
@@ -320,13 +320,13 @@ def keyed(settings: Settings) -> Settings:
 
 
 def server_command(
-    settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: Front | None = None
+    settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: ApiLimits | None = None
 ) -> "ProcessCommand":
     """Command of vLLM's server with ConServe's plug-in."""
     from conserve.engine.service import ProcessCommand, python
 
     log = os.environ.get("CONSERVE_ENGINE_LOG")
-    limits = json.dumps((front or Front()).document())
+    limits = json.dumps((front or ApiLimits()).document())
     words = (settings.engine_model, str(settings.models_folder), json.dumps(section), limits, *flags)
     return ProcessCommand(
         name="server",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.config import Settings
-from conserve.engine.runtime.front import BATCH_API as SOCKET
+from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.errors import SettingsError, StoreError
 from conserve.hosts import is_loopback
 

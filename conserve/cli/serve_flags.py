@@ -10,7 +10,7 @@ from conserve.engine.policy.checkpointing import HOST_BYTES
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
-from conserve.engine.runtime.front import Front
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import CONFIG, given_flags, names_of, value_of, words_of_file
 from conserve.errors import SettingsError
 
@@ -197,9 +197,9 @@ def share(flag: str, text: str) -> float | None:
     return float(found[1]) / 100
 
 
-def front_of(max_body: str, max_file: str, connections: int, *, open_metrics: bool) -> Front:
+def front_of(max_body: str, max_file: str, connections: int, *, open_metrics: bool) -> ApiLimits:
     """Limits of the API server by the flags."""
-    return Front(
+    return ApiLimits(
         body_bytes=size_bytes("--max-body", max_body),
         file_bytes=size_bytes("--max-file", max_file),
         connections=connections,

@@ -12,7 +12,7 @@ import sys
 
 import uvicorn
 
-from conserve.engine.runtime.front import BATCH_API, Front
+from conserve.engine.runtime.api_limits import BATCH_API, ApiLimits
 from conserve.engine.vllm.server import process
 
 
@@ -22,7 +22,7 @@ def main(port: int, path: str, *flags: str) -> None:
     process.allow_plugin()
     from vllm.entrypoints.launchers.app import build_app
 
-    front = Front()
+    front = ApiLimits()
     args = process.parsed(["any", *flags])
     process.put_in_front(args, front)
     app = build_app(args, ("generate",))

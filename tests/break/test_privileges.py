@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.vllm.server.privileges import FREE, SLO
 from tests.installed import needs
 
@@ -135,7 +135,7 @@ def server() -> Iterator[Any]:
     ):
         plugin.hook_server()
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["served"])
-        put_in_front(args, Front())
+        put_in_front(args, ApiLimits())
         app = build_app(args, ("generate",))
         app.state.engine = Engine()
         app.state.openai_serving_chat = app.state.openai_serving_completion = Serving(app.state.engine)

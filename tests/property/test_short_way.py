@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 
 from conserve.batch_api.app import application
 from conserve.config import Settings
-from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.vllm.server import batch_proxy
-from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard
+from conserve.engine.vllm.server.guard import GUARD, LIMITS, RequestGuard
 from conserve.store.books import batches, keys
 from conserve.store.database.store import Store
 from tests.commands import until
@@ -57,7 +57,7 @@ class Ways:
 
     def front(self, api_keys: list[str] | None, middleware: list[str]) -> Starlette:
         app = Starlette()
-        args = {"api_key": api_keys, FRONT: Front(body_bytes=1000), "middleware": middleware}
+        args = {"api_key": api_keys, LIMITS: ApiLimits(body_bytes=1000), "middleware": middleware}
         app.state.args = Namespace(**args)
         batch_proxy.attach(app)  # type: ignore[arg-type]
         app.add_middleware(RequestGuard)

@@ -18,10 +18,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from conserve.batch_api.app import application
-from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.vllm.server import batch_proxy
 from conserve.engine.vllm.server.batch_connection import Reply
-from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, RequestGuard
+from conserve.engine.vllm.server.guard import FORM_BYTES, LIMITS, RequestGuard
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
@@ -57,7 +57,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
     inner.bind(str(path))
     outer.bind(("127.0.0.1", 0))
     app = Starlette(routes=[Route(CHAT, chat, methods=["POST"])], lifespan=closing)
-    app.state.args = Namespace(**{"api_key": api_keys, FRONT: Front(body_bytes=1000, file_bytes=50_000)})
+    app.state.args = Namespace(**{"api_key": api_keys, LIMITS: ApiLimits(body_bytes=1000, file_bytes=50_000)})
     batch_proxy.attach(app)  # type: ignore[arg-type]
     app.add_middleware(RequestGuard)
     with quick_looks(), served(application(store, beside=True), inner), served(app, outer):

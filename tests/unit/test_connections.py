@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from conserve.engine.runtime.front import Front
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server.connections import RESERVED, affordable, bounded
-from conserve.engine.vllm.server.guard import FRONT, RequestGuard
+from conserve.engine.vllm.server.guard import LIMITS, RequestGuard
 from tests.tiers import in_full
 
 GET = b"GET /v1/quick HTTP/1.1\r\nHost: server\r\n\r\n"
@@ -82,7 +82,7 @@ async def serving(most: int) -> AsyncIterator[Running]:
 
     routes = [Route("/v1/quick", quick), Route("/v1/busy", busy), Route("/v1/body", body, methods=["POST"])]
     app = Starlette(routes=routes)
-    app.state.args = Namespace(**{FRONT: Front(connections=most)})
+    app.state.args = Namespace(**{LIMITS: ApiLimits(connections=most)})
     app.add_middleware(RequestGuard)
     config = uvicorn.Config(app, port=0, http=bounded(most), log_level="critical", lifespan="off")
     config.load()

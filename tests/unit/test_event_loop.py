@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 
 from starlette.types import Receive, Scope, Send
 
-from conserve.engine.runtime.front import Front
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server.process import run
 from tests.warned import OF_VLLM
 
@@ -44,7 +44,7 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
             writer.close()
 
     monkeypatch.setattr(entry, "run_server", served)
-    run(Namespace(), Front())
+    run(Namespace(), ApiLimits())
     assert at_once == [True]
 
 

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
-from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard, with_own_key
+from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
+from conserve.engine.vllm.server.guard import GUARD, LIMITS, RequestGuard, with_own_key
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, refusal
 
 CLIENT, HARVESTER = "sesame", "open"
@@ -47,10 +47,10 @@ PATHS = (
 
 
 def app_for(
-    api_keys: list[str] | None, front: Front | None = None, *, slo_ms: float | None = None
+    api_keys: list[str] | None, front: ApiLimits | None = None, *, slo_ms: float | None = None
 ) -> Starlette:
     app = Starlette(routes=[Route(path, echo, methods=["GET", "POST"]) for path in PATHS])
-    app.state.args = Namespace(**{"api_key": api_keys, FRONT: front})
+    app.state.args = Namespace(**{"api_key": api_keys, LIMITS: front})
     setattr(app.state, SLO, slo_ms)
     app.add_middleware(RequestGuard)
     return app
@@ -119,7 +119,7 @@ def test_a_mistyped_path_is_not_there_with_any_key(keyed: Starlette) -> None:
 
 def test_metrics_are_open_only_if_they_were_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HARVEST_KEY, HARVESTER)
-    opened = app_for([CLIENT], Front(open_metrics=True))
+    opened = app_for([CLIENT], ApiLimits(open_metrics=True))
     assert ask(opened, "/metrics", method="GET").status_code == 200
     assert ask(opened, "/load", method="GET").status_code == 401
     closed = app_for([CLIENT])
@@ -170,7 +170,7 @@ def test_browsers_ask_first_without_a_key(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
-    app = app_for(None, Front(body_bytes=1000))
+    app = app_for(None, ApiLimits(body_bytes=1000))
     assert ask(app, "/v1/models", content=b"x" * 1000).json()["bytes"] == 1000
     refused = ask(app, "/v1/models", content=b"x" * 1001)
     assert refused.status_code == 413
@@ -178,7 +178,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def test_a_body_without_a_length_is_cut_off_at_the_limit() -> None:
-    app = app_for(None, Front(body_bytes=1000))
+    app = app_for(None, ApiLimits(body_bytes=1000))
     sent = 0
 
     async def parts(number: int) -> AsyncIterator[bytes]:
@@ -200,7 +200,7 @@ def test_a_body_that_lies_about_its_length_is_counted_too() -> None:
             yield b"x" * 100
 
     headers = {"content-length": "5", "transfer-encoding": "chunked"}
-    app = app_for(None, Front(body_bytes=1000))
+    app = app_for(None, ApiLimits(body_bytes=1000))
     assert ask(app, "/v1/models", content=parts(), headers=headers).status_code == 413
 
 

@@ -17,7 +17,7 @@ from conserve.engine.policy import own_class
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.hygen import HyGen
-from conserve.engine.policy.own import Own, own_policy
+from conserve.engine.policy.own import CheckedPolicy, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import (
@@ -196,7 +196,7 @@ class Planning:
 def test_the_built_in_policy_plans_where_a_plan_is_refused() -> None:
     said: list[str] = []
     wrong = plan_of((LIVE, 2))
-    policy = Own("mine.Policy", Planning(lambda view: wrong), Conserve(), said.append)
+    policy = CheckedPolicy("mine.Policy", Planning(lambda view: wrong), Conserve(), said.append)
     for _ in range(3):
         assert policy.plan(BUSY) == Conserve().plan(BUSY)
     fault = "it gives live 2 tokens, and 1 to 1 can be computed"
@@ -212,7 +212,7 @@ def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None
         number = next(count)
         raise type(f"Kind{number % 100}", (Exception,), {})(number)
 
-    policy = Own("mine.Policy", Planning(failing), Conserve(), said.append)
+    policy = CheckedPolicy("mine.Policy", Planning(failing), Conserve(), said.append)
     for _ in range(300):
         assert policy.plan(BUSY) is not None
     assert (policy.refused.count, len(said), len(policy.refused.reasons)) == (300, KINDS, KINDS)
@@ -232,7 +232,9 @@ def overwritten(things: Any) -> None:
 
 @pytest.mark.parametrize("field", ["online", "offline", "waiting_online", "waiting_offline", "held"])
 def test_a_policy_cannot_hide_requests_from_the_one_that_plans_instead(field: str) -> None:
-    policy = Own("mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), unsaid)
+    policy = CheckedPolicy(
+        "mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), unsaid
+    )
     held = BACK._replace(name="held", blocks=3)
     view = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK], held=[held])
     expected = Conserve().plan(view)
@@ -246,7 +248,7 @@ def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> 
     engines_own: dict[str, Any] = {"live": {"slos": Slo(), "classes": "chat", "served": 1.0}[field]}
     view = view_of(online=[LIVE], **{field: engines_own})
     for change in (emptied, overwritten):
-        policy = Own(
+        policy = CheckedPolicy(
             "mine.Policy", Planning(lambda view, do=change: do(getattr(view, field))), Paced(), unsaid
         )
         policy.plan(view)
@@ -258,9 +260,9 @@ def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> 
 
 def followed(
     theirs: Callable[[View], Any], view: View, plans: int = 12, instead: Any = None
-) -> tuple[list[bool], Own]:
+) -> tuple[list[bool], CheckedPolicy]:
     """Plan so often; True where the user's plan was followed."""
-    policy = Own("mine.Policy", Planning(theirs), instead or Conserve(), unsaid)
+    policy = CheckedPolicy("mine.Policy", Planning(theirs), instead or Conserve(), unsaid)
     known = []
     for _ in range(plans):
         before = policy.refused.count
@@ -354,7 +356,9 @@ def read_up_to(*waiting: Candidate) -> Lazy[Candidate]:
 def test_the_look_for_requests_that_are_left_out_reads_the_queue_as_far_as_needed(
     plan: Plan, view: View
 ) -> None:
-    assert Own("mine.Policy", Planning(lambda view: plan), Conserve(), pytest.fail).plan(view) is plan
+    assert (
+        CheckedPolicy("mine.Policy", Planning(lambda view: plan), Conserve(), pytest.fail).plan(view) is plan
+    )
 
 
 def test_vllm_plans_where_the_other_policy_leaves_that_to_it() -> None:
@@ -369,7 +373,7 @@ def test_turns_of_rows_are_no_fault() -> None:
     long = [Candidate(f"row{n}", 400, 0) for n in range(20)]
     live = decodes(20, "live")
     view = view_of(online=live, waiting_offline=long, slo=Slo(tbt_ms=300.0, ttft_ms=900.0), rows_leave=True)
-    policy, turns = Own("mine.Policy", Conserve(), Conserve(), pytest.fail), 0
+    policy, turns = CheckedPolicy("mine.Policy", Conserve(), Conserve(), pytest.fail), 0
     for _ in range(50):
         plan = policy.plan(view)
         assert plan is not None
@@ -401,13 +405,13 @@ def raising(error: BaseException) -> Callable[[View], Any]:
     ],
 )
 def test_nothing_that_a_policy_raises_ends_the_engine(error: BaseException, told: str) -> None:
-    policy = Own("mine.Policy", Planning(raising(error)), Conserve(), unsaid)
+    policy = CheckedPolicy("mine.Policy", Planning(raising(error)), Conserve(), unsaid)
     assert policy.plan(BUSY) == Conserve().plan(BUSY)
     assert policy.refused.reasons == [f"it failed with {told}"]
 
 
 def test_an_interrupt_ends_a_command_but_no_engine_whose_signals_are_its_own() -> None:
-    policy = Own("mine.Policy", Planning(raising(KeyboardInterrupt())), Conserve(), unsaid)
+    policy = CheckedPolicy("mine.Policy", Planning(raising(KeyboardInterrupt())), Conserve(), unsaid)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -435,7 +439,7 @@ def test_a_reason_is_told_once_whatever_the_request() -> None:
     said: list[str] = []
     names = iter("abc")
     evicting = Planning(lambda view: plan_of((LIVE, 1), evicted=[next(names)]))
-    policy = Own("mine.Policy", evicting, Conserve(), said.append)
+    policy = CheckedPolicy("mine.Policy", evicting, Conserve(), said.append)
     for _ in range(3):
         policy.plan(BUSY)
     assert policy.refused.reasons == ["it evicts a, which is no offline request with KV blocks"]
@@ -445,17 +449,17 @@ def test_a_reason_is_told_once_whatever_the_request() -> None:
 def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None:
     assert refusals_of(Conserve()) == {"count": 0, "reasons": []}
     for plan in (GOOD, None):
-        policy = Own("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
+        policy = CheckedPolicy("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
         assert policy.plan(BUSY) is plan
         assert not policy.refused.count
 
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
-    plain = Own("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
+    plain = CheckedPolicy("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
     assert (plain.decides, plain.holds_offline, plain.spares_offline) == (True, False, False)
     theirs = Planning(lambda view: None)
     vars(theirs).update(decides=False, holds_offline=True, spares_offline=True)
-    own = Own("mine.Policy", theirs, Conserve(), pytest.fail)
+    own = CheckedPolicy("mine.Policy", theirs, Conserve(), pytest.fail)
     assert (own.decides, own.holds_offline, own.spares_offline) == (False, True, True)
 
 

@@ -11,7 +11,7 @@ from conserve.engine.policy.view import View
 from conserve.engine.policy.waits import Waits, serves
 
 
-class Own:
+class CheckedPolicy:
     """Follows a user's policy, and the policy `instead` in each iteration for which the user's plan is refused.
 
     A plan is also refused if it leaves out a live request that has waited for too long, and that `instead` serves.

@@ -6,7 +6,7 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.hygen import hygen, hygen_star, sarathi_plus
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.online_only import OnlineOnly
-from conserve.engine.policy.own import Own, own_policy
+from conserve.engine.policy.own import CheckedPolicy, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.priority import Priority
@@ -38,7 +38,7 @@ def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Poli
         raise ValueError(
             f"there is no policy {name!r}; there are {', '.join(SERVING)}, or give package.module.Class"
         )
-    return Own(name, own_policy(name), Conserve(), say)
+    return CheckedPolicy(name, own_policy(name), Conserve(), say)
 
 
 def lets_rows_leave(name: str) -> bool:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from conserve import __version__
-from conserve.engine.runtime.kept import keep, kept_in
+from conserve.engine.runtime.start_cache import keep, kept_in
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_version
 
 WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")

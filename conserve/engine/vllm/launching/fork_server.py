@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conserve.engine.runtime.kept import keep, kept_in
+from conserve.engine.runtime.start_cache import keep, kept_in
 from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.launching.watchdog import Watchdog
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from conserve.engine.runtime.kept import keep, kept_in
 from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
+from conserve.engine.runtime.start_cache import keep, kept_in
 from conserve.engine.runtime.vllm_flags import names_of
 from conserve.engine.vllm.compat.installed import installed_engine, installed_version
 from conserve.engine.vllm.launching.fork_server import wait_until_idle

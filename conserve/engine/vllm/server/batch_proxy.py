@@ -24,7 +24,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from conserve.engine.runtime.front import BATCH_API as SOCKET
+from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.engine.vllm.server.batch_connection import BatchConnections, Reply
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied

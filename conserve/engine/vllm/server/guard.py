@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
-from conserve.engine.runtime.front import Front
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm import former
 from conserve.engine.vllm.server.batch_proxy import (
     BATCH_PROXY,
@@ -35,10 +35,8 @@ from conserve.engine.vllm.server.privileges import (
 )
 
 GUARD = "conserve.vllm.Guard"  # for vLLM's --middleware
-FRONT, KEYS = (
-    "conserve_front",
-    "conserve_keys",
-)  # attributes of the server's arguments, set by `conserve serve`
+# Attributes of the server's arguments, set by `conserve serve`.
+LIMITS, KEYS = "conserve_limits", "conserve_keys"
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 1 << 20
@@ -65,15 +63,15 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         args = getattr(scope["app"].state, "args", None)
-        front: Front = getattr(args, FRONT, None) or Front()
+        limits: ApiLimits = getattr(args, LIMITS, None) or ApiLimits()
         keys: Keys = getattr(args, KEYS, None) or Keys.of(getattr(args, "api_key", None), os.environ)
         headers = dict(scope["headers"])
         sent = headers.get(b"authorization", b"")
         own = keys.role(sent)
-        ask = own is None and sent and wanted_by(scope, front) is not Need.NOTHING
+        ask = own is None and sent and wanted_by(scope, limits) is not Need.NOTHING
         found, refused = await key_of_store(scope, sent) if ask else (None, None)
         role = Role.CLIENT if found is not None else own
-        if (refused := refused or refuse(scope, role, front)) is not None:
+        if (refused := refused or refuse(scope, role, limits)) is not None:
             await refused(scope, receive, send)
             return
         caller = Caller(
@@ -94,7 +92,7 @@ class RequestGuard:
         delivery = Delivery()
         caller_before, delivery_before = CALLER.set(caller), DELIVERY.set(delivery)
         try:
-            await self._within(most_bytes(scope, front), headers, scope, receive, delivery.watching(send))
+            await self._within(most_bytes(scope, limits), headers, scope, receive, delivery.watching(send))
         finally:
             CALLER.reset(caller_before)
             DELIVERY.reset(delivery_before)
@@ -145,15 +143,15 @@ def with_own_key(scope: Scope, keys: Keys) -> Scope:
     return {**scope, "headers": [*others, (b"authorization", b"Bearer " + own)]}
 
 
-def most_bytes(scope: Scope, front: Front) -> int:
+def most_bytes(scope: Scope, limits: ApiLimits) -> int:
     """Limit of a request's body; uploads have their own, and some room for the form around the file."""
     upload = method_of(scope) == "POST" and path_of(scope) == UPLOADS
-    return front.file_bytes + FORM_BYTES if upload else front.body_bytes
+    return limits.file_bytes + FORM_BYTES if upload else limits.body_bytes
 
 
-def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None:
+def refuse(scope: Scope, role: Role | None, limits: ApiLimits) -> JSONResponse | None:
     """The answer to a request whose key does not suffice for its route; None if it does."""
-    method, path, wanted = method_of(scope), path_of(scope), wanted_by(scope, front)
+    method, path, wanted = method_of(scope), path_of(scope), wanted_by(scope, limits)
     if wanted is Need.NOTHING or role is Role.HARVESTER:
         return None
     if role is None:
@@ -166,12 +164,12 @@ def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None
     return None
 
 
-def wanted_by(scope: Scope, front: Front) -> Need:
+def wanted_by(scope: Scope, limits: ApiLimits) -> Need:
     """Key that a request needs."""
     if is_preflight(scope):
         return Need.NOTHING
     method = "GET" if method_of(scope) == "OPTIONS" else method_of(scope)
-    return need(method, path_of(scope), open_metrics=front.open_metrics)
+    return need(method, path_of(scope), open_metrics=limits.open_metrics)
 
 
 def is_preflight(scope: Scope) -> bool:

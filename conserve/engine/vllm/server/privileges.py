@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, NoReturn, Self
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
-from conserve.engine.runtime.front import HARVEST_KEY
+from conserve.engine.runtime.api_limits import HARVEST_KEY
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve import logs, open_files
 from conserve.engine.policy.preemption import OFF
-from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.runtime.vllm_flags import given_flags, names_of
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
 from conserve.engine.vllm.compat import trial
@@ -132,26 +132,26 @@ def settle_profile(
     return config
 
 
-def put_in_front(args: Namespace, front: Front) -> None:
+def put_in_front(args: Namespace, limits: ApiLimits) -> None:
     """Guard every route with our middleware. vLLM's own guards some routes, and gets the same keys."""
-    from conserve.engine.vllm.server.guard import FRONT, GUARD, KEYS
+    from conserve.engine.vllm.server.guard import GUARD, KEYS, LIMITS
 
     given = [key for key in (args.api_key or [os.environ.get(API_KEY)]) if key]
     harvester = os.environ.get(HARVEST_KEY)
     args.api_key = [*given, harvester] if given and harvester else given or None
     args.middleware = [*args.middleware, GUARD]  # the last one is the outermost
-    setattr(args, FRONT, front)
+    setattr(args, LIMITS, limits)
     setattr(args, KEYS, Keys.of(args.api_key, os.environ))
 
 
-def http_protocol(front: Front) -> type[asyncio.Protocol]:
+def http_protocol(limits: ApiLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol with a limit on connections."""
     from conserve.engine.vllm.server.connections import affordable, bounded
 
-    return bounded(affordable(front.connections, open_files.raised()))
+    return bounded(affordable(limits.connections, open_files.raised()))
 
 
-def run(args: Namespace, front: Front) -> None:
+def run(args: Namespace, limits: ApiLimits) -> None:
     """Run vLLM's server until SIGTERM, on the event loop of `vllm serve`.
 
     asyncio's own leaves Nagle's algorithm on at a socket such as vLLM makes: each token would wait for the client's
@@ -160,7 +160,7 @@ def run(args: Namespace, front: Front) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    uvloop.run(run_server(args, http=http_protocol(front)))
+    uvloop.run(run_server(args, http=http_protocol(limits)))
 
 
 def allow_plugin() -> None:
@@ -190,9 +190,9 @@ def warn(sentence: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, `Front`, flags."""
-    model, models_folder, section_json, front_json, *flags = words
-    section, front = json.loads(section_json), Front.of(json.loads(front_json))
+    """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, limits, flags."""
+    model, models_folder, section_json, limits_json, *flags = words
+    section, limits = json.loads(section_json), ApiLimits.of(json.loads(limits_json))
     if logs.wanted_by(os.environ):
         logs.take_over()
     try:
@@ -213,7 +213,7 @@ def main(words: Sequence[str]) -> int:
             warn(warning)
         command = f"conserve profile --served {shlex.join([model, *flags])}"
         fork_server.prepare(settle_profile(args, flags, section, command))
-        put_in_front(args, front)
+        put_in_front(args, limits)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code
@@ -224,7 +224,7 @@ def main(words: Sequence[str]) -> int:
         )
         return 1
     try:
-        run(args, front)
+        run(args, limits)
     except ConserveError as error:  # an SLO without a latency model
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code

@@ -11,7 +11,7 @@ BATCH_API = "CONSERVE_BATCH_API"  # variable that names the socket of the Batch 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class ApiLimits:
     """Limits of the API server."""
 
     body_bytes: int = BODY_BYTES  # of one request
