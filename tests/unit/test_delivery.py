@@ -8,7 +8,7 @@ import pytest
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.server import delivery as deliveries
-from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, delivering, teller_of
+from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, delivering, reporter_of
 from tests import virtual_time
 
 REQUEST = "cmpl-1"
@@ -33,10 +33,10 @@ class FrontEnd:
         )
         self.told: list[Any] = []
 
-        async def ask_engines(client: Any, method: str, teller: str, ways: Any) -> list[Any]:
-            assert (client, method) == (self, "conserve_way")
-            assert teller
-            self.told.append(ways)
+        async def ask_engines(client: Any, method: str, server: str, delays: Any) -> list[Any]:
+            assert (client, method) == (self, "conserve_delays")
+            assert server
+            self.told.append(delays)
             if isinstance(answer, Exception):
                 raise answer
             return [answer]
@@ -54,9 +54,9 @@ class Noted:
     def __init__(self, llm: Any) -> None:
         self.ttft: list[tuple[float, float]] = []
         self.tbt: list[tuple[float, float]] = []
-        ways = teller_of(llm).way("default").latencies
+        delays = reporter_of(llm).of_class("default").latencies
         for name, into in (("ttft_ms", self.ttft), ("tbt_ms", self.tbt)):
-            ways[name].note = lambda *pair, into=into: into.append(pair)  # type: ignore[method-assign, misc]
+            delays[name].note = lambda *pair, into=into: into.append(pair)  # type: ignore[method-assign, misc]
 
 
 PART = {"type": "http.response.body", "body": b"data", "more_body": True}
@@ -168,18 +168,18 @@ def loops_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_are_told_once_a_second_of_what_they_promise(
     monkeypatch: pytest.MonkeyPatch, answer: Any, times: int
 ) -> None:
-    async def tell() -> None:
+    async def report() -> None:
         for wait_s in (0.0, 0.5, 1.0):
             await asyncio.sleep(wait_s)
-            teller.noted(now())
+            reporter.noted(now())
         await asyncio.sleep(0.1)
 
     llm: Any = FrontEnd(monkeypatch, answer)
-    teller = teller_of(llm)
-    assert teller_of(llm) is teller
+    reporter = reporter_of(llm)
+    assert reporter_of(llm) is reporter
     for _ in range(50):
-        teller.way("default").latencies["ttft_ms"].note(10.0, 30.0)
-    virtual_time.run(tell())
+        reporter.of_class("default").latencies["ttft_ms"].note(10.0, 30.0)
+    virtual_time.run(report())
     assert len(llm.told) == times
     assert llm.told[0] == {"default": {"ttft_ms": {}, "tbt_ms": {}}}, "the names are the engine's to say"
     if isinstance(answer, dict):
@@ -187,24 +187,24 @@ def test_engines_are_told_once_a_second_of_what_they_promise(
 
 
 @pytest.mark.usefixtures("loops_clock")
-def test_engines_are_told_until_a_way_has_faded_though_no_answer_is_streamed_any_more(
+def test_engines_are_told_until_a_delay_has_faded_though_no_answer_is_streamed_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a server whose answers come whole from now on would keep promises earlier for ever."""
 
-    async def tell() -> None:
-        teller.noted(now())
+    async def report() -> None:
+        reporter.noted(now())
         await asyncio.sleep(1.1)
-        teller.noted(now())  # the engine has said what it promises
+        reporter.noted(now())  # the engine has said what it promises
         await asyncio.sleep(3600)
-        assert teller._telling is not None
-        assert teller._telling.done()
+        assert reporter._reporting is not None
+        assert reporter._reporting.done()
 
     llm: Any = FrontEnd(monkeypatch, NAMES)
-    teller = teller_of(llm)
+    reporter = reporter_of(llm)
     for _ in range(50):
-        teller.way("default").latencies["ttft_ms"].note(10.0, 30.0)
-    virtual_time.run(tell())
+        reporter.of_class("default").latencies["ttft_ms"].note(10.0, 30.0)
+    virtual_time.run(report())
     told = [one["default"]["ttft_ms"].get("p99") for one in llm.told]
     assert told[1] == pytest.approx(20, rel=0.05)
     assert told[-1] == 0.0
@@ -228,4 +228,6 @@ def test_each_class_has_a_way_of_its_own(clock: Clock, monkeypatch: pytest.Monke
         generate(llm, "prompt", params, REQUEST)
         DELIVERY.reset(before)
         asyncio.run(answer())
-        assert list(teller_of(llm).ways) == [live_class], "a name means nothing where there are no classes"
+        assert list(reporter_of(llm).delays) == [live_class], (
+            "a name means nothing where there are no classes"
+        )

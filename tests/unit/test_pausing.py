@@ -139,7 +139,7 @@ def test_without_a_promise_of_a_quantile_rows_do_not_pause(named: dict[str, floa
 
 def test_latencies_are_held_against_the_bound_in_the_engine() -> None:
     account = Account({"p99": P99_MS})
-    account.lead({"p99": 10.0})
+    account.tighten_by({"p99": 10.0})
     for number in range(20):
         account.note(P99_MS - 5.0, rows_ms=OF_ROWS, at=float(number))
     assert account.pausing.on(now=0.0)

@@ -14,7 +14,7 @@ from conserve.engine.runtime.credit import MeanAccount, QuantileAccount
 from conserve.engine.runtime.pausing import Pausing
 
 SAVED_OF_LARGEST = 10.0  # the same as `SAVED` for the largest bound: nothing is planned by its credit
-LEAST_SHARE = 0.5  # of a promise that the engine has, however long the way to clients is
+LEAST_SHARE = 0.5  # of a promise that the engine has, however long the delay to clients is
 
 
 class Account:
@@ -34,9 +34,9 @@ class Account:
         self._mean = MeanAccount(named[MEAN]) if MEAN in named else None
         self._concurrent = 1
 
-    def lead(self, ways_ms: Mapping[str, float]) -> None:
+    def tighten_by(self, delays_ms: Mapping[str, float]) -> None:
         """Keep each promise so many ms earlier in the engine, by its name: clients have the latency later."""
-        bounds = in_engine(self._named, ways_ms)
+        bounds = in_engine(self._named, delays_ms)
         self.ceiling_ms = ceiling_ms(bounds)
         for name, one in self._quantiles.items():
             one.bound_ms = bounds[name]
@@ -77,10 +77,10 @@ class Accountant:
         self.ttft, self.tbt = (Account(getattr(promises, name)) for name in LATENCIES)
         self._accounts = dict(zip(LATENCIES, (self.ttft, self.tbt), strict=True))
 
-    def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> None:
+    def tighten_by(self, delays_ms: Mapping[str, Mapping[str, float]]) -> None:
         """Keep promises so many ms earlier in the engine, by latency and by the promise's name."""
         for name, account in self._accounts.items():
-            account.lead(ways_ms.get(name, {}))
+            account.tighten_by(delays_ms.get(name, {}))
 
     @property
     def broken(self) -> list[str]:
@@ -108,9 +108,9 @@ class Accountant:
         )
 
 
-def in_engine(named: Mapping[str, float], ways_ms: Mapping[str, float]) -> dict[str, float]:
+def in_engine(named: Mapping[str, float], delays_ms: Mapping[str, float]) -> dict[str, float]:
     """Bounds in the engine under which clients have the promised ones; none exceeds that of a higher quantile."""
-    bounds = {name: max(LEAST_SHARE * ms, ms - ways_ms.get(name, 0.0)) for name, ms in named.items()}
+    bounds = {name: max(LEAST_SHARE * ms, ms - delays_ms.get(name, 0.0)) for name, ms in named.items()}
     most_ms = inf
     for name in sorted((name for name in bounds if name != MEAN), key=rank, reverse=True):
         bounds[name] = most_ms = min(most_ms, bounds[name])

@@ -55,7 +55,7 @@ class ClassTraffic:
         self.accountant = Accountant(promises)
         self._policy = ""  # whose rows are beside the live requests
         self._accounts = deque([(self._policy, self.accountant)], maxlen=EARLIER)
-        self._ways_ms: Mapping[str, Mapping[str, float]] = {}
+        self._delays_ms: Mapping[str, Mapping[str, float]] = {}
         self.ttft_ms: deque[Moment] = deque()
         self.tbt_ms: deque[Moment] = deque()
         self.ttft_counts, self.tbt_counts = LatencyHistogram(TTFT_MS), LatencyHistogram(TBT_MS)
@@ -94,12 +94,12 @@ class ClassTraffic:
             self.accountant = Accountant(promises)
             self._accounts.append((policy, self.accountant))
         self._policy = policy
-        self.lead(self._ways_ms)
+        self.tighten_by(self._delays_ms)
 
-    def lead(self, ways_ms: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep promises so many ms earlier in the engine, by latency and name: such is the way to clients."""
-        self._ways_ms = ways_ms
-        self.accountant.lead(ways_ms)
+    def tighten_by(self, delays_ms: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep promises so many ms earlier in the engine, by latency and name: clients have them so much later."""
+        self._delays_ms = delays_ms
+        self.accountant.tighten_by(delays_ms)
 
     def bounds(self) -> Slo:
         """Bounds on the next iteration under which every promise can be kept."""
@@ -173,7 +173,7 @@ class ClassTraffic:
             "paused_for": self.paused_for(now=now) if holds_back else [],
             "way_ms": {
                 name: {
-                    promise: self._ways_ms.get(name, {}).get(promise, 0.0)
+                    promise: self._delays_ms.get(name, {}).get(promise, 0.0)
                     for promise in getattr(self.promises, name)
                 }
                 for name in LATENCIES

@@ -20,13 +20,13 @@ from conserve.engine.runtime.class_traffic import (
     remember,
     yielding,
 )
+from conserve.engine.runtime.delivery_delay import Delays, ReportedDelays, names_of
 from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.last_tokens import LastTokens
 from conserve.engine.runtime.live_busy import LiveBusy
 from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
-from conserve.engine.runtime.way import Beyond, WaysTold, names_of
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
 RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
@@ -57,7 +57,7 @@ class Traffic:
             for name, its in {**(classes or {}), DEFAULT_CLASS: promises or Promises()}.items()
         }
         self._default = self._classes[DEFAULT_CLASS]
-        self.pushing, self.rows_time, self._told_ways = Pushing(), RowsTime(), WaysTold()
+        self.pushing, self.rows_time, self._delays = Pushing(), RowsTime(), ReportedDelays()
         self.live_busy = LiveBusy()
         self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
@@ -94,14 +94,14 @@ class Traffic:
         """Hold latencies of the default class against these promises from now on."""
         self._default.promise(promises)
 
-    def lead(self, ways_ms: Mapping[str, Beyond], *, teller: str, now: float) -> dict[str, Any]:
-        """Keep promises earlier in the engine by the ways of each class that an API server tells.
+    def report_delays(self, delays_ms: Mapping[str, Delays], *, server: str, now: float) -> dict[str, Any]:
+        """Keep promises earlier in the engine by the delays of each class that an API server reports.
 
         Returns the names of what is promised, by class and latency.
         """
-        self._told_ways.tell(teller, ways_ms, now=now)
+        self._delays.report(server, delays_ms, now=now)
         for name, one in self._classes.items():
-            one.lead(self._told_ways.longest_ms(name))
+            one.tighten_by(self._delays.longest_ms(name))
         return {name: names_of(one.promises) for name, one in self._classes.items()}
 
     def follow(self, policy: str) -> None:

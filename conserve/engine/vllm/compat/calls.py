@@ -79,7 +79,7 @@ HABITS = {
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
     "V2 GPUModelRunner.execute_model": "has taken in which requests came and went when it calls prepare_inputs",
     "a request with num_stale_output_tokens": "loses what iterations in flight bring for it",
-    "EngineCore.{conserve,conserve_way,conserve_spill}": "added: utility calls that ask and tell our scheduler, "
+    "EngineCore.{conserve,conserve_delays,conserve_spill}": "added: utility calls that ask and tell our scheduler, "
     "and have the workers write and read",
     "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",
     "vllm.platform_plugins": "the entry points of its platforms, which `conserve serve` lets it load",

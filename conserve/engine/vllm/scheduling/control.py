@@ -1,4 +1,4 @@
-"""Changes of a running scheduler: what `POST /v1/conserve` asks for, what the API server tells, and pauses."""
+"""Changes of a running scheduler: what `POST /v1/conserve` asks for, what the API server reports, and pauses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
+from conserve.engine.runtime.delivery_delay import Delays
 from conserve.engine.runtime.traffic import Pause
-from conserve.engine.runtime.way import Beyond
 from conserve.engine.vllm.scheduling.application import evict
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
@@ -55,8 +55,8 @@ def change_regime(scheduler: CoServing, change: Mapping[str, Any]) -> None:
         scheduler.traffic.promise(Promises.of(change["slo"]))
 
 
-def lead(scheduler: CoServing, teller: str, ways_ms: Mapping[str, Beyond]) -> dict[str, Any]:
-    """Keep promises earlier by the ways of each class that an API server tells (`Traffic.lead`)."""
+def report_delays(scheduler: CoServing, server: str, delays_ms: Mapping[str, Delays]) -> dict[str, Any]:
+    """Keep promises earlier by the delays of each class that an API server reports (`Traffic.report_delays`)."""
     scheduler.books.catch_up()
-    names: dict[str, Any] = scheduler.traffic.lead(ways_ms, teller=teller, now=time.monotonic())
+    names: dict[str, Any] = scheduler.traffic.report_delays(delays_ms, server=server, now=time.monotonic())
     return names

@@ -1,8 +1,8 @@
-"""Times at which tokens of live answers leave the API server, beside the engine's: the way to clients.
+"""Times at which tokens of live answers leave the API server, beside the engine's: the delay of delivery.
 
 The guard makes a `Delivery` for each request, which sees what is sent; `delivering` tells it which live request of
 the engine's the answer comes from, and of which class. While there are such answers, and until what they say has
-faded, the engine's scheduler is told once a second (`runtime/way`).
+faded, the engine's scheduler is told once a second (`runtime/delivery_delay`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
-from conserve.engine.runtime.way import Way
+from conserve.engine.runtime.delivery_delay import DeliveryDelay
 from conserve.engine.vllm.requests.engines import ask_engines
 from conserve.engine.vllm.requests.token_watch import state_of
 from conserve.engine.vllm.server.live_classes import class_of
@@ -28,57 +28,60 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import RequestStateStats
 
 log = logging.getLogger("vllm.conserve")
-TOLD_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 BODY = "http.response.body"
-TELLER = "conserve_way"  # attribute of vLLM's front end
+REPORTER = "conserve_delays"  # attribute of vLLM's front end
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class WayTeller:
-    """Keeps the ways of one API server, and tells the engines of them."""
+class DelayReporter:
+    """Keeps the delays of one API server, and reports them to the engines."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.llm = llm
-        self.ways: dict[str, Way] = {}  # by class
+        self.delays: dict[str, DeliveryDelay] = {}  # by class
         self._name = uuid4().hex
         self._promises: dict[str, Any] = {}  # by class: names of what is promised, as the engine said last
         self._due = 0.0
-        self._telling: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
+        self._reporting: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
 
-    def way(self, live_class: str) -> Way:
-        """The way of a class."""
-        return self.ways.setdefault(live_class, Way())
+    def of_class(self, live_class: str) -> DeliveryDelay:
+        """The delays of a class."""
+        return self.delays.setdefault(live_class, DeliveryDelay())
 
     def noted(self, now: float) -> None:
-        """Tell the engines if a second has passed since they were told."""
-        if now >= self._due and (self._telling is None or self._telling.done()):
-            self._telling = asyncio.ensure_future(self._tell())
+        """Report to the engines if a second has passed since the last report."""
+        if now >= self._due and (self._reporting is None or self._reporting.done()):
+            self._reporting = asyncio.ensure_future(self._report())
 
-    async def _tell(self) -> None:
-        """Tell the engines, again and again until there is no way to tell of."""
-        while await self._told(time.monotonic()):
-            await asyncio.sleep(TOLD_EVERY_S)
+    async def _report(self) -> None:
+        """Report to the engines, again and again until there is no delay to report."""
+        while await self._report_once(time.monotonic()):
+            await asyncio.sleep(REPORT_EVERY_S)
 
-    async def _told(self, now: float) -> bool:
-        """Tell the engines once; True if clients have anything later."""
-        self._due = now + TOLD_EVERY_S
-        ways_ms = {}
-        for name, way in self.ways.items():
-            way.fade(now=now)
-            ways_ms[name] = way.beyond_ms(self._promises.get(name, {}))
+    async def _report_once(self, now: float) -> bool:
+        """Report to the engines once; True if clients have anything later."""
+        self._due = now + REPORT_EVERY_S
+        delays_ms = {}
+        for name, delay in self.delays.items():
+            delay.fade(now=now)
+            delays_ms[name] = delay.delays_ms(self._promises.get(name, {}))
         try:
-            answers = await ask_engines(self.llm, "conserve_way", self._name, ways_ms)
+            answers = await ask_engines(self.llm, "conserve_delays", self._name, delays_ms)
         except Exception:  # an engine that fails says so elsewhere
-            log.debug("the engine was not told of the way to clients", exc_info=True)
+            log.debug("the engine was not told of delays to clients", exc_info=True)
             return False
         if answers[0] is None:  # another scheduler runs
             self._due = inf
             return False
         self._promises = answers[0]
         return any(
-            ms for beyond in ways_ms.values() for by_name in beyond.values() for ms in by_name.values()
+            ms
+            for by_latency in delays_ms.values()
+            for by_name in by_latency.values()
+            for ms in by_name.values()
         )
 
 
@@ -87,7 +90,7 @@ class Delivery:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._teller: WayTeller | None = None  # None for an answer without times
+        self._reporter: DelayReporter | None = None  # None for an answer without times
         self._request, self._class = "", DEFAULT_CLASS
         self._parts = 0  # of the engine's requests that the answer comes from
         self._stats: RequestStateStats | None = None
@@ -99,37 +102,37 @@ class Delivery:
         """Note a live request of the engine's. An answer from several, or of several samples, has no times."""
         self._parts += samples
         self._class = live_class
-        self._teller, self._request = (teller_of(llm), request_id) if self._parts == 1 else (None, "")
+        self._reporter, self._request = (reporter_of(llm), request_id) if self._parts == 1 else (None, "")
 
     def watching(self, send: Send) -> Send:
         """Pass messages on to `send`, and note when the parts of a streamed body are handed over."""
 
         async def watched(message: Message) -> None:
-            if self._teller is not None and message["type"] == BODY and message.get("more_body"):
-                self._handed_over(self._teller, time.monotonic())
+            if self._reporter is not None and message["type"] == BODY and message.get("more_body"):
+                self._handed_over(self._reporter, time.monotonic())
             await send(message)
 
         return watched
 
-    def _handed_over(self, teller: WayTeller, now: float) -> None:
+    def _handed_over(self, reporter: DelayReporter, now: float) -> None:
         stats = self._stats
         if stats is None:
-            state = state_of(teller.llm, self._request)
+            state = state_of(reporter.llm, self._request)
             self._stats = stats = None if state is None else state.stats
             if stats is None or not stats.first_token_ts:
                 # An answer of one token is over by now; without statistics there is no time.
-                self._teller = None
+                self._reporter = None
                 return
             arrived = now - (time.time() - stats.arrival_time)
             in_engine, to_client = stats.first_token_ts - arrived, now - self._began
-            teller.way(self._class).latencies["ttft_ms"].note(in_engine * 1e3, to_client * 1e3)
+            reporter.of_class(self._class).latencies["ttft_ms"].note(in_engine * 1e3, to_client * 1e3)
         elif stats.last_token_ts > self._engine_at:  # not the end of an answer, nor what follows a role
             gap, to_client = stats.last_token_ts - self._engine_at, now - self._sent_at
-            teller.way(self._class).latencies["tbt_ms"].note(gap * 1e3, to_client * 1e3)
+            reporter.of_class(self._class).latencies["tbt_ms"].note(gap * 1e3, to_client * 1e3)
         else:
             return
         self._engine_at, self._sent_at = stats.last_token_ts, now
-        teller.noted(now)
+        reporter.noted(now)
 
 
 DELIVERY: ContextVar[Delivery | None] = ContextVar("conserve_delivery", default=None)
@@ -151,10 +154,10 @@ def delivering(generate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def teller_of(llm: AsyncLLM) -> WayTeller:
-    """The teller of this front end, made when it is first asked for."""
-    found: WayTeller | None = getattr(llm, TELLER, None)
+def reporter_of(llm: AsyncLLM) -> DelayReporter:
+    """The reporter of this front end, made when it is first asked for."""
+    found: DelayReporter | None = getattr(llm, REPORTER, None)
     if found is None:
-        found = WayTeller(llm)
-        setattr(llm, TELLER, found)
+        found = DelayReporter(llm)
+        setattr(llm, REPORTER, found)
     return found

@@ -93,7 +93,7 @@ def hook_engine_core() -> None:
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.conserve = ask_scheduler
-    EngineCore.conserve_way = tell_way
+    EngineCore.conserve_delays = report_delays
     EngineCore.conserve_spill = ask_spilling
     if not hasattr(EngineCore.preprocess_add_request, HOOKED):
         EngineCore.preprocess_add_request = marked(announcing(EngineCore.preprocess_add_request))
@@ -130,11 +130,12 @@ def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, 
     return {**asked(change), "weights": updated_version(core)} if asked is not None else None
 
 
-def tell_way(core: Any, teller: str, ways_ms: dict[str, Any]) -> dict[str, Any] | None:
-    """Tell the scheduler of the ways to clients (`control.lead`); None if another scheduler runs."""
-    from conserve.engine.vllm.scheduling.control import lead
+def report_delays(core: Any, server: str, delays_ms: dict[str, Any]) -> dict[str, Any] | None:
+    """Report delays of delivery to the scheduler (`control.report_delays`); None if another scheduler runs."""
+    from conserve.engine.vllm.scheduling import control
 
-    return lead(core.scheduler, teller, ways_ms) if hasattr(core.scheduler, "conserve") else None
+    ours = hasattr(core.scheduler, "conserve")
+    return control.report_delays(core.scheduler, server, delays_ms) if ours else None
 
 
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
-"""The way from the engine to clients: the difference of their latencies to those that the engine counts.
+"""Delay of delivery: by how much clients have a latency later than the engine counts it (`way_ms` in reports).
 
 A promise is made to clients, and the engine keeps it by its own clock: from a request's arrival in the API server
 to the moment at which the engine core has the token. Reading a body and writing tokens come on top, and wait where
 the API server is busy. It measures both latencies of each streamed answer; quantiles of both over about a minute,
-one less the other, are what the engine has to be earlier by. Each class of live traffic has a way of its own, since
-one class's bodies may be long; of several API servers the longest way counts.
+one less the other, are what the engine has to be earlier by. Each class of live traffic has delays of its own,
+since one class's bodies may be long; of several API servers the longest delay counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from conserve.engine.runtime.receipt import STEP, bin_of
 FADES_S = 60.0  # after which a latency counts by 1/e
 LEAST = 3.0  # latencies above a quantile that is compared: of fewer a higher quantile says nothing
 SCANTY = 1e-3  # counts below it are dropped
-FORGOTTEN_S = 120.0  # after which an API server that tells no more is forgotten
+FORGOTTEN_S = 120.0  # after which an API server that reports no more is forgotten
 
-Beyond = Mapping[str, Mapping[str, float]]  # by latency and name of a promise: ms that clients have it later
+Delays = Mapping[str, Mapping[str, float]]  # by latency and name of a promise: ms that clients have it later
 
 
 class FadingCounts:
@@ -59,7 +59,7 @@ class FadingCounts:
         return 0.0
 
 
-class LatencyWay:
+class LatencyDelay:
     """TTFT or TBT as the engine counts it and as clients have it."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class LatencyWay:
         self._engine.fade(share)
         self._clients.fade(share)
 
-    def beyond_ms(self, promise: str) -> float:
+    def delay_ms(self, promise: str) -> float:
         """Difference of clients' quantile or mean to the engine's, in ms, 0 at least; 0 of too few latencies."""
         total = self._engine.total
         if total < 2 * LEAST:
@@ -86,11 +86,11 @@ class LatencyWay:
         return max(0.0, self._clients.quantile_ms(q) - self._engine.quantile_ms(q))
 
 
-class Way:
+class DeliveryDelay:
     """TTFT and TBT of one class at one API server, by both clocks."""
 
     def __init__(self) -> None:
-        self.latencies = {name: LatencyWay() for name in LATENCIES}
+        self.latencies = {name: LatencyDelay() for name in LATENCIES}
         self._faded_at: float | None = None
 
     def fade(self, *, now: float) -> None:
@@ -101,33 +101,33 @@ class Way:
                 one.fade(share)
         self._faded_at = now
 
-    def beyond_ms(self, promises: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
+    def delays_ms(self, promises: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
         """Differences of clients' latencies to the engine's, in ms, by latency and by name of a promise."""
         return {
-            name: {promise: self.latencies[name].beyond_ms(promise) for promise in promises.get(name, ())}
+            name: {promise: self.latencies[name].delay_ms(promise) for promise in promises.get(name, ())}
             for name in LATENCIES
         }
 
 
-class WaysTold:
-    """Keeps what the API servers tell an engine. Times are monotonic seconds, given by the caller."""
+class ReportedDelays:
+    """Keeps the delays that API servers report to an engine. Times are monotonic seconds, given by the caller."""
 
     def __init__(self) -> None:
-        self._by_teller: dict[str, tuple[float, Mapping[str, Beyond]]] = {}
+        self._by_server: dict[str, tuple[float, Mapping[str, Delays]]] = {}
 
-    def tell(self, teller: str, ways_ms: Mapping[str, Beyond], *, now: float) -> None:
-        """Keep the ways of one API server, by class, in place of what it told before."""
-        self._by_teller[teller] = now, ways_ms
-        self._by_teller = {
-            name: told for name, told in self._by_teller.items() if told[0] > now - FORGOTTEN_S
+    def report(self, server: str, delays_ms: Mapping[str, Delays], *, now: float) -> None:
+        """Keep the delays of one API server, by class, in place of what it reported before."""
+        self._by_server[server] = now, delays_ms
+        self._by_server = {
+            name: reported for name, reported in self._by_server.items() if reported[0] > now - FORGOTTEN_S
         }
 
     def longest_ms(self, live_class: str) -> dict[str, dict[str, float]]:
-        """The longest way of a class to any API server."""
+        """The longest delays of a class at any API server."""
         found: dict[str, dict[str, float]] = {name: {} for name in LATENCIES}
-        for _, by_class in self._by_teller.values():
-            for latency, beyond in by_class.get(live_class, {}).items():
-                for promise, ms in beyond.items():
+        for _, by_class in self._by_server.values():
+            for latency, delays in by_class.get(live_class, {}).items():
+                for promise, ms in delays.items():
                     found[latency][promise] = max(ms, found[latency].get(promise, 0.0))
         return found
 
