@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from conserve.cli import server_status
+from conserve.engine.runtime.bins import bin_of
 from conserve.engine.runtime.receipt import (
     EXPECTED_S,
     KEPT,
@@ -17,7 +18,6 @@ from conserve.engine.runtime.receipt import (
     SETTLE_S,
     SLOT_S,
     Receipt,
-    bin_of,
     compared,
 )
 from conserve.engine.vllm.settings import written

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.promises import HARM, Promises
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo
-from conserve.engine.runtime.class_traffic import WINDOW_S, Moment, Ranked, quantiles
+from conserve.engine.runtime.class_traffic import WINDOW_S
+from conserve.engine.runtime.ranked import Moment, Ranked, quantiles
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
 
 PROMISES = Promises.of({"ttft_ms": 1000.0, "tbt_ms": 100.0})

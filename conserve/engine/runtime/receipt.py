@@ -9,11 +9,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import ceil, log
 from random import Random
 from typing import Any
 
 import numpy as np
+
+from conserve.engine.runtime.bins import STEP, bin_of
 
 SLOT_S = 5.0
 SETTLE_S = 0.5  # start of a slot that is not counted: the iteration under way ends, and its queue is served
@@ -29,7 +30,6 @@ LEAST = 5  # slots of each kind with latencies, below which there is no interval
 LEAST_FOR_P99 = 20  # and below which nothing is said of P99s
 # Latencies of each kind for P99s: of a hundred, a P99 is the largest one, and longer the more there are.
 LEAST_LATENCIES = 300
-STEP = log(1.02)  # bins of latencies are 2 % wide
 RANKS = {"p50": 0.5, "p99": 0.99}
 
 
@@ -144,11 +144,6 @@ class Receipt:
         if drawn >= self.share * (1 + COMPARED):
             return None
         return TimeSlot(now, drawn < self.share)
-
-
-def bin_of(ms: float) -> int:
-    """Bin of a latency; bins are `STEP` wide on a logarithmic scale."""
-    return ceil(log(max(ms, 1e-3)) / STEP)
 
 
 def compared(with_it: Sequence[Mapping[int, int]], without: Sequence[Mapping[int, int]]) -> dict[str, Any]:

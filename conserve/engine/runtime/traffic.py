@@ -10,22 +10,14 @@ from typing import Any
 
 from conserve.engine.policy.promises import LATENCIES, Promises
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo, tightest
-from conserve.engine.runtime.class_traffic import (
-    WINDOW_S,
-    ClassTraffic,
-    Moment,
-    Ranked,
-    forget,
-    quantiles,
-    remember,
-    yielding,
-)
+from conserve.engine.runtime.class_traffic import WINDOW_S, ClassTraffic, forget, remember, yielding
 from conserve.engine.runtime.delivery_delay import Delays, ReportedDelays, names_of
 from conserve.engine.runtime.histogram import added, together
 from conserve.engine.runtime.last_tokens import LastTokens
 from conserve.engine.runtime.live_busy import LiveBusy
 from conserve.engine.runtime.pausing import RowsTime
 from conserve.engine.runtime.pushing import Pushing
+from conserve.engine.runtime.ranked import Moment, Ranked, quantiles
 from conserve.engine.runtime.receipt import Receipt
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt

@@ -21,8 +21,8 @@ from vllm.v1.request import Request
 
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.class_traffic import Ranked, quantiles
 from conserve.engine.runtime.leavers import Leavers, Lost
+from conserve.engine.runtime.ranked import Ranked, quantiles
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
 from conserve.engine.vllm.preemption.reasons import why_not

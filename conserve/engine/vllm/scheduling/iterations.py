@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from conserve.engine.runtime.class_traffic import Ranked, quantiles
+from conserve.engine.runtime.ranked import Ranked, quantiles
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
