@@ -175,7 +175,14 @@ def test_two_pictures_of_one_moment_are_the_same(make: Any) -> None:
     for _ in range(60):
         busy.step()
         views = [picture(engine.scheduler) for _ in range(2)]
-        for name in ("online", "offline", "waiting_online", "waiting_offline", "held", "free_blocks"):
+        for name in (
+            "online",
+            "offline",
+            "waiting_online",
+            "waiting_offline",
+            "waiting_with_blocks",
+            "free_blocks",
+        ):
             one, other = (getattr(view, name) for view in views)
             assert one == other if isinstance(one, int) else [*one] == [*other]
         assert [*views[0].waiting_offline] == [*views[0].waiting_offline]

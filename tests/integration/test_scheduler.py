@@ -133,7 +133,7 @@ class Recording:
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.decides = policy.decides
-        self.holds_offline = policy.holds_offline
+        self.defers_offline = policy.defers_offline
         self.spares_offline = policy.spares_offline
         self.seen: Any = None
         self.said: Any = None
@@ -406,7 +406,8 @@ class Blinding:
 
     def plan(self, view: Any) -> Any:
         prefixes = [one.prefix for one in (*view.online, *view.waiting_online, *view.offline)]
-        for things in (view.online, view.offline, view.waiting_online, view.held, view.classes, *prefixes):
+        queues = (view.online, view.offline, view.waiting_online, view.waiting_with_blocks)
+        for things in (*queues, view.classes, *prefixes):
             with suppress(AttributeError):
                 things.clear()
         raise RuntimeError("it sees nothing any more")

@@ -808,7 +808,7 @@ class Engine:
             waiting_offline=[
                 work.candidate()._replace(decode=False) for work in (*self.parked, *self.waiting)
             ],
-            held=[work.candidate() for work in self.parked],
+            waiting_with_blocks=[work.candidate() for work in self.parked],
             model=self.model,
             slo=self.slo,
             max_tokens=self.max_tokens,

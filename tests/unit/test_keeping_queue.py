@@ -157,7 +157,7 @@ def prefixes_of(*, caches: bool = True, groups: int = 1) -> tuple[Any, Any]:
         prefix_cache_lookup_enabled=lambda request: caches,
     )
     prefixes = LivePrefixes(manager, share=0.5)
-    prefixes.follow(on=True)
+    prefixes.switch(on=True)
     return prefixes, manager
 
 

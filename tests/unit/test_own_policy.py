@@ -138,7 +138,7 @@ def test_evicted_rows_make_room() -> None:
         == "it takes 7 KV blocks, and 6 are free"
     )
     kept = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"])
-    held = replace(BUSY, held=[BACK._replace(blocks=3)], free_blocks=4)
+    held = replace(BUSY, waiting_with_blocks=[BACK._replace(blocks=3)], free_blocks=4)
     assert fault_of(replace(kept, evicted=["back"]), held) is None
     assert fault_of(replace(kept, evicted=["back"]), replace(held, free_slots=0)) is not None, (
         "it has no slot"
@@ -230,13 +230,21 @@ def overwritten(things: Any) -> None:
     things["live"] = "bulk"
 
 
-@pytest.mark.parametrize("field", ["online", "offline", "waiting_online", "waiting_offline", "held"])
+@pytest.mark.parametrize(
+    "field", ["online", "offline", "waiting_online", "waiting_offline", "waiting_with_blocks"]
+)
 def test_a_policy_cannot_hide_requests_from_the_one_that_plans_instead(field: str) -> None:
     policy = CheckedPolicy(
         "mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), unsaid
     )
     held = BACK._replace(name="held", blocks=3)
-    view = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK], held=[held])
+    view = view_of(
+        online=[LIVE],
+        offline=[ROW],
+        waiting_online=[PROMPT],
+        waiting_offline=[BACK],
+        waiting_with_blocks=[held],
+    )
     expected = Conserve().plan(view)
     assert policy.plan(view) == expected
     assert "failed with AttributeError" in policy.refused.reasons[0]
@@ -456,11 +464,11 @@ def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
     plain = CheckedPolicy("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
-    assert (plain.decides, plain.holds_offline, plain.spares_offline) == (True, False, False)
+    assert (plain.decides, plain.defers_offline, plain.spares_offline) == (True, False, False)
     theirs = Planning(lambda view: None)
-    vars(theirs).update(decides=False, holds_offline=True, spares_offline=True)
+    vars(theirs).update(decides=False, defers_offline=True, spares_offline=True)
     own = CheckedPolicy("mine.Policy", theirs, Conserve(), pytest.fail)
-    assert (own.decides, own.holds_offline, own.spares_offline) == (False, True, True)
+    assert (own.decides, own.defers_offline, own.spares_offline) == (False, True, True)
 
 
 class WithoutPlan: ...

@@ -261,13 +261,13 @@ def test_a_request_with_a_promise_of_its_own_is_not_held_against_that_of_others(
 def test_a_policy_answers_for_its_own_rows() -> None:
     """A benchmark plays several policies under the same promises."""
     traffic = Traffic(Promises.of({"ttft_ms": P99_MS}))
-    traffic.follow("sarathi++")
+    traffic.use_policy("sarathi++")
     late(traffic, 20)
     assert traffic.report(now=20.0)["online"]["held_back"] == ["ttft_ms"]
-    traffic.follow("conserve")
+    traffic.use_policy("conserve")
     assert traffic.pauses(offline=True, promises=True, now=20.0) is None
     assert traffic.report(now=20.0)["online"]["held_back"] == []
-    traffic.follow("sarathi++")
+    traffic.use_policy("sarathi++")
     assert traffic.report(now=20.0)["online"]["held_back"] == ["ttft_ms"], "its accounts go on"
 
 

@@ -277,7 +277,7 @@ class TestLimits:
 
 
 @pytest.mark.parametrize(
-    ("name", "decides", "holds_offline", "spares_offline"),
+    ("name", "decides", "defers_offline", "spares_offline"),
     [
         ("conserve", True, False, False),
         ("online-only", True, True, False),
@@ -290,12 +290,12 @@ class TestLimits:
     ],
 )
 def test_policies_go_by_name_and_say_what_they_leave_to_vllm(
-    name: str, decides: bool, holds_offline: bool, spares_offline: bool
+    name: str, decides: bool, defers_offline: bool, spares_offline: bool
 ) -> None:
     policy = POLICIES[name]()
-    assert (policy.decides, policy.holds_offline, policy.spares_offline) == (
+    assert (policy.decides, policy.defers_offline, policy.spares_offline) == (
         decides,
-        holds_offline,
+        defers_offline,
         spares_offline,
     )
     assert (name in BENCHED) == (name != "paced")

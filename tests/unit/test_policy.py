@@ -236,7 +236,9 @@ class TestComingBack:
 
     def test_a_row_that_gave_its_kv_away_again_just_now_does_not_start(self) -> None:
         held = Candidate("held", 1, 320, blocks=20)
-        plan = plan_of(waiting_online=[ROW], waiting_offline=[held], held=[held], free_blocks=6)
+        plan = plan_of(
+            waiting_online=[ROW], waiting_offline=[held], waiting_with_blocks=[held], free_blocks=6
+        )
         assert (plan.restored, plan.evicted, plan.tokens) == (["row"], ["held"], {})
 
     def test_paced_engines_bring_rows_back_too(self) -> None:
@@ -300,14 +302,14 @@ class TestMakingRoom:
             (3, ["held1", "held0"]),
             (0, ["held1", "held0", "row2"]),
         ):
-            assert self.evicted(offline=self.rows, held=held, free_blocks=free_blocks) == lost
+            assert self.evicted(offline=self.rows, waiting_with_blocks=held, free_blocks=free_blocks) == lost
 
     def test_a_slot_costs_one_row_its_place_and_not_its_memory(self) -> None:
         assert self.gone(offline=self.rows, free_slots=1) == ([], [])
         assert self.gone(offline=self.rows, free_slots=0) == ([], ["row2"])
         assert self.gone(offline=self.rows, free_slots=-1) == ([], ["row2", "row1"])
         held = [Candidate("held", 1, 40, blocks=3, saved=True)]
-        assert self.gone(offline=self.rows, held=held, free_slots=0) == ([], ["row2"]), (
+        assert self.gone(offline=self.rows, waiting_with_blocks=held, free_slots=0) == ([], ["row2"]), (
             "it has no slot to give"
         )
         assert self.gone(offline=self.rows, free_slots=-1, parks=False) == (["row2", "row1"], [])
@@ -324,7 +326,7 @@ class TestMakingRoom:
     def test_a_parked_row_takes_exactly_what_it_lacks(self, free: int, others: int, gone: list[str]) -> None:
         """Three blocks."""
         parked = [Candidate("row0", 48, 64, blocks=4), Candidate("row1", 48, 64, blocks=others)]
-        plan = plan_of(waiting_offline=parked, held=parked, free_blocks=free)
+        plan = plan_of(waiting_offline=parked, waiting_with_blocks=parked, free_blocks=free)
         assert (plan.evicted, plan.admitted[:1]) == (gone, ["row0"] if gone or free == 3 else [])
 
     def test_the_last_row_that_has_computed_something_is_parked(self) -> None:
@@ -348,7 +350,7 @@ class TestMakingRoom:
             plan = plan_of(
                 waiting_online=both,
                 offline=self.rows,
-                held=held,
+                waiting_with_blocks=held,
                 parks=True,
                 free_slots=0,
                 free_blocks=blocks,
@@ -360,7 +362,7 @@ class TestMakingRoom:
         """Each is in the middle of its prompt, and wants three blocks that the others have."""
         parked = [Candidate(f"row{n}", 48, 64, blocks=4) for n in range(3)]
         held = [row._replace(tokens=1) for row in parked]
-        plan = plan_of(waiting_offline=parked, held=held, free_blocks=0)
+        plan = plan_of(waiting_offline=parked, waiting_with_blocks=held, free_blocks=0)
         assert (plan.evicted, plan.admitted) == (["row2"], ["row0"])
         for room in (
             {"offline": [self.rows[0]], "free_blocks": 2},  # one runs
@@ -368,12 +370,16 @@ class TestMakingRoom:
             {"free_slots": 2, "reserved_slots": 2},
             {"waiting_offline": [parked[0]._replace(tokens=200), *parked[1:]]},  # it wants more than all have
             # It wants more than the other has, with the blocks that stay free.
-            {"waiting_offline": parked[:2], "held": held[:2], "watermark_blocks": 2},
+            {"waiting_offline": parked[:2], "waiting_with_blocks": held[:2], "watermark_blocks": 2},
         ):
-            plan = plan_of(**{"waiting_offline": parked, "held": held, "free_blocks": 0, **room})
+            plan = plan_of(
+                **{"waiting_offline": parked, "waiting_with_blocks": held, "free_blocks": 0, **room}
+            )
             assert (plan.evicted, plan.admitted) == ([], [])
         live = [Candidate(f"live{n}", 1, 60, True, 5) for n in range(4)]
-        plan = plan_of(waiting_offline=parked, held=held, online=live, free_blocks=0, slo=Slo(tbt_ms=4.0))
+        plan = plan_of(
+            waiting_offline=parked, waiting_with_blocks=held, online=live, free_blocks=0, slo=Slo(tbt_ms=4.0)
+        )
         assert (plan.evicted, plan.admitted) == ([], []), "live requests leave it no time"
 
     def test_a_row_before_an_image_that_finds_no_time_gives_its_memory_to_one_behind(self) -> None:
@@ -764,7 +770,9 @@ def test_blocks_that_several_rows_share_are_reserved_once() -> None:
     assert revocable_blocks(view) == 16
     assert revocable_blocks(replace(view, used_blocks=40)) == 40
     own = Candidate("parked", 1, 160, blocks=20)
-    assert revocable_blocks(replace(view, used_blocks=40, held=[own])) == 20, "what it has is its own"
+    assert revocable_blocks(replace(view, used_blocks=40, waiting_with_blocks=[own])) == 20, (
+        "what it has is its own"
+    )
     assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16
 
 
@@ -773,7 +781,7 @@ def test_a_row_that_has_its_kv_back_is_not_refused_for_the_reserve() -> None:
     others = [Candidate("other", 1, 40, decode=True, blocks=3)]
     view = spacious(offline=others, waiting_offline=[row], free_blocks=5, reserved_blocks=30)
     assert Conserve().plan(view).admitted == []
-    assert Conserve().plan(replace(view, held=[row])).admitted == ["row"]
+    assert Conserve().plan(replace(view, waiting_with_blocks=[row])).admitted == ["row"]
 
 
 def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:
@@ -781,7 +789,7 @@ def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request
     view = spacious(
         waiting_online=[Candidate("live", 400, 0)],
         waiting_offline=[row],
-        held=[row],
+        waiting_with_blocks=[row],
         free_blocks=12,
         block_tokens=16,
     )
@@ -796,7 +804,7 @@ def test_a_row_that_grows_alone_takes_the_room_of_one_that_waits() -> None:
     view = spacious(
         offline=[Candidate("row", 1, 64, True, 4)],
         waiting_offline=[held],
-        held=[held],
+        waiting_with_blocks=[held],
         free_blocks=0,
         block_tokens=16,
     )
@@ -833,7 +841,7 @@ def test_blocks_kept_for_arrivals_are_those_of_rows_that_lose_nothing_first() ->
         (view_of(reserved_blocks=10), 0),
         (view_of(reserved_blocks=10, offline=[own]), 0),
         (view_of(reserved_blocks=10, offline=[saved, own]), 4),
-        (view_of(reserved_blocks=10, offline=[saved, own], held=[held]), 7),
+        (view_of(reserved_blocks=10, offline=[saved, own], waiting_with_blocks=[held]), 7),
         (view_of(reserved_blocks=0, offline=[saved]), 0),
         (view_of(reserved_blocks=10, offline=[saved, own], used_blocks=7), 3),  # one of them is shared
         (view_of(reserved_blocks=10, offline=[saved, own], used_blocks=3), 0),

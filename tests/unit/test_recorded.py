@@ -32,7 +32,7 @@ BUSY: dict[str, Any] = {
         FRESH._replace(prefix=[*SHARED[:2], b"abd", b"abde"]),
         Candidate("third", 5, 0),
     ],
-    "held": [Candidate("held", 1, 64, blocks=4, saved=True)],
+    "waiting_with_blocks": [Candidate("held", 1, 64, blocks=4, saved=True)],
     "coming": frozenset([b"ab", ("row", 7)]),
     "slo": Slo(ttft_ms=1500.0),
     "reserved_blocks": 3,
@@ -45,7 +45,7 @@ def through(view: Any, plan: Any = None) -> Any:
 
 def test_a_line_is_the_view_again() -> None:
     view, seen = view_of(**BUSY), through(view_of(**BUSY)).view
-    for name in ("online", "offline", "waiting_online", "held"):
+    for name in ("online", "offline", "waiting_online", "waiting_with_blocks"):
         assert [one._replace(prefix=()) for one in getattr(seen, name)] == list(getattr(view, name))
     assert (seen.slo, seen.reserved_blocks, seen.used_blocks) == (view.slo, 3, None)
     line = line_of(seen, None, policy="conserve", at=12.75)

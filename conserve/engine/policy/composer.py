@@ -81,8 +81,8 @@ class Composer:
         return max(0, self._reserved_blocks - max(0, self._revocable_blocks - self._revoked_blocks))
 
     @cached_property
-    def _held(self) -> list[Candidate]:
-        return list(self._view.held)
+    def _waiting_with_blocks(self) -> list[Candidate]:
+        return list(self._view.waiting_with_blocks)
 
     @cached_property
     def _revocable_blocks(self) -> int:
@@ -254,19 +254,19 @@ class Composer:
 
     def has_its_own(self, candidate: Candidate) -> bool:
         """True if this waiting request has its KV on the device."""
-        return any(held.name == candidate.name for held in self._held)
+        return any(held.name == candidate.name for held in self._waiting_with_blocks)
 
     def take_back(self, blocks: int) -> None:
         """Evict waiting requests that have KV blocks, the last first, until `blocks` are free or none is left."""
-        while self._held and self.free_blocks < blocks:
-            victim = self._held.pop()
+        while self._waiting_with_blocks and self.free_blocks < blocks:
+            victim = self._waiting_with_blocks.pop()
             if victim.name in self.parked:
                 self.parked.remove(victim.name)
             self._free_blocks_of(victim)
 
     def blocks_behind(self, candidate: Candidate) -> int:
         """KV blocks of the requests that wait with theirs behind this one; 0 if it has none itself."""
-        from_it = dropwhile(lambda held: held.name != candidate.name, self._held)
+        from_it = dropwhile(lambda held: held.name != candidate.name, self._waiting_with_blocks)
         return sum(held.blocks for held in islice(from_it, 1, None))
 
     def make_room(self, victims: MutableSequence[Candidate], blocks: int, slots: int = 0) -> bool:
@@ -277,7 +277,7 @@ class Composer:
         missing = blocks - self.free_blocks
         if missing <= 0 and self.free_slots >= slots:
             return True
-        if missing > 0 and sum(victim.blocks for victim in (*self._held, *victims)) < missing:
+        if missing > 0 and sum(victim.blocks for victim in (*self._waiting_with_blocks, *victims)) < missing:
             return False
         if self.free_slots + len(victims) < slots:
             return False
@@ -300,7 +300,7 @@ class Composer:
     def park(self, victim: Candidate) -> None:
         """Free a running request's slot; it waits with its KV blocks, taken after those of others that wait."""
         self.parked.append(victim.name)
-        self._held.insert(0, victim)
+        self._waiting_with_blocks.insert(0, victim)
         self.free_slots += 1
         self._adapters.leave(victim.name)
 

@@ -30,7 +30,7 @@ class Conserve:
     """Fills every iteration as far as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
 
     decides = True
-    holds_offline = False
+    defers_offline = False
     spares_offline = False
     repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
 

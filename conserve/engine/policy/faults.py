@@ -56,7 +56,7 @@ def _waiting(view: View, names: set[str]) -> dict[str, Candidate]:
 def _faulty_names(
     plan: Plan, view: View, running: Mapping[str, Candidate], waiting: Mapping[str, Candidate]
 ) -> Iterator[str]:
-    evictable = {request.name for request in (*view.offline, *view.held)}
+    evictable = {request.name for request in (*view.offline, *view.waiting_with_blocks)}
     places = [*plan.evicted, *plan.parked, *plan.restored, *plan.tokens]
     if twice := _twice(places) or _twice(plan.admitted):
         yield f"it names {twice} twice"
@@ -99,7 +99,7 @@ def _faulty_room(plan: Plan, view: View, requests: Mapping[str, Candidate]) -> I
         yield f"it has {total} tokens, and an iteration takes {view.max_tokens}"
     if started > view.free_slots + freed:
         yield f"it starts {started} requests, and {view.free_slots + freed} slots are free"
-    held = offline | {request.name: request for request in view.held}
+    held = offline | {request.name: request for request in view.waiting_with_blocks}
     blocks = view.free_blocks + sum(held[name].blocks for name in plan.evicted)
     taken = sum(_blocks(requests[name], plan, view) for name in (*plan.tokens, *plan.restored))
     if taken > blocks:

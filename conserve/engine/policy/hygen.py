@@ -24,7 +24,7 @@ class HyGen:
     """Live requests first, then rows in what the token budget and the latency budget leave."""
 
     decides = True
-    holds_offline = False
+    defers_offline = False
     spares_offline = False
 
     def __init__(self, *, budgeted: bool, rated: bool, ordered: bool) -> None:

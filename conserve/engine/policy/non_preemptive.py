@@ -8,7 +8,7 @@ class NonPreemptive:
     """Low priority without preemption, the baseline of conserve-2026 (section 6.1)."""
 
     decides = False
-    holds_offline = False
+    defers_offline = False
     spares_offline = True
 
     def plan(self, view: View) -> Plan | None:

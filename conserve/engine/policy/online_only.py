@@ -16,7 +16,7 @@ class OnlineOnly:
     """
 
     decides = True
-    holds_offline = True
+    defers_offline = True
     spares_offline = False
     repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
 

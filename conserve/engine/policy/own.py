@@ -22,7 +22,7 @@ class CheckedPolicy:
     def __init__(self, name: str, own: Any, instead: Policy, say: Callable[[str], None]) -> None:
         self._own, self._instead = own, instead
         self.decides = bool(getattr(own, "decides", True))
-        self.holds_offline = bool(getattr(own, "holds_offline", False))
+        self.defers_offline = bool(getattr(own, "defers_offline", False))
         self.spares_offline = bool(getattr(own, "spares_offline", False))
         sentence = f"a plan of {name} is refused ({{fault}}); {type(instead).__name__} plans instead"
         self.refused = Refusals(sentence, say)
@@ -31,7 +31,7 @@ class CheckedPolicy:
     def plan(self, view: View) -> Plan | None:
         """The user's plan if the engine can do what it says, else the other policy's."""
         plan = self._checked(view)
-        self._waits.follow(plan, view)
+        self._waits.note(plan, view)
         return plan
 
     def _checked(self, view: View) -> Plan | None:

@@ -13,7 +13,7 @@ class Paced:
     """Treats all requests alike; the TBT of the SLO is the limit of each iteration."""
 
     decides = True
-    holds_offline = False
+    defers_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan:

@@ -38,7 +38,7 @@ class Policy(Protocol):
     """Composes iterations."""
 
     decides: bool  # False: vLLM's own schedule, and `plan` is not called
-    holds_offline: bool  # offline requests are always deferred, with a latency model or without
+    defers_offline: bool  # offline requests are always deferred, with a latency model or without
     spares_offline: bool  # vLLM evicts the request that was admitted last, rather than an offline one
 
     def plan(self, view: View) -> Plan | None:

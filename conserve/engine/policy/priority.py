@@ -8,7 +8,7 @@ class Priority:
     """Offline requests are scheduled after online ones and evicted first; the SLO is not used."""
 
     decides = False
-    holds_offline = False
+    defers_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan | None:

@@ -33,9 +33,10 @@ VERSION_OF_PARKING = 8  # of views of engines whose rows may wait with their KV 
 NEWEST = VERSION_OF_PARKING
 # Waiting requests that are recorded beyond the free slots: a policy may look at some and defer them.
 READ_ON = 32
-RECORDED_AS = {  # names of bounds in all versions
+RECORDED_AS = {  # names in all versions, of bounds and of a queue
     "stand_in_ttft_harm": "broken_ttft_harm",
     "stand_in_tbt_harm": "broken_tbt_harm",
+    "waiting_with_blocks": "held",
 }
 BLOCKS = ("coming", "computing")
 PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are
@@ -86,7 +87,7 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     """
     most = max(0, view.free_slots) + READ_ON
     waiting = (_read(view.waiting_online, most), _read(view.waiting_offline, most))
-    queues = (view.online, view.offline, *waiting, view.held)
+    queues = (view.online, view.offline, *waiting, view.waiting_with_blocks)
     return msgspec.json.encode(
         {
             "version": version_of(view, queues),
@@ -148,7 +149,7 @@ def _view(view: View, queues: Sequence[Iterable[Candidate]]) -> dict[str, Any]:
         **({"adapters": _of_recorded(view.adapters, queues)} if view.adapters else {}),
         **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
         **{
-            name: [_candidate(one, blocks) for one in queue]
+            RECORDED_AS.get(name, name): [_candidate(one, blocks) for one in queue]
             for name, queue in zip(QUEUES, queues, strict=True)
         },
         **{name: blocks.runs(sorted(getattr(view, name), key=blocks.place)) for name in BLOCKS},
@@ -156,7 +157,9 @@ def _view(view: View, queues: Sequence[Iterable[Candidate]]) -> dict[str, Any]:
 
 
 def _view_of(said: Mapping[str, Any]) -> View:
-    queues: dict[str, Any] = {name: [_candidate_of(one) for one in said[name]] for name in QUEUES}
+    queues: dict[str, Any] = {
+        name: [_candidate_of(one) for one in said[RECORDED_AS.get(name, name)]] for name in QUEUES
+    }
     queues |= {name: frozenset(_blocks_of(said.get(name, ()))) for name in BLOCKS}
     return View(
         model=_model_of(said["model"]),

@@ -22,8 +22,10 @@ def revocable_blocks(view: View) -> int:
     """
     if not view.reserved_blocks:
         return 0
-    saved = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
-    others = sum(row.blocks for row in (*view.online, *view.offline, *view.held) if not row.saved)
+    saved = sum(row.blocks for row in (*view.offline, *view.waiting_with_blocks) if row.saved)
+    others = sum(
+        row.blocks for row in (*view.online, *view.offline, *view.waiting_with_blocks) if not row.saved
+    )
     return saved if view.used_blocks is None else min(saved, max(0, view.used_blocks - others))
 
 

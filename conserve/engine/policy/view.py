@@ -19,7 +19,7 @@ TTFT_ARGUMENT = "conserve_ttft_ms"  # a TTFT promise of the request's own
 CLASS_ARGUMENT = "conserve_class"  # the class of live traffic that the request belongs to
 PUSH_ARGUMENT = "conserve_push"  # true for a row whose job would miss its deadline
 DEFAULT_CLASS = "default"  # of requests that no class claims
-QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")  # fields of a view
+QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "waiting_with_blocks")  # fields of a view
 BY_CLASS = ("slos", "classes", "served")  # the same
 
 
@@ -225,7 +225,7 @@ class View:
     reserved_blocks: int = 0  # of the free ones, for requests to come; evicting saved rows makes up for them
     used_blocks: int | None = None  # blocks that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
-    held: Sequence[Candidate] = ()  # waiting offline requests with KV blocks, restored or parked: evictable
+    waiting_with_blocks: Sequence[Candidate] = ()  # offline requests, restored or parked; they can be evicted
     coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them

@@ -23,7 +23,7 @@ class Waits:
     def __init__(self) -> None:
         self._waits: dict[str, Wait] = {}
 
-    def follow(self, plan: Plan | None, view: View) -> None:
+    def note(self, plan: Plan | None, view: View) -> None:
         """Note the plan that is followed; None, vLLM's own, leaves no live request out."""
         self._waits = {} if plan is None else {request.name: w for request, w in self._with(plan, view)}
 

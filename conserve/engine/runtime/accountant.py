@@ -42,9 +42,9 @@ class Account:
             one.bound_ms = bounds[name]
         if self._largest is not None:
             self._largest.bound_ms = self.ceiling_ms
-        self.pausing.hold(self.ceiling_ms)
+        self.pausing.set_bound(self.ceiling_ms)
         if self._mean is not None:
-            self._mean.hold(bounds[MEAN])
+            self._mean.set_bound(bounds[MEAN])
 
     def bound_ms(self, count: int) -> float:
         """Longest latency that `count` requests at once may have next so that every promise can be kept."""

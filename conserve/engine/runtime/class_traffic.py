@@ -71,7 +71,7 @@ class ClassTraffic:
         self.ttft_late.promise(promises.ttft_ms)
         self.tbt_late.promise(promises.tbt_ms)
 
-    def follow(self, policy: str) -> None:
+    def use_policy(self, policy: str) -> None:
         """Go on with the accounts of this policy: each answers for what its own rows made late."""
         self._take_up(policy, self.promises)
 

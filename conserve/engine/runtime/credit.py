@@ -44,10 +44,10 @@ class MeanAccount:
     """Credit of the promise that the mean is at most `bound_ms`, in ms."""
 
     def __init__(self, bound_ms: float) -> None:
-        self.hold(bound_ms)
+        self.set_bound(bound_ms)
         self._credit_ms = 0.0
 
-    def hold(self, bound_ms: float) -> None:
+    def set_bound(self, bound_ms: float) -> None:
         """Hold latencies against this mean from now on."""
         self._mean_ms = bound_ms * (1 - MARGIN)
 

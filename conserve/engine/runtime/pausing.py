@@ -28,7 +28,7 @@ class Pausing:
         """True while rows are to pause, which is `LONGEST_S` at most, whatever comes meanwhile."""
         return self._since is not None and now < self._since + LONGEST_S
 
-    def hold(self, bound_ms: float) -> None:
+    def set_bound(self, bound_ms: float) -> None:
         """Hold latencies against this bound from now on."""
         self._account.bound_ms = bound_ms
 

@@ -96,10 +96,10 @@ class Traffic:
             one.tighten_by(self._delays.longest_ms(name))
         return {name: names_of(one.promises) for name, one in self._classes.items()}
 
-    def follow(self, policy: str) -> None:
+    def use_policy(self, policy: str) -> None:
         """Hold latencies of another policy from now on: what its rows make late is no fault of the ones before."""
         for one in self._classes.values():
-            one.follow(policy)
+            one.use_policy(policy)
 
     def pauses(self, *, offline: bool, promises: bool, now: float) -> Pause | None:
         """Why no offline token is to be computed now: for a promise, if these bind, or for the receipt.

@@ -79,7 +79,7 @@ class ArrivalMonitor:
         """True if rows may leave iterations at all."""
         return self.name != OFF
 
-    def follow(self, name: str) -> None:
+    def use_rule(self, name: str) -> None:
         """Use another rule from now on, where rows can leave at all."""
         if self._flag is not None:
             self.name = name

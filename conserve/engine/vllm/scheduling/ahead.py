@@ -117,5 +117,5 @@ class Ahead:
     def _leaves(self) -> bool:
         """True if rows may leave the iterations that are scheduled from now on."""
         scheduler, policy = self._scheduler, self._scheduler.planner  # in a pause there are no rows to leave
-        plans = policy.decides and not policy.holds_offline and scheduler.iterations.model is not None
+        plans = policy.decides and not policy.defers_offline and scheduler.iterations.model is not None
         return bool(scheduler.arrival_monitor.enabled and plans)

@@ -27,7 +27,7 @@ AS_VLLM, AS_PROMISED = OnlineOnly(), OnlineOnly(keeps_promises=True)
 def planner_of(scheduler: CoServing) -> Policy:
     """The scheduler's policy, or in a pause of its rows one that computes no offline token."""
     policy: Policy = scheduler.chosen_policy
-    if policy.holds_offline:
+    if policy.defers_offline:
         return policy
     traffic, offline = scheduler.traffic, bool(scheduler.offline)
     keeps = scheduler.policy_name == CONSERVE
@@ -46,7 +46,7 @@ def change_regime(scheduler: CoServing, change: Mapping[str, Any]) -> None:
             evict(scheduler, [*scheduler.parking.names], time.monotonic())
         scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
     if "preemption" in change:
-        scheduler.arrival_monitor.follow(change["preemption"])
+        scheduler.arrival_monitor.use_rule(change["preemption"])
     if "checkpoint" in change and scheduler.checkpoints is not None:
         scheduler.checkpoints.on = change["checkpoint"] != OFF
     if "batching" in change:

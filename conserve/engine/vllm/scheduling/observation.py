@@ -87,7 +87,7 @@ class Picture:
             live_busy=self._traffic.live_busy.share,
             own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
             max_tokens=scheduler.max_num_scheduled_tokens,
-            held=Lazy(self._held(holding)),
+            waiting_with_blocks=Lazy(self._waiting_with_blocks(holding)),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
             adapters=self._adapters(),
@@ -180,7 +180,7 @@ class Picture:
             served[self._traffic.class_of.get(request.request_id, DEFAULT_CLASS)] += max(0, left)
         return served
 
-    def _held(self, holding: Iterable[Request]) -> Iterator[Candidate]:
+    def _waiting_with_blocks(self, holding: Iterable[Request]) -> Iterator[Candidate]:
         """Waiting offline requests with KV blocks: host memory has the KV of those whose KV has come back."""
         parked, checkpoints = self._scheduler.parking.names, self._scheduler.checkpoints
         for request in holding:

@@ -131,7 +131,7 @@ class LivePrefixes:
         """Free blocks that rows do not take."""
         return min(self._withheld, self._queue.kept) if self._queue is not None else 0
 
-    def follow(self, *, on: bool) -> None:
+    def switch(self, *, on: bool) -> None:
         """Keep blocks or not, from now on."""
         self.on = on and self._caches and self._share > 0
         if self.on and self._queue is None:

@@ -95,8 +95,8 @@ class CoServing(VllmsAttributes):
         """Plan by this policy from now on."""
         self.policy_name = name
         self.chosen_policy = self.planner = named(name, log.warning)
-        self.traffic.follow(name)
-        self.prefixes.follow(on=name == CONSERVE)
+        self.traffic.use_policy(name)
+        self.prefixes.switch(on=name == CONSERVE)
         spares_offline = self.chosen_policy.spares_offline
         self.policy = SchedulingPolicy.FCFS if spares_offline else SchedulingPolicy.PRIORITY
 
@@ -161,7 +161,7 @@ class CoServing(VllmsAttributes):
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
         if self.ahead.waits():
             return False
-        if self.chosen_policy.holds_offline and len(self.offline) == len(self.requests):
+        if self.chosen_policy.defers_offline and len(self.offline) == len(self.requests):
             copying = self.checkpoints is not None and self.checkpoints.copying
             return copying or bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
@@ -234,7 +234,7 @@ class CoServing(VllmsAttributes):
         decides = policy.decides and (self.offline or alone)
         self.reserve_blocks(0)
         self.traffic.planned_quiet = False
-        if not decides or (model is None and not policy.holds_offline) or not keeps_kv(self):
+        if not decides or (model is None and not policy.defers_offline) or not keeps_kv(self):
             return None
         if policy is not self.chosen_policy and len(self.offline) == len(
             self.requests
@@ -242,7 +242,7 @@ class CoServing(VllmsAttributes):
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
-            return online_alone(self, self.most_tokens) if policy.holds_offline else None
+            return online_alone(self, self.most_tokens) if policy.defers_offline else None
         model = (self.iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
         return self.repetition.again(model) or self._plan_by_policy(model)
 
