@@ -32,7 +32,7 @@ class EngineModel:
     engines: int = 1  # alike, each with a part of the requests: vLLM's data parallel engines
 
     def ms(self, batch: Batch) -> float:
-        """Predicted time of an iteration, in s."""
+        """Predicted time of an iteration, in ms."""
         return self.scale * self.model.predict(batch)
 
     @property
