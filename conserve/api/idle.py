@@ -8,8 +8,8 @@ from conserve.words import count
 def idle(job: JobReading) -> str:
     """Reason that a job has nothing to run."""
     if job.state is JobState.PAUSED:
-        waiting = count(job.waiting, "row")
-        return f"job {job.id} is paused and {waiting} of it wait; let it go on with: conserve resume {job.id}"
+        waiting = count(job.waiting, "row of it waits", "rows of it wait")
+        return f"job {job.id} is paused and {waiting}; let it go on with: conserve resume {job.id}"
     if job.state is JobState.FAILED:
         return f"job {job.id} was refused ({job.error}); try again with: conserve resume {job.id}"
     if job.state is JobState.CANCELLED:

@@ -24,7 +24,6 @@ from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.words import count, duration
 
-FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 FIGURES = (

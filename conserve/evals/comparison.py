@@ -10,7 +10,7 @@ from conserve.evals.history import ChangePoint
 from conserve.evals.paired import Pairs, evidence
 from conserve.evals.plan import Metric, SuitePlan
 from conserve.evals.records import RunRecord, SuiteRecord
-from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, blind, judge, scoreless
+from conserve.evals.verdict import SuiteVerdict, Verdict, blind, judge, scoreless, worst
 
 IGNORED = ("conserve",)  # its version changes no answer
 QUESTIONS = (
@@ -86,7 +86,7 @@ class Comparison:
             found.add(Verdict.WORSE)
         if self.missing or not self.judged:
             found.add(Verdict.CANNOT_TELL)
-        return next(verdict for verdict in WORST_FIRST if verdict in found)
+        return worst(found)
 
 
 def compared(

@@ -10,7 +10,7 @@ Two hypotheses are tested for each suite, since not finding a decline does not s
 With neither rejected nothing can be told, and the verdict names the number of items that could tell.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -107,7 +107,6 @@ def scoreless(suite: str, metric: str, items: int) -> str:
     return f'{count(items, "item")} without the {metric} of before; look with: conserve sql "{select}"'
 
 
-def of_night(judged: Mapping[str, SuiteVerdict]) -> Verdict:
-    """Worst verdict of a night's suites; nothing can be told of none."""
-    found = {one.verdict for one in judged.values()}
-    return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.CANNOT_TELL)
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Worst of these verdicts, of which there is one at least."""
+    return min(verdicts, key=WORST_FIRST.index)

@@ -1,8 +1,8 @@
 """Iterations scheduled ahead beside live requests or not, on simulated time, by an accelerator's measured speed.
 
-The real scheduler with our policy, on a simulated host and device (`engine/vllm/simulation/accelerator`). The model
-is Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.8 ms a decode step, 99 ms a prompt
-of 4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead. The scheduler learns a
+The real scheduler with our policy, on a simulated host and device (`simulated_accelerator`). The model is
+Llama-3.1-8B's shape on an H200 as a server was measured there (docs/gpu): 4.8 ms a decode step, 99 ms a prompt of
+4,096 tokens, and 2.4 ms of the host's work an iteration where none are scheduled ahead. The scheduler learns a
 latency model in its warm-up, as `conserve serve` does.
 """
 
@@ -96,8 +96,8 @@ def play(policy: str, rate: float, promise: Promise, *, ahead: bool = True) -> P
     """One block under a policy, after some seconds of rows alone. Online-only is scheduled ahead, as vLLM does."""
     from conserve.engine.vllm.preemption import arrivals as arriving
     from conserve.engine.vllm.settings import WORKER
-    from conserve.engine.vllm.simulation.accelerator import LaunchTimes, SimulatedAccelerator
     from conserve.engine.vllm.simulation.bare import Clock, bare_config
+    from tests.benchmarks.simulated_accelerator import LaunchTimes, SimulatedAccelerator
 
     dice = np.random.default_rng(SEED)
     rows = (

@@ -145,6 +145,12 @@ def test_a_run_on_a_paused_job_says_so_and_exits_4(write_input: WriteInput, sett
     assert read_jobs(settings, now=0.0)[0].done == 0
 
 
+def test_a_paused_job_of_one_row_is_told_of_in_the_singular(write_input: WriteInput) -> None:
+    job_id = queue_up(write_input, rows=1)
+    conserve("pause", job_id)
+    assert f"job {job_id} is paused and 1 row of it waits;" in conserve("run", job_id).stderr
+
+
 def test_a_run_of_the_queue_mentions_what_is_paused(write_input: WriteInput) -> None:
     first, second = queue_up(write_input), queue_up(write_input)
     conserve("pause", first)

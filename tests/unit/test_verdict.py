@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from conserve.evals.paired import (
     tango,
     tango_bound,
 )
-from conserve.evals.verdict import SuiteVerdict, Verdict, judge, of_night
+from conserve.evals.verdict import SuiteVerdict, Verdict, judge, worst
 
 POINTS = Standard(effect=0.05)
 
@@ -201,14 +202,18 @@ def test_several_suites_share_one_chance_of_a_false_alarm() -> None:
     night = judge(suites, dict.fromkeys(suites, POINTS), rng())
     assert night["faint"].p_decline == pytest.approx(5 * night["faint"].evidence.p_decline)
     assert night["faint"].verdict is Verdict.CANNOT_TELL
-    assert of_night(night) is Verdict.CANNOT_TELL
-    assert of_night({}) is Verdict.CANNOT_TELL
     assert judge({}, {}, rng()) == {}
+
+
+def of_night(judged: Mapping[str, SuiteVerdict]) -> Verdict:
+    return worst(one.verdict for one in judged.values())
 
 
 def test_a_night_is_as_bad_as_its_worst_suite() -> None:
     suites = {"bad": answers(60, 10, 430), "good": answers(0, 0, 500), "few": answers(1, 1, 3)}
     assert of_night(judge(suites, dict.fromkeys(suites, POINTS), rng())) is Verdict.WORSE
+    del suites["bad"]
+    assert of_night(judge(suites, dict.fromkeys(suites, POINTS), rng())) is Verdict.CANNOT_TELL
 
 
 def test_equal_differences_are_certain_only_in_number() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import exp, sqrt
 from random import Random
 from statistics import fmean
-from typing import NamedTuple
 
 SLOT_S = 900
 DAY = 96  # slots
@@ -29,14 +28,6 @@ DRIFT = 0.03  # standard deviation of a course's factor: days are not alike
 DRIFT_OF_ONE_DAY = 0.1  # more of it, divided by the square root of the days seen
 
 
-class SeenSlot(NamedTuple):
-    """Tokens computed in a slot, and the seconds of it in which rows ran."""
-
-    slot: int  # quarters of an hour since 1970
-    tokens: float
-    busy_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Harvested tokens per second by slot; slots in which hardly any row ran are left out."""
@@ -46,7 +37,10 @@ class Rates:
 
     @classmethod
     def of(cls, seen: Sequence[tuple[int, float, float]]) -> "Rates":
-        """Rates of (slot, tokens, busy seconds); figures that only damage explains are left out."""
+        """Rates of (slot, tokens, busy seconds); figures that only damage explains are left out.
+
+        Slots are counted since 1970.
+        """
         return cls(
             {
                 slot: tokens / busy_s

@@ -17,7 +17,6 @@ from conserve.store.files.home import refuse_no_folder
 
 EVALS = "evals"
 RECORD = "run.json"
-ITEM_FILES = "items-*.parquet"
 
 
 def folder_of(home: Path, run_id: str) -> Path:
