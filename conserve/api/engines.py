@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -36,11 +35,9 @@ class Engine:
         endpoint: str | None = None,
         api_key: str | None = None,
         engine_args: Sequence[str] = (),
-        path: str | Path | None = None,
         progress: bool = True,
     ) -> None:
-        given = {"home": path, "model": model, "endpoint": endpoint, "api_key": api_key}
-        self._settings = load(given)
+        self._settings = load({"model": model, "endpoint": endpoint, "api_key": api_key})
         self._flags = tuple(engine_args)
         self._progress = progress
         self._endpoint: Endpoint | None = None

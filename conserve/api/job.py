@@ -48,12 +48,18 @@ class Job:
 
     @property
     def status(self) -> JobState:
-        """State of the job now: queued, running, paused, completed, failed, cancelled or expired."""
+        """State of the job now: queued, running, paused, completed, failed, cancelled or expired.
+
+        Each access reads the store, and blocks meanwhile; in an event loop, await `progress.aio()` for its `state`.
+        """
         return self.progress().state
 
     @property
     def deadline(self) -> datetime | None:
-        """Moment by which the job is to be done, in UTC; None without a deadline."""
+        """Moment by which the job is to be done, in UTC; None without a deadline.
+
+        Each access reads the store, and blocks meanwhile.
+        """
         return to_datetime(self.progress().deadline)
 
     @blocking

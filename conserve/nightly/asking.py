@@ -151,7 +151,6 @@ class Answering:
                 endpoint=target.endpoint or self._settings.endpoint or UNSET,
                 api_key=self._settings.api_key,
                 engine_args=target.engine_args,
-                path=self._settings.home,
                 progress=self._progress,
             )
         return self._engine

@@ -146,7 +146,7 @@ def model_of(way: str, output: Path) -> Iterator[Any]:
         store = conserve.open(output.with_suffix(".store"))
         flags = engine_flags(f"--kv-cache-memory-bytes {KV_BYTES}", FLAGS)
         settings = settings_of(store.path, model=folder, endpoint=None, api_key=None)
-        with conserve.Engine(folder, path=store.path, engine_args=flags, progress=False) as engine:
+        with conserve.Engine(folder, engine_args=flags, progress=False) as engine:
             queue = Alone(store, "measured", engine, name="mmlu", progress=False)
             yield ConserveLM(queue=queue, tokens=model_tokens(settings, flags=flags))
     elif way == "vllm":

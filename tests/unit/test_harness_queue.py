@@ -29,7 +29,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> conserve.Store:
 
 
 def alone(store: conserve.Store, run: str = "night", endpoint: str = FAKE) -> Alone:
-    engine = conserve.Engine(endpoint=endpoint, path=store.path, progress=False)
+    engine = conserve.Engine(endpoint=endpoint, progress=False)
     return Alone(store, run, engine, name="test", progress=False)
 
 

@@ -50,7 +50,7 @@ def alone(
         print(f"run {run}: if it is killed, go on with it by run={run}", file=sys.stderr, flush=True)
     engine = None
     if not wait:
-        engine = Engine(model, endpoint=endpoint, api_key=api_key, engine_args=flags, path=opened.path)
+        engine = Engine(model, endpoint=endpoint, api_key=api_key, engine_args=flags)
     return Alone(opened, str(run), engine, name=name, progress=progress)
 
 
