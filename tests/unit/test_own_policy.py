@@ -464,11 +464,16 @@ def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
     plain = CheckedPolicy("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
-    assert (plain.decides, plain.defers_offline, plain.spares_offline) == (True, False, False)
+    assert (plain.decides, plain.defers_offline, plain.spares_offline, plain.repeats) == (
+        True,
+        False,
+        False,
+        False,
+    )
     theirs = Planning(lambda view: None)
-    vars(theirs).update(decides=False, defers_offline=True, spares_offline=True)
+    vars(theirs).update(decides=False, defers_offline=True, spares_offline=True, repeats=True)
     own = CheckedPolicy("mine.Policy", theirs, Conserve(), pytest.fail)
-    assert (own.decides, own.defers_offline, own.spares_offline) == (False, True, True)
+    assert (own.decides, own.defers_offline, own.spares_offline, own.repeats) == (False, True, True, True)
 
 
 class WithoutPlan: ...

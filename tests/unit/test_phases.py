@@ -298,6 +298,7 @@ def test_policies_go_by_name_and_say_what_they_leave_to_vllm(
         defers_offline,
         spares_offline,
     )
+    assert policy.repeats == (name in ("conserve", "online-only"))
     assert (name in BENCHED) == (name != "paced")
     assert set(BENCHED) - set(SERVING) == {"sarathi++", "hygen-star", "hygen"}
     assert len(POLICIES) == 8

@@ -26,6 +26,7 @@ class HyGen:
     decides = True
     defers_offline = False
     spares_offline = False
+    repeats = False
 
     def __init__(self, *, budgeted: bool, rated: bool, ordered: bool) -> None:
         """`budgeted`: by predicted time; `rated`: rows begin at a fixed rate; `ordered`: by their prefixes."""

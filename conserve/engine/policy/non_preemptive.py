@@ -10,6 +10,7 @@ class NonPreemptive:
     decides = False
     defers_offline = False
     spares_offline = True
+    repeats = False
 
     def plan(self, view: View) -> Plan | None:
         """Leave the iteration to vLLM, which evicts the request that was admitted last."""

@@ -15,7 +15,7 @@ class CheckedPolicy:
     """Follows a user's policy, and the policy `instead` in each iteration for which the user's plan is refused.
 
     A plan is also refused if it leaves out a live request that has waited for too long, and that `instead` serves.
-    `own` has the method `plan(view) -> Plan | None`, and may have the three flags of `Policy`. `say` gets a
+    `own` has the method `plan(view) -> Plan | None`, and may have the four flags of `Policy`. `say` gets a
     sentence for each new kind of refusal.
     """
 
@@ -24,6 +24,7 @@ class CheckedPolicy:
         self.decides = bool(getattr(own, "decides", True))
         self.defers_offline = bool(getattr(own, "defers_offline", False))
         self.spares_offline = bool(getattr(own, "spares_offline", False))
+        self.repeats = bool(getattr(own, "repeats", False))
         sentence = f"a plan of {name} is refused ({{fault}}); {type(instead).__name__} plans instead"
         self.refused = Refusals(sentence, say)
         self._waits = Waits()

@@ -15,6 +15,7 @@ class Paced:
     decides = True
     defers_offline = False
     spares_offline = False
+    repeats = False
 
     def plan(self, view: View) -> Plan:
         """Plan the tokens that fit into the limit, at least one."""

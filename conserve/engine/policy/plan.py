@@ -40,6 +40,7 @@ class Policy(Protocol):
     decides: bool  # False: vLLM's own schedule, and `plan` is not called
     defers_offline: bool  # offline requests are always deferred, with a latency model or without
     spares_offline: bool  # vLLM evicts the request that was admitted last, rather than an offline one
+    repeats: bool  # a plan of decode steps alone holds for some iterations while nothing but their contexts changes
 
     def plan(self, view: View) -> Plan | None:
         """Plan the next iteration; None leaves it to vLLM. A policy keeps no state: equal views get equal plans."""

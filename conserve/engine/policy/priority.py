@@ -10,6 +10,7 @@ class Priority:
     decides = False
     defers_offline = False
     spares_offline = False
+    repeats = False
 
     def plan(self, view: View) -> Plan | None:
         """Leave the iteration to vLLM."""
