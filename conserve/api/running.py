@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from conserve.config import UNSET, Settings, source_of
 from conserve.errors import SettingsError
@@ -189,6 +189,15 @@ def make_endpoint(
     return HttpEndpoint(address, api_key=settings.api_key, model=settings.model, limits=limits)
 
 
+class BesideLive(TypedDict, total=False):
+    """Arguments of a harvester whose endpoint answers live requests too; `Harvester` has the defaults."""
+
+    follow: bool
+    max_deaths: int
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+
+
 def harvester_of(
     store: "Store",
     endpoint: "Endpoint",
@@ -197,8 +206,9 @@ def harvester_of(
     *,
     rebind: bool,
     observer: "Observer | None" = None,
+    **beside_live: Unpack[BesideLive],
 ) -> "Harvester":
-    """Harvester that drains these jobs, or all, into an endpoint of its own."""
+    """Harvester that drains these jobs, or all, into an endpoint, which is its own or `beside_live`."""
     from conserve.jobs.harvest.harvester import Harvester
 
     return Harvester(
@@ -211,6 +221,7 @@ def harvester_of(
         share=settings.share,
         rebind=rebind,
         observer=observer,
+        **beside_live,
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conserve.api.binding import Binding
-from conserve.api.running import ProfileFlags, make_endpoint, outcome, unfinished, unfinished_rows
+from conserve.api.live_endpoint import live_endpoint
+from conserve.api.running import harvester_of, outcome, unfinished, unfinished_rows
 from conserve.api.waiting import in_thread
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
@@ -112,7 +113,16 @@ def harvest(
         )
     if steady and window is None:
         raise SettingsError("--steady keeps as many rows in flight as --window says; give --window N too")
-    endpoint_of = partial(servers, urls, lists, window=window, steady=steady, follow=not until_empty)
+    endpoint_of = partial(
+        live_endpoint,
+        urls,
+        lists,
+        window=window,
+        steady=steady,
+        follow=not until_empty,
+        say=output.say,
+        warn=output.trouble,
+    )
     binding = Binding(named=model is not None, rebind=rebind)
     with (
         telemetry(settings, "harvest") as watching,
@@ -173,7 +183,6 @@ def work(
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
     import uvloop
 
-    from conserve.jobs.harvest.harvester import Harvester
     from conserve.jobs.hooks.courier import sending
     from conserve.store.books import catalog
 
@@ -185,20 +194,17 @@ def work(
         return nothing_to_run(idle, named=only is not None, as_json=as_json)
     if only or until_empty:
         settings = binding.settled(settings, unfinished(settings, only))
-    harvester = Harvester(
+    harvester = harvester_of(
         store,
         endpoint_of(settings),
-        lease_s=settings.lease_s,
-        max_attempts=settings.max_attempts,
-        max_deaths=settings.max_attempts,  # a row is alone among rows: live requests are in the engine too
-        only=only,
-        utility=settings.utility,
-        share=settings.share,
+        settings,
+        only,
         rebind=binding.rebind,
+        observer=watching.observer,
         follow=not until_empty,
+        max_deaths=settings.max_attempts,  # a row is alone among rows: live requests are in the engine too
         say=output.say,
         warn=output.trouble,
-        observer=watching.observer,
     )
     watching.watch(harvester)
     begun = time.monotonic()
@@ -209,58 +215,6 @@ def work(
     told = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
     code = report(done, settings, only=only, told=told, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
-
-
-def servers(
-    urls: list[str],
-    lists: list[str],
-    settings: Settings,
-    *,
-    window: int | None,
-    steady: bool = False,
-    follow: bool = False,
-) -> "Endpoint":
-    """The servers as one endpoint, which live requests use too."""
-    if not lists and not urls[0].startswith(("http://", "https://")):
-        return make_endpoint(settings, [], ProfileFlags(), say=output.say)
-    from conserve.endpoints.roster import rosters_of
-    from conserve.jobs.fleet.fleet import Fleet
-
-    several = len(urls) > 1 or bool(lists)
-    one = partial(server, settings=settings, window=window, steady=steady, listed_only=several)
-    patient = bool(lists) or (follow and several)
-    return Fleet(
-        rosters_of(urls, lists),
-        one,
-        model=settings.model if several else None,
-        patient=patient,
-        say=output.say,
-        warn=output.trouble,
-    )
-
-
-def server(
-    url: str,
-    *,
-    settings: Settings,
-    window: int | None,
-    steady: bool = False,
-    listed_only: bool = False,
-) -> "Endpoint":
-    """One server, which live requests use too."""
-    from conserve.endpoints.exchange import AnswerLimits
-    from conserve.endpoints.http import HttpEndpoint
-
-    return HttpEndpoint(
-        url,
-        api_key=settings.harvest_key or settings.api_key,
-        model=settings.model,
-        most_rows=window,
-        considerate=True,
-        steady=steady,
-        listed_only=listed_only,
-        limits=AnswerLimits.of(settings),
-    )
 
 
 async def show(harvester: "Harvester", settings: Settings, only: list[str] | None, *, lines: bool) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from conserve.api import runs
 from conserve.api.display import SilentDisplay
+from conserve.api.live_endpoint import live_server
 from conserve.api.progress import COUNT_S, LINE_S, Progress, ProgressNow, first_step, rounded
 from conserve.api.running import ProfileFlags, make_endpoint
-from conserve.cli.harvest import server
 from conserve.cli.progress import RunProgress
 from conserve.config import load
 from conserve.endpoints import http
@@ -129,7 +129,7 @@ def test_a_server_is_asked_for_the_model_that_was_given(
     monkeypatch.setattr(http, "open_client", client)
     settings = load({"model": model, "endpoint": "http://127.0.0.1:9"})
     run: Any = make_endpoint(settings, [], ProfileFlags(), say=print)
-    for endpoint in (run, server("http://127.0.0.1:9", settings=settings, window=None)):
+    for endpoint in (run, live_server("http://127.0.0.1:9", settings=settings, window=None)):
         assert asyncio.run(asked(endpoint)) == (model or "first")
 
 
