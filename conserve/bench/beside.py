@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from conserve.bench.bound import Mix, added_ms
-from conserve.bench.forecast import EngineModel
 from conserve.bench.leftover import left_by_policy, left_ms
 from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates
 from conserve.bench.names import most_of, runs_offline
+from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Slice
 from conserve.profiles.worth import CHUNK
 

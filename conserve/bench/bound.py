@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.forecast import EngineModel
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.traces import Arrival, Trace
 from conserve.profiles.batch import Batch, Slice
 

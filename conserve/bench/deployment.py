@@ -11,10 +11,10 @@ import httpx
 from conserve.bench.answers import LoadAnswer
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Turn, readings
-from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
 from conserve.bench.names import HYGENS, OFF, regime_of, wanted
 from conserve.bench.served import served_model
+from conserve.bench.simulate_online import EngineModel
 from conserve.errors import EndpointUnusable
 from conserve.hosts import split_login
 from conserve.profiles.hygen import HyGenModel

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import added_ms, decodes_ms
-from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, by_policy
+from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Slice
 
 

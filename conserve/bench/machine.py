@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from conserve.bench.bound import Mix
-from conserve.bench.forecast import EngineModel
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
+from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ProfileMissing
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LinearModel

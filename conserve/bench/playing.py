@@ -9,12 +9,12 @@ from typing import Any, Literal
 from conserve.bench.compare import Design, alternate, with_slo
 from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
-from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, SARATHI_P, TUNED, regime_of
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, Promise
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, Sized, judge, size
 from conserve.bench.stock import StockServer
 from conserve.bench.stock_beside import StockBeside

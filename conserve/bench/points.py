@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 from conserve.bench import traces
-from conserve.bench.forecast import EngineModel, play
+from conserve.bench.simulate_online import EngineModel, play
 from conserve.bench.traces import Trace
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Batch, Slice

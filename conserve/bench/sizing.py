@@ -1,8 +1,9 @@
 """Sizing: rate, lengths and blocks of a comparison on an engine of known speed. Pure.
 
 The rate is the one at which online-only alone keeps the engine busy for a preset's share of the time, found by
-bisection over `forecast.play` of the very arrivals that the rounds will play. Where that makes a comparison too
-long, or a block too empty, prompts and answers are shortened first, then blocks stretched, then rounds left out.
+bisection over `simulate_online.play` of the very arrivals that the rounds will play. Where that makes a comparison
+too long, or a block too empty, prompts and answers are shortened first, then blocks stretched, then rounds left
+out.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from conserve.bench.compare import LEAD_S, STARTING_S, Design, Source
-from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block
 from conserve.bench.names import (
     NON_PREEMPTIVE,
@@ -23,6 +23,7 @@ from conserve.bench.names import (
     SARATHI_PP,
 )
 from conserve.bench.presets import Preset
+from conserve.bench.simulate_online import BlockForecast, EngineModel, p99s_ms, play
 from conserve.errors import InputError, Overloaded
 
 BUSY = 0.52  # share of the time; the idle half is for offline rows, and lets bursts end

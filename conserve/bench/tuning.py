@@ -1,4 +1,4 @@
-"""Parameters of the baselines, tuned to the workload as their authors do: by test runs on the forecast.
+"""Parameters of the baselines, tuned to the workload as their authors do: by simulated test runs.
 
 A test run on two cores takes about a minute, and the searches take 25 of them: longer than the comparison. So test
 runs are simulated by default; `measured_run` is one on the engine, as in HyGen's paper.
@@ -11,15 +11,15 @@ from itertools import islice
 
 import numpy as np
 
-from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import one_turn
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
-from conserve.bench.forecast import EngineModel, Request, play, share_of
 from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import Found, Promise, RunLatencies, TestRun, excess, search
+from conserve.bench.simulate_online import EngineModel, Request, play, share_of
+from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.sizing import Sized
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
@@ -63,7 +63,7 @@ class TuningWorkload:
     def beside(self, sharing: Sharing) -> tuple[RunLatencies, float]:
         """Latencies beside rows, and the rows' tokens per second."""
         found = [
-            co_play(trace, self.engine, self.block_s, sharing, self.lengths, window=self.window)
+            play_with_rows(trace, self.engine, self.block_s, sharing, self.lengths, window=self.window)
             for trace in self.traces
         ]
         tokens = sum(one.offline_tokens for one in found)
@@ -101,15 +101,15 @@ def token_budget(
     """Token budget with the most rows that keeps the promises, else the one nearest to that.
 
     `beside` is a test run with a budget, which returns latencies beside rows and the rows' rate, and `alone` has
-    the latencies without rows: those of the forecast by default, whose rate is of tokens.
+    the latencies without rows: those of the simulation by default, whose rate is of tokens.
     """
 
-    def forecast(tokens: int) -> tuple[RunLatencies, float]:
+    def simulated(tokens: int) -> tuple[RunLatencies, float]:
         return workload.beside(Sharing(online_first=False, max_tokens=tokens))
 
     least, most = max(LEAST_TOKENS, workload.engine.max_requests), workload.engine.max_tokens
     tried = sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
-    run, alone, scores = beside or forecast, alone or workload.alone(), []
+    run, alone, scores = beside or simulated, alone or workload.alone(), []
     for tokens in tried:
         found, rate = run(tokens)
         over = excess(found, alone, promised)
@@ -156,7 +156,7 @@ async def tuned_term(
     run: TestRun | None,
     alone: RunLatencies,
 ) -> Found:
-    """The parameter in `TERMS` of a policy of HyGen's, searched with `run`, or with the forecast's test runs."""
+    """The parameter in `TERMS` of a policy of HyGen's, searched with `run`, or with simulated test runs."""
     if policy == HYGEN:
         return await latency_budget(workload, predictor, promised, run, alone)
     return await offline_rate(workload, promised, run, alone)

@@ -152,7 +152,7 @@ def blocks_of(
 ) -> "list[Trace]":
     """Blocks of an engine's requests, from the quietest to the busiest; raises `InputError` and `Overloaded`."""
     from conserve.bench import recorded, traces
-    from conserve.bench.forecast import play
+    from conserve.bench.simulate_online import play
 
     if name is None:
         engines = recorded.read(arrivals_folder(settings, model), now=time.time())

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 
 from conserve.errors import ProfilingFailed
+from conserve.profiles.affordable import SHORT_MS, SHORT_REPEATS
 from conserve.profiles.batch import Slice
 from conserve.profiles.evaluation import fit_models, noise_of
-from conserve.profiles.forecast import SHORT_MS, SHORT_REPEATS
 from conserve.profiles.itinerary import Itinerary, Stretch
 from conserve.profiles.points import FITTED, IterationLimits, Point
 from conserve.profiles.profile import MODELS, KVCopy, Profile, ProfileKey, Safepoint, write_sample

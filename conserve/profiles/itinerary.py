@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conserve.profiles.affordable import LEAST_FITTED, Costs, iterations_s
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.fit import Samples, fit
-from conserve.profiles.forecast import LEAST_FITTED, Costs, iterations_s
 from conserve.profiles.points import FITTED, NOISE_EVERY, Point, first_points
 from conserve.profiles.record import Record
 
@@ -96,7 +96,7 @@ class Itinerary:
             noise_s=2 * noise_ms / 1e3 * overhead,
         )
         left_s = self._usable_s - self._record.seconds
-        ahead = costs.forecast(
+        ahead = costs.affordable(
             missing=missing,
             left_s=left_s,
             visits=self._visits,

@@ -17,13 +17,13 @@ import pytest
 
 from conserve.bench import tuning
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import Design
-from conserve.bench.forecast import EngineModel, play
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
 from conserve.bench.profiler import MOST_RUNS, Promise, RunLatencies, excess, promises, search
 from conserve.bench.servers.place import ServerPlace
+from conserve.bench.simulate_online import EngineModel, play
+from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.sizing import size
 from conserve.bench.stock import RowsInFlight, StockServer, in_flight_s, live_tokens, tokens_of
 from conserve.bench.traces import Arrival, Trace
@@ -204,7 +204,7 @@ LIVE = trace(*(Arrival(float(n), 120, 8) for n in range(0, 20, 2)))
 
 def test_without_rows_it_is_the_same_as_the_forecast() -> None:
     alone = play(LIVE, ENGINE, 20.0)
-    found = co_play(LIVE, ENGINE, 20.0, Sharing(online_first=True, max_tokens=512), ROWS, window=0)
+    found = play_with_rows(LIVE, ENGINE, 20.0, Sharing(online_first=True, max_tokens=512), ROWS, window=0)
     assert found.offline_tokens == 0
     for one, other in zip(found.requests, alone.requests, strict=True):
         assert one.token_at_s == pytest.approx(other.token_at_s)
@@ -222,14 +222,14 @@ def test_a_smaller_budget_does_less_harm_and_harvests_less() -> None:
 def beside(budget_ms: float) -> tuple[float, int]:
     """Longest TBT and the rows' tokens."""
     sharing = Sharing(online_first=True, max_tokens=512, budget_ms=budget_ms)
-    found = co_play(LIVE, ENGINE, 20.0, sharing, ROWS, window=16)
+    found = play_with_rows(LIVE, ENGINE, 20.0, sharing, ROWS, window=16)
     assert all(len(one.token_at_s) == one.output_tokens for one in found.requests)
     return max(float(np.diff(one.token_at_s).max()) * 1e3 for one in found.requests), found.offline_tokens
 
 
 def test_live_requests_wait_for_a_place_only_under_vllms_priorities() -> None:
     first, last = (
-        co_play(LIVE, ENGINE, 20.0, Sharing(online_first=first, max_tokens=512), ROWS, window=40)
+        play_with_rows(LIVE, ENGINE, 20.0, Sharing(online_first=first, max_tokens=512), ROWS, window=40)
         for first in (True, False)
     )
     ttft_s = [np.mean([one.token_at_s[0] - one.at_s for one in found.requests]) for found in (first, last)]
@@ -239,7 +239,7 @@ def test_live_requests_wait_for_a_place_only_under_vllms_priorities() -> None:
 def test_rows_begin_at_the_fixed_rate() -> None:
     def tokens(rows_per_s: float) -> int:
         sharing = Sharing(online_first=True, max_tokens=512, rows_per_s=rows_per_s)
-        return co_play(LIVE, ENGINE, 20.0, sharing, [(100, 10)], window=16, lead_s=0.0).offline_tokens
+        return play_with_rows(LIVE, ENGINE, 20.0, sharing, [(100, 10)], window=16, lead_s=0.0).offline_tokens
 
     assert tokens(0.5) == pytest.approx(0.5 * 20 * 109, rel=0.2)
     assert tokens(0.25) == pytest.approx(0.25 * 20 * 109, rel=0.35)
@@ -372,7 +372,7 @@ def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned
 
     def ttft_ms(budget_ms: float) -> float:
         sharing = Sharing(online_first=True, max_tokens=512, budget_ms=budget_ms)
-        (request,) = co_play(trace, ENGINE, 1.0, sharing, ROWS, window=0).requests
+        (request,) = play_with_rows(trace, ENGINE, 1.0, sharing, ROWS, window=0).requests
         return request.token_at_s[0] * 1e3
 
     pieces_ms = sum(MODEL.predict(Batch.of([Slice(100, context)])) for context in range(0, 500, 100))
@@ -402,7 +402,7 @@ def test_the_token_budget_is_one_of_those_it_names(workload: TuningWorkload) -> 
 def test_an_empty_iteration_takes_no_row_beyond_its_budget() -> None:
     """The constant part alone exceeds the budget: rows never run, live requests do."""
     sharing = Sharing(online_first=True, max_tokens=512, budget_ms=MODEL.predict(Batch()) / 2)
-    found = co_play(LIVE, ENGINE, 20.0, sharing, ROWS, window=4)
+    found = play_with_rows(LIVE, ENGINE, 20.0, sharing, ROWS, window=4)
     assert found.offline_tokens == 0
     assert all(one.token_at_s for one in found.requests)
 

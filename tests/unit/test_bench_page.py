@@ -9,11 +9,11 @@ import pytest
 
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
-from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import Block, compare
 from conserve.bench.pages import report, verdict
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import FULL
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, Sized
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench_report import conclude

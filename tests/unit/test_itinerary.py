@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from conserve.profiles import points
+from conserve.profiles.affordable import LEAST_FITTED
 from conserve.profiles.batch import Slice
-from conserve.profiles.forecast import LEAST_FITTED
 from conserve.profiles.itinerary import Itinerary, Stretch, other_points
 from conserve.profiles.points import NOISE_EVERY, Point
 from conserve.profiles.record import Header, Record, Visit

@@ -14,8 +14,6 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.bound import Mix, added_ms, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
-from conserve.bench.co_forecast import Sharing, co_play
-from conserve.bench.forecast import play
 from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
@@ -23,6 +21,8 @@ from conserve.bench.measure import Block
 from conserve.bench.names import PROMPT
 from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
+from conserve.bench.simulate_online import play
+from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
@@ -109,7 +109,8 @@ def test_what_is_shared_takes_no_time_in_forecasts() -> None:
     assert busy == sorted(busy)
     assert busy[1] < 1.3 * busy[0] < busy[2], "its context is read all the same"
     beside = [
-        co_play(trace, engine, 30.0, sharing, [(64, 8)], window=8).offline_tokens for trace in (shared, apart)
+        play_with_rows(trace, engine, 30.0, sharing, [(64, 8)], window=8).offline_tokens
+        for trace in (shared, apart)
     ]
     assert beside[0] > beside[1]
 
@@ -163,7 +164,7 @@ def test_no_simulated_sharing_harvests_more_than_the_bound() -> None:
     for rate in (0.3, 0.8):
         trace = points.arrivals(replace(CELL, lengths="chat"), rate, 60.0)(0)
         sharing = Sharing(online_first=True, max_tokens=2048, budget_ms=500.0)
-        found = co_play(trace, MACHINE.engine, 60.0, sharing, rows, window=160)
+        found = play_with_rows(trace, MACHINE.engine, 60.0, sharing, rows, window=160)
         assert found.offline_tokens / 60 / tokens <= 1.05 * rows_per_s(
             [trace], MACHINE.engine, 60.0, slo, mix
         )

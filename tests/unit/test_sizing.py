@@ -28,12 +28,12 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
-from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement, require_gaps
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.servers.rows import rows_of_block
+from conserve.bench.simulate_online import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.sizing import LEAST_REQUESTS, BlockLoad, Offered, Sized, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main

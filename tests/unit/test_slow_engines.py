@@ -16,9 +16,9 @@ from conserve.cli.profile import profiled
 from conserve.cli.profile_report import heading, time_table
 from conserve.engine.profiling import RESERVE_S, VISITS, conclude, measure
 from conserve.errors import ProfilingFailed
+from conserve.profiles.affordable import LEAST_FITTED, Costs
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel, Residual
-from conserve.profiles.forecast import LEAST_FITTED, Costs
 from conserve.profiles.itinerary import Stretch
 from conserve.profiles.points import FITTED, Point, first_points, plan
 from conserve.profiles.profile import Profile, read, read_sample
@@ -192,7 +192,7 @@ def test_later_visits_are_given_up_before_half_the_range_and_the_range_before_th
     costs = Costs.of(np.linspace(10, 10_000, 1_000), np.ones(1_000), overhead=1.0, noise_s=0.0)
 
     def reach_ms(left_s: float) -> float:
-        return costs.forecast(
+        return costs.affordable(
             missing=LEAST_FITTED, left_s=left_s, visits=3, fair_ms=5_000, least_ms=1_000
         ).reach_ms
 
@@ -202,7 +202,7 @@ def test_later_visits_are_given_up_before_half_the_range_and_the_range_before_th
     assert reach_ms(0) == 1_000
     reached = [reach_ms(left_s) for left_s in range(1_000)]
     assert min(reached) == 1_000
-    stretched = costs.forecast(missing=LEAST_FITTED, left_s=0, visits=3, fair_ms=5_000, least_ms=1_000)
+    stretched = costs.affordable(missing=LEAST_FITTED, left_s=0, visits=3, fair_ms=5_000, least_ms=1_000)
     assert stretched.seconds == pytest.approx(LEAST_FITTED * 0.505, rel=0.02)
 
 

@@ -7,10 +7,10 @@ from itertools import count, islice
 from pathlib import Path
 
 from conserve.bench.bound import Mix, most_rows_per_s
-from conserve.bench.forecast import EngineModel
 from conserve.bench.offline import lengths_of, rows, write
 from conserve.bench.playing import VOCABULARY
 from conserve.bench.presets import Preset
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Sized
 from conserve.bench.stock import RowsInFlight
 from conserve.config import Settings

@@ -10,13 +10,13 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import PRACTICE_S, Design
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
-from conserve.bench.forecast import EngineModel
 from conserve.bench.load import LoadTarget
 from conserve.bench.names import SARATHI_P, is_stock, regime_of, runs_offline
 from conserve.bench.playing import VOCABULARY, Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
 from conserve.bench.servers.place import ServerPlace
 from conserve.bench.servers.rows import OfflineQueue, rows_of, rows_of_block
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Sized
 from conserve.bench.stock import StockServer
 from conserve.config import Settings

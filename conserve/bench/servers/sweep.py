@@ -10,7 +10,6 @@ from conserve.bench import raw
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
 from conserve.bench.compare import Design
-from conserve.bench.forecast import EngineModel
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import SARATHI_P, is_stock
@@ -21,6 +20,7 @@ from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, LEAST, MOST
 from conserve.bench.servers.rows import new_store
 from conserve.bench.servers.servers import Servers, ServersPlan
+from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, size
 from conserve.bench.sweep import CellLedger, SweepPlan, sentence_on
 from conserve.engine.vllm.settings import PREEMPTION

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from conserve.profiles.forecast import LEAST_FITTED, SLACK, Costs, SessionForecast, iterations_s
+from conserve.profiles.affordable import LEAST_FITTED, SLACK, Affordable, Costs, iterations_s
 
 assert (LEAST_FITTED, SLACK) == (32, 1.2)
 COSTS = Costs.of(np.array([400.0, 100.0, 300.0, 200.0]), np.ones(4), overhead=1.0, noise_s=0.0)
@@ -62,16 +62,18 @@ def test_the_longest_iteration_leaves_time_for_the_batches_of_a_fit(
     batches: int,
     seconds: float,
 ) -> None:
-    found = COSTS.forecast(missing=missing, left_s=left_s, visits=visits, fair_ms=fair_ms, least_ms=least_ms)
-    assert found == SessionForecast(reach_ms, batches, pytest.approx(seconds))
+    found = COSTS.affordable(
+        missing=missing, left_s=left_s, visits=visits, fair_ms=fair_ms, least_ms=least_ms
+    )
+    assert found == Affordable(reach_ms, batches, pytest.approx(seconds))
 
 
 def test_batches_that_are_held_out_of_the_fit_take_time_too() -> None:
     costs = Costs.of(COSTS.ms, np.array([1.0, 0.0, 1.0, 0.0]), overhead=1.0, noise_s=0.0)
-    found = costs.forecast(missing=2, left_s=0.721, visits=1, fair_ms=0, least_ms=0)
-    assert found == SessionForecast(300.0, 3, pytest.approx(0.6))
+    found = costs.affordable(missing=2, left_s=0.721, visits=1, fair_ms=0, least_ms=0)
+    assert found == Affordable(300.0, 3, pytest.approx(0.6))
     none = Costs.of(COSTS.ms, np.zeros(4), overhead=1.0, noise_s=0.0)
-    assert none.forecast(missing=2, left_s=1, visits=1, fair_ms=0, least_ms=300).reach_ms == 300
+    assert none.affordable(missing=2, left_s=1, visits=1, fair_ms=0, least_ms=300).reach_ms == 300
 
 
 def test_short_batches_are_repeated_after_one_iteration_that_does_not_count() -> None:

@@ -16,7 +16,7 @@ LEAST_FITTED = 32  # fewest batches in a fit: four for each term of the largest 
 SLACK = 1.2  # the next batches of a random order take more than their mean
 
 
-class SessionForecast(NamedTuple):
+class Affordable(NamedTuple):
     """Longest affordable iteration of a session, and the work left until a fit."""
 
     reach_ms: float  # longest iteration to measure; infinite if all are affordable
@@ -43,9 +43,9 @@ class Costs:
         order = np.argsort(ms, kind="stable")
         return cls(ms=ms[order], fitted=np.cumsum(fitted[order]), seconds=np.cumsum(seconds[order]))
 
-    def forecast(
+    def affordable(
         self, *, missing: int, left_s: float, visits: int, fair_ms: float, least_ms: float
-    ) -> SessionForecast:
+    ) -> Affordable:
         """The longest iteration with which `missing` more batches of the fit take at most `left_s`.
 
         The time includes later visits to all batches. They are given up one by one before the longest iteration
@@ -64,10 +64,10 @@ class Costs:
         least = int(np.searchsorted(self.ms, least_ms, side="right")) - 1
         return self._at(max(least, int(np.argmax(enough))), missing)
 
-    def _at(self, index: int, missing: int) -> SessionForecast:
-        """The forecast with the batches up to `index`."""
+    def _at(self, index: int, missing: int) -> Affordable:
+        """What is affordable with the batches up to `index`."""
         share = missing / max(1.0, float(self.fitted[index]))
-        return SessionForecast(
+        return Affordable(
             reach_ms=inf if index == len(self.ms) - 1 else float(self.ms[index]),
             batches=ceil(share * (index + 1)),
             seconds=share * float(self.seconds[index]),

@@ -1,7 +1,7 @@
 """Simulation of live requests beside offline rows, by the engine's latency model. Pure.
 
-`forecast.play` with rows in it. It knows nothing of KV memory, of the front end and of the machine's noise, so it
-serves to choose a parameter, not to report a result.
+`simulate_online.play` with rows in it. It knows nothing of KV memory, of the front end and of the machine's noise,
+so it serves to choose a parameter, not to report a result.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
 
-from conserve.bench.forecast import EngineModel, Request, requests_of
+from conserve.bench.simulate_online import EngineModel, Request, requests_of
 from conserve.bench.traces import Trace
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LinearModel
@@ -50,7 +50,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoForecast:
+class BlockWithRows:
     """Simulation of one block."""
 
     requests: Sequence[Request]
@@ -87,7 +87,7 @@ class _Iteration:
         return True
 
 
-def co_play(
+def play_with_rows(
     trace: Trace | None,
     engine: EngineModel,
     block_s: float,
@@ -96,7 +96,7 @@ def co_play(
     *,
     window: int,
     lead_s: float = LEAD_S,
-) -> CoForecast:
+) -> BlockWithRows:
     """Simulate a block beside rows of these lengths, `window` of which are in the engine at a time."""
     state = _State(engine=engine, sharing=sharing, lengths=cycle(lengths), window=window)
     requests = requests_of(trace)
@@ -114,7 +114,7 @@ def co_play(
         if 0 <= now_s < block_s:
             offline += sum(tokens for one, tokens in iteration.scheduled if id(one) in rows)
         _advance(state, iteration, now_s)
-    return CoForecast(requests=requests, offline_tokens=offline, block_s=block_s)
+    return BlockWithRows(requests=requests, offline_tokens=offline, block_s=block_s)
 
 
 def _refill(state: _State, since_s: float) -> None:
