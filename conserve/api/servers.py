@@ -44,9 +44,8 @@ def logins(settings: Settings) -> Mapping[str, str]:
     named = [settings.endpoint] if settings.endpoint else []
     for source in (settings.endpoints or "").split():
         if source.startswith("file://"):
-            with suppress(
-                OSError, UnicodeDecodeError, SettingsError
-            ):  # the harvester's sentence, not this one's
+            # Errors of a list are the harvester's to tell.
+            with suppress(OSError, UnicodeDecodeError, SettingsError):
                 path = Path(source.removeprefix("file://")).expanduser()
                 named += urls_in(path.read_text(encoding="utf-8"))
     known = by_shown(named)

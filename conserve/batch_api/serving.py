@@ -15,9 +15,7 @@ from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 
 DRAIN_S = 30  # for requests under way
-KEEP_ALIVE_S = (
-    75  # of a connection at rest: clients poll every few seconds, and proxies keep theirs for a minute
-)
+KEEP_ALIVE_S = 75  # of a connection at rest: clients poll every few seconds, proxies keep theirs for a minute
 READY_LOOK_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -239,9 +239,8 @@ class OneServer:
     deployment: Deployment
     target: LoadTarget
     preemption: str  # of policies that do not name theirs
-    seeds: Iterator[int] = field(
-        default_factory=lambda: count(secrets.randbits(RUN_BITS))
-    )  # of blocks' prompts
+    # Seeds of blocks' prompts.
+    seeds: Iterator[int] = field(default_factory=lambda: count(secrets.randbits(RUN_BITS)))
 
     async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
         """Switch the server to this policy."""

@@ -142,9 +142,8 @@ async def play(
         tasks = []
         for index, arrival in enumerate(trace):
             shared = trace.cached(arrival)
-            body = request_body(
-                arrival, index, target, seed, shared=shared
-            )  # 0.1 ms: before the wait, not after it
+            # Making a body takes 0.1 ms: before the wait, not after it.
+            body = request_body(arrival, index, target, seed, shared=shared)
             await _until(start_at + arrival.at_s)
             tasks.append(group.create_task(_ask(url, host, target, body)))
     return [

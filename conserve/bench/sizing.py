@@ -58,10 +58,7 @@ class Offered:
     sizable: bool = False  # True if the preset may set the rate
     given: frozenset[str] = frozenset()  # of rate, lengths, block_s and rounds: the ones that sizing keeps
     lengths: float = 1.0  # of prompts and answers, times the preset's
-    trace_s: float | None = (
-        None  # duration of a trace that every block plays whole; None if it is not compressed
-    )
-
+    trace_s: float | None = None  # duration of a trace that blocks play whole; None if it is not compressed
     requests: int | None = None  # of such a trace, if it is thinned: no block has more
     on_ticks: bool = False  # times of the trace were rounded to ticks, and are spread over them
 

@@ -26,9 +26,8 @@ from conserve.words import count, duration
 
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
-FIGURES = (
-    3  # of cells: one more with each change of what is played or counted, so that none is beside another's
-)
+# Figures of cells: one more with each change of what is played or counted, so that none is beside another's.
+FIGURES = 3
 Document = dict[str, Any]
 
 

@@ -56,9 +56,8 @@ def handled_by(handler: object, *numbers: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [
-        number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # a signal that nohup ignores stays ignored
+    # A signal that nohup ignores stays ignored.
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heeded}  # type: ignore[arg-type]
     try:
         yield

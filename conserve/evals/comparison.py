@@ -63,13 +63,9 @@ class Comparison:
     metrics: Mapping[SuiteMetric, Metric]
     missing: Mapping[str, str] = field(default_factory=dict)  # suites that cannot be judged, and why
     new: Sequence[str] = ()  # suites that only the later run has
-    changes: Mapping[SuiteMetric, ChangePoint] = field(
-        default_factory=dict
-    )  # declines of level, against a history
+    changes: Mapping[SuiteMetric, ChangePoint] = field(default_factory=dict)  # declines against a history
     nights: Sequence[str] = ()  # runs of the history
-    since: Mapping[str, str] = field(
-        default_factory=dict
-    )  # first night of suites that asked otherwise before
+    since: Mapping[str, str] = field(default_factory=dict)  # first night of a suite that had asked otherwise
 
     @property
     def of_itself(self) -> bool:

@@ -25,9 +25,8 @@ from conserve.errors import ConserveError
 from conserve.hosts import HERE, free_port, url_of
 
 LEASE_S = 24 * 3600.0  # a harvester may be stopped for as long as others have their turns
-MakeServer = Callable[
-    [Settings, dict[str, Any], list[str], int], ProcessCommand
-]  # section, vLLM's flags, port
+# Of settings, a section, vLLM's flags and a port.
+MakeServer = Callable[[Settings, dict[str, Any], list[str], int], ProcessCommand]
 MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
 MOST_ROWS = 256  # in flight at a stock server beside one of unknown speed
 MOST_BLOCKS = 10_000  # on the same servers

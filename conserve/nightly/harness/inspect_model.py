@@ -78,14 +78,13 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         address = endpoint or base_url
         super().__init__(
             model_name,
-            base_url=without_login(address or "")
-            or "http://queue.invalid/v1",  # its client of HTTP is never used
+            # Its client of HTTP is never used.
+            base_url=without_login(address or "") or "http://queue.invalid/v1",
             api_key=api_key or "unused",
             config=config,
             service="conserve",
-            emulate_tools=address is None
-            if emulate_tools is None
-            else emulate_tools,  # no engine parses tool calls
+            # An engine within the run parses no tool calls.
+            emulate_tools=address is None if emulate_tools is None else emulate_tools,
             stream=False,
         )
         place: dict[str, Any] = {

@@ -42,9 +42,8 @@ class InspectSuite:
 
     def run(self, night: Night) -> SuiteOutcome:
         recorded = NotingQueue(night)
-        with tempfile.TemporaryDirectory(
-            prefix="conserve-"
-        ) as scratch:  # inspect_ai reads its log when it is used
+        # The folder lives on while the log is used: inspect_ai reads it only then.
+        with tempfile.TemporaryDirectory(prefix="conserve-") as scratch:
             options = checked(night.suite)
             log = evaluated(night, recorded, options, scratch)
             if log.status != "success" or not log.samples:

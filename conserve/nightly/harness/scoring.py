@@ -16,9 +16,8 @@ from conserve.errors import EndpointFault
 from conserve.jobs.task import KEEP_LOGPROBS
 from conserve.nightly.harness.asking import HarnessAnswer, Line
 
-REQUEST_TOKENS = (
-    48  # that a further request on a cached context costs: half a KV block, and an iteration's place
-)
+# Tokens that a further request on a cached context costs: half a KV block, and an iteration's place.
+REQUEST_TOKENS = 48
 MOST_TOKENS = 100  # in one request; vLLM takes 128
 
 Tokens = tuple[int, ...]
