@@ -12,8 +12,8 @@ from conserve.hosts import without_login
 from conserve.words import count
 
 if TYPE_CHECKING:
-    from conserve.jobs.harvest.forecast import QueueProgress
     from conserve.jobs.harvest.harvester import Harvester, Tally
+    from conserve.jobs.harvest.time_left import QueueProgress
 
 LINE_S = 30.0
 COUNT_S = 1.0  # at least, between two counts of the rows left
@@ -49,7 +49,7 @@ class Progress:
         said: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        from conserve.jobs.harvest.forecast import Rate
+        from conserve.jobs.harvest.time_left import Rate
 
         self._harvester, self._count_rows_left, self._clock = harvester, rows_left, clock
         self._begun = clock()
@@ -103,7 +103,7 @@ class Progress:
 
     def _pace(self, seen: "QueueProgress") -> str:
         """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""
-        from conserve.jobs.harvest.forecast import left_s
+        from conserve.jobs.harvest.time_left import left_s
 
         per_s = self._per_s if self._rate.firm else 0.0
         parts = [] if seen.rows_done or not seen.rows_in_flight else [first_wave(seen)]

@@ -26,8 +26,8 @@ from conserve.endpoints.stream import AnswerPieces
 from conserve.engine.vllm.launching import phases
 from conserve.engine.vllm.requests.token_watch import in_flight
 from conserve.errors import StoreUnreachable
-from conserve.jobs.harvest.forecast import FEW, WINDOW_S, QueueProgress, Rate, left_s, tokens_left
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.time_left import FEW, WINDOW_S, QueueProgress, Rate, left_s, tokens_left
 from conserve.store.database.store import Store
 
 

@@ -24,7 +24,6 @@ from conserve.errors import ConserveError, EndpointUnusable, StoreError, StoreMo
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.expiry import WallClock
 from conserve.jobs.harvest.flights import Flights, cancelled
-from conserve.jobs.harvest.forecast import QueueProgress
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
@@ -35,6 +34,7 @@ from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
 from conserve.jobs.harvest.tally import Tally as Tally
+from conserve.jobs.harvest.time_left import QueueProgress
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.database.connection import UNDONE, code
 from conserve.store.database.store import Store
