@@ -541,7 +541,7 @@ def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
     assert why_not(config) is None
 
 
-def test_online_only_holds_offline_requests_out_and_they_keep_their_blocks(make: Make) -> None:
+def test_online_only_defers_offline_requests_and_they_keep_their_blocks(make: Make) -> None:
     engine = make("conserve")
     held = [engine.add(100, 50, offline=True) for _ in range(3)]
     for _ in range(5):
