@@ -1,6 +1,9 @@
 """The policies on vLLM's real scheduler: plans are scheduled as they are, and no request is lost."""
 
+import ast
+import inspect
 import random
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -1086,3 +1089,20 @@ class TestStreamedPrompts:
         assert not engine.scheduler.offline
         assert not engine.scheduler.traffic.online_now
         assert not engine.scheduler.has_requests()
+
+
+def test_no_name_of_ours_is_one_of_vllms(make: Make) -> None:
+    from conserve.engine.vllm.compat.vllms_scheduler import AsyncScheduler
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(CoServing)))
+    set_by_us = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    }
+    theirs = {*vars(make(None).scheduler), *dir(AsyncScheduler)}
+    assert {"traffic", "policy"} <= set_by_us
+    assert set_by_us & theirs <= {"waiting", "kv_holding_waiting", "policy"}  # which are ours on purpose
