@@ -38,7 +38,10 @@ ConserveError                  one sentence for the user, with the next command;
     └── RetryableError         the same request may succeed later
         ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
         ├── EndpointUnavailable  out of reach (connection, 504); says nothing about the row
-        ├── EndpointFault      reached, and no usable answer: a 500, garbage, one that is too long or too slow
+        │   └── EndpointFailing  reached, and it answers no other request either; says nothing about the row
+        ├── EndpointFault      reached, and no usable answer: a 500, garbage
+        │   └── AnswerTooLong  the answer took longer, or had more bytes, than allowed
+        ├── ServerLost         went down, or began to fail, with this request; the store counts it against the row
         └── EngineDied         the engine stopped while this request was in it; the request is a suspect
 
 Warnings from Python, which the command line prints: `RowsLeftOut` and `RowsUnanswerable`.
@@ -274,17 +277,6 @@ class EndpointFailing(EndpointUnavailable):
     """The endpoint was reached, and answers no other request either: its fault says nothing about the row."""
 
 
-class ServerLost(EndpointFailing):
-    """The server went down, or began to fail, while it had this request, perhaps because of it.
-
-    `kind` is that of a row which turns out to be the reason.
-    """
-
-    def __init__(self, message: str, *, kind: str = "engine_died") -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
 class EndpointFault(RetryableError):
     """The endpoint was reached and gave no usable answer: a 500, garbage, or nothing in time."""
 
@@ -299,6 +291,19 @@ class EngineDied(RetryableError):
     """The engine stopped while this request was in it, perhaps because of it."""
 
     kind = "engine_died"
+
+
+class ServerLost(RetryableError):
+    """The server went down, or began to fail, while it had this request, perhaps because of it.
+
+    `kind` is that of a row which turns out to be the reason.
+    """
+
+    kind = EngineDied.kind
+
+    def __init__(self, message: str, *, kind: str = EngineDied.kind) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class RowsLeftOut(UserWarning):

@@ -165,7 +165,7 @@ class HttpEndpoint:
                 self._halved_at = now
                 self._window.observe(pressed=True)
             raise
-        except (EndpointUnavailable, EngineDied):
+        except (EndpointUnavailable, EngineDied, ServerLost):
             self._look_again = True
             raise
         finally:

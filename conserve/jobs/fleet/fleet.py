@@ -234,7 +234,7 @@ class Fleet:
                 member.fail(error, now_s())
                 if others:
                     self.servers.lost(member, error)
-        if isinstance(error, EndpointUnavailable):
+        if isinstance(error, EndpointUnavailable | ServerLost):
             await self._see_what_is_lost(errand, member, error, elsewhere=bool(others))
         if isinstance(error, ServerLost):
             raise error  # a loss that the store counts
@@ -255,7 +255,7 @@ class Fleet:
         else:
             ready = await member.outcome()
         if ready and elsewhere:
-            if isinstance(error, EndpointFailing):
+            if isinstance(error, EndpointFailing | ServerLost):
                 member.suspect(error, now_s())
             else:
                 member.hold(None, now_s())

@@ -64,12 +64,12 @@ def decide(
             alone_s = max(hold_s, backoff_s(refusals - REFUSED_ALONE))
             return RetryDecision(after_s=alone_s, suspect=suspect)
         return RetryDecision(hold_s=hold_s, suspect=suspect)
+    if isinstance(error, EndpointUnavailable):
+        return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     if isinstance(error, ServerLost):
         if gained:
             return RetryDecision(after_s=FIRST_BACKOFF_S, suspect=suspect)
         return decide_lost(error, deaths=deaths, suspect=suspect, max_deaths=max_deaths)
-    if isinstance(error, EndpointUnavailable):
-        return RetryDecision(hold_s=FIRST_BACKOFF_S, suspect=suspect)
     assert isinstance(error, RetryableError), error
     if gained:
         return RetryDecision(after_s=backoff_s(attempts - 1))
