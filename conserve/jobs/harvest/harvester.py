@@ -290,18 +290,18 @@ class Harvester:
         due = not self._flights or self.monotonic() >= self._claim_at
         enough = free >= max(1, self.endpoint.capacity // 4)
         ours = bool(self._flights) or self._recording.is_at_work  # rows that may come back meanwhile
-        nothing = False
+        skipped = False  # there is nothing to claim, as a look told
         if due and enough and not self._flights.has_suspect and not await self._are_suspects_next():
             self._claim_at = inf  # unless the store calls meanwhile
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
-            nothing = self._ledger.nothing and not ours
+            skipped = self._ledger.skipped_claim and not ours
             if works:
                 self._claim_at = 0.0
             elif self._claim_at == inf:
                 self._claim_at = self.monotonic() + self._idle_s
         if not works and not self._flights:
             await self._recording.flush()
-            if not nothing:
+            if not skipped:
                 works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
             if not works:
                 self._suspects.none_left()

@@ -18,6 +18,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turned_away import TurnedAway
 from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
+from conserve.jobs.window.group_window import GroupWindow
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, leases, queue, servers, shards
@@ -56,10 +57,8 @@ class Ledger:
         self._rebind = rebind  # bind jobs of other models to this one, at the first claim
         self._elsewhere = BoundElsewhere(store, tally, self.owner)
         self._utility = utility
-        self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
-        self._alone: str | None = None  # the one job with rows, if none of them was passed over
         self._shares = Shares(Weights.of(share)) if share is not None else None
-        self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
+        self._windows: dict[Group | None, GroupWindow] = {}
         self._turns = Turns(store, clock)
         self._workload = Workload(store, clock)
         self._turned_away = TurnedAway(
@@ -68,7 +67,10 @@ class Ledger:
         self._observer = observer or Observer()
         self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
-        self._fruitless = self.nothing = False  # the last claim found nothing; it saw that without claiming
+        self._last_claim_found_nothing = False
+        self.skipped_claim = (
+            False  # a look, which only reads, saw that the last claim would find nothing again
+        )
         self._next_at: float | None = None  # when the first row in backoff may run
         self._recover_at = 0.0
         self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)
@@ -76,9 +78,8 @@ class Ledger:
 
     def reopen(self) -> None:
         """Open new connections, and check that the store exists and can be written."""
-        self._close_lookahead()
+        self._close_windows()
         self._workload.close_files()
-        self._alone = None
         self.recorder.pause()
         self._file = StoreFile.of(self._store)
         self._store.close()
@@ -120,11 +121,11 @@ class Ledger:
         if self._rebind:
             self._bind_all()
         self._elsewhere.free(self.model)
-        self.nothing = self._fruitless and not self.claimable()
-        if self.nothing:
+        self.skipped_claim = self._last_claim_found_nothing and not self.claimable()
+        if self.skipped_claim:
             works: list[ReadyRow] = []
         elif self._shares is None or suspect:
-            works = self._claim_whole(limit, suspect, identity)
+            works = self._claim_unless_refused(None, limit, suspect, identity)
         else:
             works = self._claim_shared(self._shares, limit, identity)
         self._note_busy(bool(works))
@@ -144,28 +145,23 @@ class Ledger:
             back = queue.having(tx, runnable, queue.returned(), self._clock())
             groups = shares.groups(job for job in runnable if queue.has_fresh(job) or job.seq in back)
         for gone in self._windows.keys() - set(groups):
-            self._close_window(gone)
-        works = claim_by_shares(
-            shares, groups, limit, lambda group, rows: self._claim_of(group, rows, identity)
-        )
-        self._fruitless = not works
+            self._windows.pop(gone).close()
+
+        def claim_of(group: Group, rows: int) -> list[ReadyRow]:
+            return self._claim_unless_refused(group, rows, suspect=False, identity=identity)
+
+        works = claim_by_shares(shares, groups, limit, claim_of)
+        self._last_claim_found_nothing = not works
         return works
 
-    def _claim_of(self, group: Group, limit: int, identity: str) -> list[ReadyRow]:
-        """Lease rows of one group, which has a window of its own."""
-        self._lookahead, self._alone = self._windows.pop(group, (None, None))
-        try:
-            return self._claim_whole(limit, suspect=False, identity=identity, group=group)
-        finally:
-            self._windows[group] = self._lookahead, self._alone
-            self._lookahead, self._alone = None, None
-
-    def _claim_whole(
-        self, limit: int, suspect: bool, identity: str, group: Group | None = None
+    def _claim_unless_refused(
+        self, group: Group | None, limit: int, suspect: bool, identity: str
     ) -> list[ReadyRow]:
+        """Lease rows of a group; a job whose requests cannot be read is refused, and the others are tried."""
+        window = self._windows.setdefault(group, GroupWindow(group))
         while True:
             try:
-                return self._claim(limit, suspect, identity, group)
+                return self._claim(window, limit, suspect, identity)
             except JobNotFound:  # removed since its rows were leased
                 continue
             except (StoreDamaged, StoreForbidden) as error:
@@ -173,14 +169,15 @@ class Ledger:
                     raise
                 self._turned_away.add(error.job_id, error)
 
-    def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
+    def _claim(self, window: GroupWindow, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
+        """Lease and load rows of the window's group, once late jobs are ended and deadlines foreseen."""
         while True:
             now = self._clock()
             with self._store.write() as tx:
                 late = catalog.late(tx, now=now)
-                waiting = self._runnable(tx, group)
+                waiting = self._runnable(tx, window.group)
                 due = late or self._turns.is_to_foresee(waiting, now)
-                found = None if due else self._lease(tx, waiting, limit, suspect, group, now)
+                found = None if due else self._lease(tx, window, waiting, limit, suspect, now)
             if late:
                 self._expire(late)
                 continue
@@ -192,27 +189,28 @@ class Ledger:
             lease, jobs, windowed = found
             if lease is None and windowed:
                 refused = len(self._tally.refused)
-                works = self._claim_chosen(jobs, limit, identity)
-                self._fruitless = works is None and refused == len(self._tally.refused)
-                if works or self._fruitless:
+                works = self._claim_chosen(window, jobs, limit, identity)
+                nothing = works is None and refused == len(self._tally.refused)
+                self._last_claim_found_nothing = nothing
+                if works or nothing:
                     return works or []
                 continue  # a job was refused
-            self._fruitless = lease is None
+            self._last_claim_found_nothing = lease is None
             if lease is None:
                 return []
-            if self._lookahead is not None and not windowed:
-                self._lookahead.forget(lease.job_id)
+            if window.lookahead is not None and not windowed:
+                window.lookahead.forget(lease.job_id)
             if works := self._load(lease, identity):
                 return works
 
     def _lease(
-        self, tx: Any, waiting: Sequence[Any], limit: int, suspect: bool, group: Group | None, now: float
+        self, tx: Any, window: GroupWindow, waiting: Sequence[Any], limit: int, suspect: bool, now: float
     ) -> tuple[Lease | None, Sequence[Any], bool]:
         """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
         terms = Terms(self.owner, now, self._lease_s, self.model)
-        runnable = self._turns.ordered(waiting, now=now, group=group)
+        runnable = self._turns.ordered(waiting, now=now, group=window.group)
         jobs = [] if suspect else choice.contenders(tx, runnable)
-        if windowed := self._is_to_choose(tx, jobs):
+        if windowed := window.is_to_choose(tx, jobs):
             back = self._turns.before(runnable, jobs[0])
             return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
         lease = queue.claim(
@@ -237,20 +235,12 @@ class Ledger:
             return found
         return [job for job in found if self._shares.weights.group_of(job) == group]
 
-    def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
-        """True if the window chooses: several jobs have rows, or the only one has rows that were passed over."""
-        if len(jobs) != 1:
-            self._alone = None
-            return bool(jobs)
-        if jobs[0].id != self._alone and choice.passed_over(tx, jobs[0].id, limit=1):
-            return True
-        self._alone = jobs[0].id
-        return False
-
-    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[ReadyRow] | None:
+    def _claim_chosen(
+        self, window: GroupWindow, jobs: Sequence[Any], limit: int, identity: str
+    ) -> list[ReadyRow] | None:
         """Lease the rows that the window gives out, in its order; None if all of them were leased by others."""
-        lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
-        self._lookahead = None
+        lookahead = window.lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
+        window.lookahead = None
         leases: list[Lease] = []
         try:
             lookahead.follow(jobs, self._turned_away.looked_at, self._turns.order(jobs))
@@ -261,7 +251,7 @@ class Ledger:
                     choice.remember(tx, lookahead.place)
         finally:
             if leases:
-                self._lookahead = lookahead
+                window.lookahead = lookahead
             else:  # interrupted, the window may have given out rows that were never leased
                 lookahead.close()
         works: dict[tuple[str, int], ReadyRow] = {}
@@ -380,18 +370,11 @@ class Ledger:
         return expired
 
     def close(self) -> None:
-        """Close the window and the request files."""
-        self._close_lookahead()
+        """Close the windows and the request files."""
+        self._close_windows()
         self._workload.close()
 
-    def _close_lookahead(self) -> None:
-        if self._lookahead is not None:
-            self._lookahead.close()
-            self._lookahead = None
-        for group in list(self._windows):
-            self._close_window(group)
-
-    def _close_window(self, group: Group) -> None:
-        lookahead, _ = self._windows.pop(group)
-        if lookahead is not None:
-            lookahead.close()
+    def _close_windows(self) -> None:
+        for window in self._windows.values():
+            window.close()
+        self._windows.clear()
