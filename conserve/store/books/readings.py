@@ -53,17 +53,13 @@ the tables of a `cross join`.
 """
 
 SPANS = "\n           + (select coalesce(sum(held), 0) from span where span.job_id = job.id)"
-WITHOUT_SPANS = JOBS.replace(SPANS, "")
-"""`JOBS` for a store of a version in which every live row had a record."""
-
-WITHOUT_ON_LATE = WITHOUT_SPANS.replace(", on_late", ", null as on_late")
-"""`JOBS` for a store of a version in which every job expired at its deadline."""
-
-WITHOUT_DEADLINES = WITHOUT_ON_LATE.replace(", deadline,", ", null as deadline,")
-"""`JOBS` for a store of a version in which jobs had no deadline yet."""
-
-WITHOUT_MODELS = WITHOUT_DEADLINES.replace("model, tags", "null as model, null as tags")
-"""`JOBS` for a store of a version in which jobs had no model and tags yet."""
+ADDITIONS = (
+    (WITH_SPANS, SPANS, ""),
+    (WITH_FORECASTS, ", on_late", ", null as on_late"),
+    (WITH_DEADLINES, ", deadline,", ", null as deadline,"),
+    (WITH_MODELS, "model, tags", "null as model, null as tags"),
+)
+"""What versions of the store added to `JOBS`: first version, text, and the text in its place for older stores."""
 
 UNTAKEN = """
     select next_position from job where id = :job_id
@@ -75,8 +71,6 @@ largest, since waiting rows lie in front of it."""
 
 BATCHES = "select id, job_id from batch where substr(id, 1, :length) = :wanted order by seq limit 9"
 """Batches of the Batch API whose id begins so, and their jobs; each job of `conserve submit` has one too."""
-
-"""The next step in a store without jobs."""
 
 BATCH = "batch_"
 """Beginning of each batch's id."""
@@ -157,11 +151,11 @@ def jobs_query(query: Query) -> str:
     """The SQL for all jobs in a store of this version."""
     rows = query(VERSION, {})
     found = number(rows[0][0]) if rows else LATEST
-    if WITH_DEADLINES <= found < WITH_FORECASTS:
-        return WITHOUT_ON_LATE
-    if found < WITH_DEADLINES:
-        return WITHOUT_DEADLINES if found >= WITH_MODELS else WITHOUT_MODELS
-    return JOBS if found >= WITH_SPANS else WITHOUT_SPANS
+    sql = JOBS
+    for since, added, before in ADDITIONS:
+        if found < since:
+            sql = sql.replace(added, before)
+    return sql
 
 
 def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
