@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from conserve.store.books import journal, shards
-from conserve.store.books.results import COUNTERS, INVALID, checked, counts, decode, encode, is_object
+from conserve.store.books.results import INVALID, TOKEN_COUNTS, checked, counts, decode, encode, is_object
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests.commands import conserve
@@ -38,7 +38,7 @@ def spoil(store: Store, position: int, odd: dict[str, Any], job_id: str = "job-1
             ),
             {**where, "payload": payload},
         )
-        for name in COUNTERS:
+        for name in TOKEN_COUNTS:
             grown = odd.get(name, 0) - json.loads(found)[name] if name in odd else 0
             tx.execute(text(f"update job set {name} = {name} + {grown} where id = :job_id"), where)
 
@@ -187,7 +187,7 @@ def test_a_payload_that_names_no_row_is_of_none(payload: bytes) -> None:
 def test_counts_of_a_payload_are_what_was_counted(
     payload: bytes, counted: dict[str, int], whole: bool
 ) -> None:
-    assert counts(payload) == dict.fromkeys(COUNTERS, 0) | counted
+    assert counts(payload) == dict.fromkeys(TOKEN_COUNTS, 0) | counted
     assert is_object(payload) is whole
 
 

@@ -14,6 +14,7 @@ from conserve.store.books.job_names import resolve
 from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES
+from conserve.store.books.results import TOKEN_COUNTS
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.connection import address, by_bytes, chunks
@@ -26,14 +27,7 @@ job, lease, meta, request = schema.job, schema.lease, schema.meta, schema.reques
 OF_ID = select(job).where(job.c.id == bindparam("id"))
 TIMES = select(func.count()).where(job.c.id == bindparam("id"))
 
-COUNTERS = (
-    "succeeded",
-    "failed",
-    "prompt_tokens",
-    "completion_tokens",
-    "cached_tokens",
-    "resumed_tokens",
-)
+COUNTERS = ("succeeded", "failed", *TOKEN_COUNTS)
 """Sums over the results of a job. Failed rows, which `retry` puts back, count no tokens."""
 
 

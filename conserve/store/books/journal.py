@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, delete, select, update
 
 from conserve.store.books import events, spans
-from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
+from conserve.store.books.results import TOKEN_COUNTS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.spans import Span
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -203,7 +203,7 @@ def misfits(rows: Sequence[Any]) -> list[Misfit]:
 def fail_misfits(tx: Connection, job_id: str, found: Sequence[Misfit]) -> int:
     """Turn misfits into failed rows, which `retry` finds; returns how many were still there to be turned."""
     failed = 0
-    taken_off = dict.fromkeys(COUNTERS, 0)
+    taken_off = dict.fromkeys(TOKEN_COUNTS, 0)
     for misfit in found:
         as_read = journal.c.payload == misfit.payload, journal.c.failed == False  # noqa: E712
         written = encode(misfit.error)

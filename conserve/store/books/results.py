@@ -54,7 +54,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COLUMNS = Result.__struct_fields__
-COUNTERS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
+TOKEN_COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 _INTEGERS = {
     "row_index": "int64",
     "prompt_tokens": "int32",
@@ -144,7 +144,7 @@ def counts(payload: bytes) -> dict[str, int]:
         found = msgspec.json.decode(payload, type=dict[str, Any])
     except UNREADABLE:
         found = {}
-    return {name: n if isinstance(n := found.get(name), int) else 0 for name in COUNTERS}
+    return {name: n if isinstance(n := found.get(name), int) else 0 for name in TOKEN_COUNTS}
 
 
 def arrow_schema() -> "pa.Schema":

@@ -1,7 +1,7 @@
 """Checking: everything that the database names must exist, be as it was written, and add up.
 
 Files are read from end to end, even if they were found whole today. Results are counted again: each position of a
-job is in exactly one of four places (`places`), and the job's counters are the sums over its results.
+job is in exactly one of five places (`places`), and the job's counters are the sums over its results.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +18,7 @@ from conserve.errors import DatabaseDamaged, JobNotFound, StoreDamaged, first_li
 from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Content
-from conserve.store.books.results import decode
+from conserve.store.books.results import TOKEN_COUNTS, decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -31,7 +31,6 @@ from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damage
 from conserve.store.upkeep.orphans import Orphan
 from conserve.words import count
 
-TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 MOST_NAMED = 5  # rows named in one sentence
 
 
@@ -226,19 +225,19 @@ def read_shard(where: FilePath, shard: ShardFile) -> Read:
     try:
         with home.damage_apart(path):
             file = pq.ParquetFile(source(path), page_checksum_verification=True)
-            table = file.read(None if shard.seal is None else ["error_type", *TOKENS])
+            table = file.read(None if shard.seal is None else ["error_type", *TOKEN_COUNTS])
     except (OSError, pa.ArrowException) as error:
         return Read(Content(places.NONE, f"is damaged ({first_line(error)})"))
     if table.num_rows != shard.num_rows:
         return Read(Content(places.NONE, f"has {table.num_rows:,} of its {shard.num_rows:,} rows"))
     succeeded = table["error_type"].null_count
-    sums = (int(pc.sum(table[name]).as_py() or 0) for name in TOKENS)
+    sums = (int(pc.sum(table[name]).as_py() or 0) for name in TOKEN_COUNTS)
     return Read(content, JobCounters(succeeded, table.num_rows - succeeded, *sums))
 
 
 def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
     """Positions of damaged journal rows, and the sums over the others."""
-    broken, succeeded, failed, tokens = [], 0, 0, [0] * len(TOKENS)
+    broken, succeeded, failed, tokens = [], 0, 0, [0] * len(TOKEN_COUNTS)
     rows = text("select job_id, position, failed, payload, checksum from journal where job_id = :job_id")
     for row in tx.execute(rows, {"job_id": job_id}):  # past the types of the schema, which damaged rows break
         if not is_whole(row):
@@ -247,7 +246,7 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
         result = decode(row.payload)
         succeeded += not result.failed
         failed += result.failed
-        tokens = [total + getattr(result, name) for total, name in zip(tokens, TOKENS, strict=True)]
+        tokens = [total + getattr(result, name) for total, name in zip(tokens, TOKEN_COUNTS, strict=True)]
     return broken, JobCounters(succeeded, failed, *tokens)
 
 
@@ -342,14 +341,14 @@ def wrong_counters(audited: JobAudit) -> str | None:
         for name, value in counts._asdict().items()
         if getattr(job, name) != value
     ]
-    if not wrong and (job.state is JobState.COMPLETED) != is_done(audited) and completable(job):
+    if not wrong and (job.state is JobState.COMPLETED) != is_done(job, counts) and completable(job):
         wrong = [f"the state {job.state} with {counts.succeeded + counts.failed:,} of {job.num_rows:,} rows"]
     return f"says {', '.join(wrong)}" if wrong else None
 
 
-def is_done(audited: JobAudit) -> bool:
-    """True if every row has a result."""
-    return audited.counts.succeeded + audited.counts.failed == audited.job.num_rows
+def is_done(job: catalog.JobRecord, counts: JobCounters) -> bool:
+    """True if every row of a job has a result."""
+    return counts.succeeded + counts.failed == job.num_rows
 
 
 def completable(job: catalog.JobRecord) -> bool:

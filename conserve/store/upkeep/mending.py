@@ -215,8 +215,8 @@ def last(placed: Flags) -> int:
 def recount(tx: Connection, current: catalog.JobRecord, counts: JobCounters, cursor: int, now: float) -> bool:
     """Write the right counters and the state that follows from them; returns True if any was wrong."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
-    done = counts.succeeded + counts.failed == current.num_rows
-    if done and current.state not in (JobState.CANCELLED, JobState.EXPIRED):
+    done = checking.is_done(current, counts)
+    if done and checking.completable(current):
         right["state"] = JobState.COMPLETED
     if not done and current.state is JobState.COMPLETED:
         right["state"] = JobState.QUEUED
