@@ -138,6 +138,7 @@ class Recording:
         self.decides = policy.decides
         self.defers_offline = policy.defers_offline
         self.spares_offline = policy.spares_offline
+        self.repeats = False  # each iteration has a plan of its own
         self.seen: Any = None
         self.said: Any = None
 
