@@ -1,15 +1,16 @@
 """Rows on their way through a store, without a harvester: what most tests of the store begin with."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from conserve import owners
 from conserve.store.books import catalog, journal, queue, spans
 from conserve.store.books.catalog import Source
 from conserve.store.books.journal import Committed, Finished
-from conserve.store.books.leases import Lease
+from conserve.store.books.leases import Lease, Terms
+from conserve.store.books.queue import Returned
 from conserve.store.books.results import Result
 from conserve.store.database import guard
 from conserve.store.database.moves import MoveMark, MoveState
@@ -33,7 +34,27 @@ def claim(store: Store, *, now: float = 0.0, **named: Any) -> Lease | None:
     """The next lease of up to eight rows for Ann, if there is one."""
     values = {"owner": "ann", "lease_s": LEASE_S, "limit": 8} | named
     with store.write() as tx:
-        return queue.claim(tx, now=now, **values)
+        return claim_in(tx, now=now, **values)
+
+
+def claim_in(
+    tx: Connection,
+    *,
+    owner: str,
+    now: float,
+    lease_s: float,
+    limit: int,
+    only: Collection[str] | None = None,
+    suspect: bool = False,
+    model: str | None = None,
+    jobs: Sequence[Any] | None = None,
+    ends: bool = False,
+) -> Lease | None:
+    """The next lease of all queued jobs, of some `only`, or of `jobs` as they were read before."""
+    runnable = queue.runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs
+    return queue.claim(
+        tx, Terms(owner, now, lease_s, model), runnable, limit=limit, suspect=suspect, ends=ends
+    )
 
 
 def leased(store: Store, *, now: float = 0.0, **named: Any) -> Lease:
@@ -82,7 +103,8 @@ def finish(
 def put_back(store: Store, lease: Lease, position: int, **named: Any) -> None:
     """Return one row of a lease to the queue."""
     with store.write() as tx:
-        queue.put_back(tx, epoch=lease.epoch, job_id=lease.job_id, position=position, **named)
+        row = Returned(epoch=lease.epoch, job_id=lease.job_id, position=position, **named)
+        queue.put_rows_back(tx, [row])
 
 
 def job(store: Store, job_id: str = "job-1") -> catalog.JobRecord:

@@ -29,6 +29,7 @@ from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests.postgres import Databases
 from tests.reach import reached
+from tests.store_rows import claim_in
 
 LEASE_S = 10.0
 OWNERS = ("ann", "ben")
@@ -85,7 +86,7 @@ class Queue(RuleBasedStateMachine):
         waiting, free = self.waiting(suspect), self.never_leased()
         terms: dict[str, Any] = {"owner": owner, "now": self.now, "lease_s": LEASE_S}
         with self.store.write() as tx:
-            lease = queue.claim(tx, **terms, limit=limit, suspect=suspect, ends=ends)
+            lease = claim_in(tx, **terms, limit=limit, suspect=suspect, ends=ends)
         limit = 1 if suspect else limit
         runnable = self.state is JobState.QUEUED
         expected = waiting if suspect else waiting | free
@@ -148,7 +149,7 @@ class Queue(RuleBasedStateMachine):
     def fail(self, owner: str, limit: int) -> None:
         """Rows fail as soon as they are leased."""
         with self.store.write() as tx:
-            lease = queue.claim(tx, owner=owner, now=self.now, lease_s=LEASE_S, limit=limit)
+            lease = claim_in(tx, owner=owner, now=self.now, lease_s=LEASE_S, limit=limit)
             if lease is None:
                 return
             finished = [self.finished(lease.epoch, row.position, True) for row in lease.rows]
@@ -311,9 +312,7 @@ class Queue(RuleBasedStateMachine):
         for suspect in (False, True):
             while True:
                 with self.store.write() as tx:
-                    lease = queue.claim(
-                        tx, owner="zoe", now=self.now, lease_s=LEASE_S, limit=7, suspect=suspect
-                    )
+                    lease = claim_in(tx, owner="zoe", now=self.now, lease_s=LEASE_S, limit=7, suspect=suspect)
                     if lease is None:
                         break
                     rows = [self.finished(lease.epoch, r.position, False) for r in lease.rows]
@@ -410,7 +409,9 @@ class Queue(RuleBasedStateMachine):
     def return_row(self, lease: Lease, position: int, *, failed: bool, suspect: bool) -> None:
         with self.store.write() as tx:
             row = {"epoch": lease.epoch, "job_id": JOB, "position": position}
-            queue.put_back(tx, **row, available_at=self.now + 1, failed=failed, suspect=suspect)
+            queue.put_rows_back(
+                tx, [queue.Returned(**row, available_at=self.now + 1, failed=failed, suspect=suspect)]
+            )
             leases.end_if_empty(tx, [lease.epoch])
 
     def keep(self, lease: Lease, position: int, tokens: list[int]) -> None:

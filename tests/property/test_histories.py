@@ -38,7 +38,7 @@ from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests.postgres import Databases
-from tests.store_rows import add_job, result
+from tests.store_rows import add_job, claim_in, result
 
 JOBS = ("job-a", "job-b")
 ROWS = 60  # of each job
@@ -214,7 +214,7 @@ class Owner:
         only = self.random.choice([None, [JOBS[0]], [JOBS[1]]])
         terms: dict[str, Any] = {"owner": self.name, "now": NOW, "lease_s": LEASE_S}
         with self.store.write() as tx:
-            lease = queue.claim(tx, **terms, limit=limit, only=only, suspect=suspect, ends=True)
+            lease = claim_in(tx, **terms, limit=limit, only=only, suspect=suspect, ends=True)
         self.keep([lease] if lease else [])
 
     def choose(self) -> None:
@@ -248,7 +248,9 @@ class Owner:
         ((epoch, at),) = self.some(1)
         suspect = self.random.random() < 0.3
         with self.store.write() as tx:
-            queue.put_back(tx, epoch=epoch, job_id=at[0], position=at[1], suspect=suspect)
+            queue.put_rows_back(
+                tx, [queue.Returned(epoch=epoch, job_id=at[0], position=at[1], suspect=suspect)]
+            )
             leases.end_if_empty(tx, [epoch])
         self.note("put_back", epoch, at, suspect)
 
@@ -378,7 +380,7 @@ def drain(store: Store, model: Model) -> None:
     for suspect in (False, True):
         while True:
             with store.write() as tx:
-                lease = queue.claim(tx, owner="zoe", now=NOW, lease_s=LEASE_S, limit=7, suspect=suspect)
+                lease = claim_in(tx, owner="zoe", now=NOW, lease_s=LEASE_S, limit=7, suspect=suspect)
                 if lease is None:
                     break
                 model.claim([lease])

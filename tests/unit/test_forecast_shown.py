@@ -16,14 +16,14 @@ from conserve.config import load
 from conserve.errors import UsageError
 from conserve.jobs.deadlines.forecast import Forecast
 from conserve.jobs.deadlines.queue import queued
-from conserve.store.books import catalog, harvested, queue
+from conserve.store.books import catalog, harvested
 from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import conserve
-from tests.store_rows import add_job, finish, job, leased
+from tests.store_rows import add_job, claim_in, finish, job, leased
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_command_shows_when_jobs_are_done(seen: Store, words: list[str]) -> 
     assert re.search("forecast: all done by .*, if rows run from now on\n", conserve("status").stdout)
     assert "in time with 100 %, if rows run from now on\n" in conserve("status", job_id).stdout
     with seen.write() as tx:
-        assert queue.claim(tx, owner="me", now=time.time(), lease_s=60.0, limit=10) is not None
+        assert claim_in(tx, owner="me", now=time.time(), lease_s=60.0, limit=10) is not None
     assert re.search(r"forecast: all done by .*\(90 %\)\n", conserve("status").stdout)
 
 

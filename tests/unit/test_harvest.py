@@ -1362,8 +1362,13 @@ def test_suspects_of_a_job_that_goes_first_run_alone_before_other_rows_are_done(
     lease = leased(store, only=[urgent], limit=4, now=virtual_time.BEGIN_S, owner=owners.this_process())
     with store.write() as tx:
         for row in lease.rows:
-            queue.put_back(
-                tx, epoch=lease.epoch, job_id=urgent, position=row.position, failed=True, suspect=True
+            queue.put_rows_back(
+                tx,
+                [
+                    queue.Returned(
+                        epoch=lease.epoch, job_id=urgent, position=row.position, failed=True, suspect=True
+                    )
+                ],
             )
     other = queue_up(*(f"{n} x 300" for n in range(400)))
     beside: list[int] = []
@@ -1399,7 +1404,7 @@ def test_suspects_beside_other_rows_have_a_tenth_of_the_time(store: Store) -> No
     assert not turns.are_next(others_fly=False), "without a suspect"
     lease = leased(store, limit=1, only=["job-2"])
     with store.write() as tx:
-        queue.put_back(tx, epoch=lease.epoch, job_id="job-2", position=0, suspect=True)
+        queue.put_rows_back(tx, [queue.Returned(epoch=lease.epoch, job_id="job-2", position=0, suspect=True)])
     turns.look(None)
     looks = [(299.0, True), (300.0, True), (330.0, True), (340.0, False), (369.0, False), (370.0, False)]
     for at, others_fly in [*looks, (999.0, True), (1000.0, True)]:

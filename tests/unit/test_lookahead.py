@@ -23,6 +23,7 @@ from conserve.jobs.window import lookahead
 from conserve.jobs.window.lookahead import WindowPlace
 from conserve.jobs.window.prompt_key import prompt_key
 from conserve.store.books import catalog, choice, queue, shards
+from conserve.store.books.leases import Terms
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -217,7 +218,7 @@ def test_rows_of_a_job_that_were_leased_elsewhere_are_read_anew(store: Store, qu
     window = lookahead.Lookahead(store, utility=0.0, cache=KvCache())
     window.follow(jobs, lambda _: False)
     with store.write() as tx:
-        queue.claim(tx, owner="me", now=0.0, lease_s=60.0, limit=2, suspect=False, jobs=[jobs[0]])
+        queue.claim(tx, Terms("me", 0.0, 60.0, None), [jobs[0]], limit=2)
     window.forget(first)
     window.follow(jobs, lambda _: False)
     assert window.take(9) == [(first, 2), (second, 0), (second, 1)]

@@ -35,7 +35,7 @@ from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.store_rows import add_job, finish, leased
+from tests.store_rows import add_job, claim_in, finish, leased
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 ONE, OTHER = "fake:?model=one&identity=one@1", "fake:?model=other&identity=other@2"
@@ -185,7 +185,7 @@ def test_a_claim_under_way_keeps_the_job_bound(store: Store) -> None:
         leases.abandon(tx, ["ann"])
     freed = threading.Thread(target=free, args=(store,))
     with store.write() as tx:
-        assert queue.claim(tx, owner="bob", now=0.0, lease_s=60.0, limit=2, model="one") is not None
+        assert claim_in(tx, owner="bob", now=0.0, lease_s=60.0, limit=2, model="one") is not None
         freed.start()
         while not tx.scalar(text("select count(*) from pg_locks where not granted")):
             pass
@@ -287,7 +287,7 @@ def test_a_harvester_says_once_which_jobs_it_leaves_alone(
 def test_a_run_does_not_wait_for_rows_that_another_model_holds(store: Store, write_input: WriteInput) -> None:
     queue_up(write_input, "--model", "one")
     with store.write() as tx:
-        assert queue.claim(tx, owner="far:1:0:x", now=0.0, lease_s=1e9, limit=2, model="one")
+        assert claim_in(tx, owner="far:1:0:x", now=0.0, lease_s=1e9, limit=2, model="one")
     tally = harvest(store, "other")
     assert len(tally.refused) == 1
 
@@ -299,7 +299,7 @@ def test_a_claim_binds_in_the_same_transaction(store: Store, several: bool) -> N
     def claim(model: str) -> list[str]:
         with store.write() as tx:
             if not several:
-                lease = queue.claim(tx, owner="ann", now=0.0, lease_s=9.0, limit=1, model=model)
+                lease = claim_in(tx, owner="ann", now=0.0, lease_s=9.0, limit=1, model=model)
                 return [lease.job_id] if lease else []
             wanted = [(job, n) for n, job in enumerate(jobs)]
             return [lease.job_id for lease in choice.choose(tx, wanted, Terms("ann", 0.0, 9.0, model))]
@@ -320,7 +320,7 @@ def test_a_claim_that_was_rolled_back_binds_nothing(store: Store) -> None:
 
     def claim_and_fail() -> None:
         with store.write() as tx:
-            queue.claim(tx, owner="ann", now=0.0, lease_s=9.0, limit=1, model="one")
+            claim_in(tx, owner="ann", now=0.0, lease_s=9.0, limit=1, model="one")
             raise Mistake
 
     with pytest.raises(Mistake):

@@ -83,7 +83,19 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
 from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, add_mark, finish, job, leased, live, positions, put_back, result, select
+from tests.store_rows import (
+    add_job,
+    add_mark,
+    claim_in,
+    finish,
+    job,
+    leased,
+    live,
+    positions,
+    put_back,
+    result,
+    select,
+)
 from tools.deploy.chart import CHART
 
 ROWS = 100
@@ -345,7 +357,10 @@ def test_deaths_of_an_engine_are_counted(store: Store) -> None:
         lease = leased(store, suspect=bool(deaths))
         assert lease.rows[0].deaths == max(0, deaths - 1)
         with store.write() as tx:
-            queue.put_back(tx, epoch=lease.epoch, job_id="job-1", position=0, failed=suspect, suspect=True)
+            queue.put_rows_back(
+                tx,
+                [queue.Returned(epoch=lease.epoch, job_id="job-1", position=0, failed=suspect, suspect=True)],
+            )
     assert select(store, "select failures, deaths from request") == [(2, 2)]
 
 
@@ -452,8 +467,8 @@ def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
         add_job(store, name)
     with store.write() as first, store.write() as second:
         within_a_second(second)
-        queue.claim(first, owner="ann", now=0.0, lease_s=9.0, limit=2, only=["one"])
-        lease = queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2, only=["other"])
+        claim_in(first, owner="ann", now=0.0, lease_s=9.0, limit=2, only=["one"])
+        lease = claim_in(second, owner="ben", now=0.0, lease_s=9.0, limit=2, only=["other"])
         assert positions(lease) == [0, 1]
 
 
@@ -469,7 +484,7 @@ def test_tokens_are_saved_while_another_harvester_claims_of_the_same_job(store: 
             theirs: Lease | None = choice.choose(first, [("job-1", 5)], Terms("ben", 0.0, 9.0))[0]
         else:
             limit = 1 if claimed == "rows that came back" else 9
-            theirs = queue.claim(first, owner="ben", now=0.0, lease_s=9.0, limit=limit)
+            theirs = claim_in(first, owner="ben", now=0.0, lease_s=9.0, limit=limit)
         saved_tokens.save_tokens(second, [SavedTokens(lease.epoch, "job-1", 0, b"1234", "model")])
     assert {"rows that came back": [3], "the last rows": [4, 5, 6, 7], "chosen rows": [5]}[
         claimed
@@ -499,7 +514,7 @@ def test_a_claim_waits_for_no_result_that_is_just_written(store: Store) -> None:
         within_a_second(second)
         spans.locked(first, [lease.epoch])
         first.execute(text("insert into journal values ('job-1', 0, false, '')"))
-        assert positions(queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2)) == [2, 3]
+        assert positions(claim_in(second, owner="ben", now=0.0, lease_s=9.0, limit=2)) == [2, 3]
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -508,10 +523,10 @@ def test_the_last_statement_of_a_claim_may_bring_its_commit_along(store: Store, 
     add_job(store, rows=8)
     with store.write() as first, store.write() as second:
         within_a_second(second)
-        mine = queue.claim(first, owner="ann", now=0.0, lease_s=9.0, limit=2, ends=ends)
+        mine = claim_in(first, owner="ann", now=0.0, lease_s=9.0, limit=2, ends=ends)
         waits = nullcontext() if ends else pytest.raises(OperationalError, match="lock timeout")
         with waits:
-            theirs = queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2)
+            theirs = claim_in(second, owner="ben", now=0.0, lease_s=9.0, limit=2)
             assert (positions(mine), positions(theirs)) == ([0, 1], [2, 3])
 
 

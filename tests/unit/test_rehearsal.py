@@ -23,7 +23,7 @@ from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.store_rows import select
+from tests.store_rows import claim_in, select
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}", params={"max_tokens": 4})
 
@@ -95,9 +95,9 @@ def test_only_rows_that_wait_are_rehearsed(
     monkeypatch.setattr(rehearsal, "CHUNK", 2)
     submit(store, str(write_input(q=list("abcdefgh"))), PROMPT)
     with store.write() as tx:
-        lease = queue.claim(tx, owner="ann", now=0.0, lease_s=9.0, limit=3)
+        lease = claim_in(tx, owner="ann", now=0.0, lease_s=9.0, limit=3)
         assert lease is not None
-        queue.put_back(tx, epoch=lease.epoch, job_id=lease.job_id, position=1)
+        queue.put_rows_back(tx, [queue.Returned(epoch=lease.epoch, job_id=lease.job_id, position=1)])
     found = rehearsed(settings, PROMPT, Words())
     assert (found.rows, found.counted) == (6, 6)
 

@@ -46,6 +46,7 @@ from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollecto
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
 from conserve.store.books import catalog, harvested, keys, queue
+from conserve.store.books.leases import Terms
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
@@ -569,7 +570,7 @@ def test_a_job_runs_while_rows_of_it_are_leased(store: Store, write_input: Write
     assert seen_by(foresight).states == {"queued": 1}
     with store.write() as tx:
         jobs = queue.runnable_jobs(tx, None)
-        queue.claim(tx, owner="me", now=now[0] + KEPT_S, lease_s=60.0, limit=1, suspect=False, jobs=jobs)
+        queue.claim(tx, Terms("me", now[0] + KEPT_S, 60.0, None), jobs, limit=1)
     now[0] += KEPT_S
     assert seen_by(foresight).states == {"running": 1}
     assert StoreLook(load(), lambda: now[0])() == foresight.queue()

@@ -213,18 +213,7 @@ class Ledger:
         if windowed := window.is_to_choose(tx, jobs):
             back = self._turns.before(runnable, jobs[0])
             return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
-        lease = queue.claim(
-            tx,
-            owner=self.owner,
-            now=now,
-            lease_s=self._lease_s,
-            limit=limit,
-            suspect=suspect,
-            jobs=runnable,
-            model=self.model,
-            ends=True,
-        )
-        return lease, jobs, windowed
+        return queue.claim(tx, terms, runnable, limit=limit, suspect=suspect, ends=True), jobs, windowed
 
     def _runnable(self, tx: Any, group: Group | None = None) -> Sequence[Any]:
         """Jobs that this harvester may take rows of: all, or those of a group."""

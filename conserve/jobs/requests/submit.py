@@ -62,7 +62,6 @@ def submit(
     *,
     name: str | None = None,
     priority: int = 0,
-    on_rows: Callable[[int], None] | None = None,
     model: str | None = None,
     tags: Mapping[str, str] | None = None,
     constant_prompt: bool = False,
@@ -74,8 +73,7 @@ def submit(
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
-    `on_rows` is called with the number of rows rendered so far, `check_rows` with all of them, and may raise;
-    `before_queueing` once only the queueing is left.
+    `check_rows` is called with the number of rows, and may raise; `before_queueing` once only the queueing is left.
     With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
     given = Input(names=[given]) if isinstance(given, str) else given
@@ -89,7 +87,7 @@ def submit(
             opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         with home.explained(store.data):
-            written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
+            written = write_requests(folder / home.REQUESTS, opened.rows, task)
             if written.unrendered == written.rows and batch_id is None:  # a batch's file of errors names each
                 raise nothing_to_send(written, task)
             opened.copy_text(folder)
@@ -112,12 +110,10 @@ def submit(
         )
 
 
-def write_requests(
-    path: Path, rows: InputRows, task: Task, on_rows: Callable[[int], None] | None = None
-) -> RequestWriter:
+def write_requests(path: Path, rows: InputRows, task: Task) -> RequestWriter:
     """Render all rows into the job's request file, in execution order."""
     with RequestWriter(path) as writer:
-        for table in in_order(rows, task, path.parent, on_rows or (lambda rows: None)):
+        for table in in_order(rows, task, path.parent):
             writer.write(table)
     if writer.rows == 0:
         raise no_rows()
@@ -137,22 +133,20 @@ def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
     return InputError(f"no row can be answered ({first}); correct the input and submit again")
 
 
-def in_order(rows: InputRows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
+def in_order(rows: InputRows, task: Task, folder: Path) -> Iterator[pa.Table]:
     """Yield the rendered requests in execution order, some at a time; data beyond memory goes to `folder`."""
     key = sort_key(task)
     if key is None:
-        yield from rendered_tables(rows, task, key, on_rows)
+        yield from rendered_tables(rows, task, key)
         return
     with ExternalSort(folder, key.column) as sorting:
-        for table in rendered_tables(rows, task, key, on_rows):
+        for table in rendered_tables(rows, task, key):
             sorting.write(table)
         for table in sorting.rows():
             yield table.select(SCHEMA.names)
 
 
-def rendered_tables(
-    rows: InputRows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
-) -> Iterator[pa.Table]:
+def rendered_tables(rows: InputRows, task: Task, key: SortKey | None) -> Iterator[pa.Table]:
     """Yield the requests of all rows in input order, with their sort keys."""
     index = 0
     for ids, rendered in rendered_groups(rows, task):
@@ -161,7 +155,6 @@ def rendered_tables(
             table = table.append_column(key.column, pa.array(map(key.of, rendered), key.kind))
         yield table
         index += len(rendered)
-        on_rows(index)
 
 
 def rendered_groups(rows: InputRows, task: Task) -> Iterator[tuple[list[str | None], list[RenderedRow]]]:

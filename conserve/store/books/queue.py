@@ -81,28 +81,23 @@ class Returned:
 
 def claim(
     tx: Connection,
+    terms: Terms,
+    jobs: Sequence[Any],
     *,
-    owner: str,
-    now: float,
-    lease_s: float,
     limit: int,
-    only: Collection[str] | None = None,
     suspect: bool = False,
-    jobs: Sequence[Any] | None = None,
-    model: str | None = None,
     ends: bool = False,
 ) -> Lease | None:
-    """Lease up to `limit` rows of the first runnable job that has any: by priority, then by age.
+    """Lease up to `limit` rows of the first of these runnable jobs that has any.
 
     Rows that came back or were passed over go before the rows at the job's cursor. A suspect (in flight when an
     engine died) is leased only with `suspect`, and then alone, so that it takes no innocent row with it. The first
-    lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already. With
-    `ends` the transaction may be committed with the last statement, so nothing must follow in it.
+    lease of a job binds it to the model of the `terms`. With `ends` the transaction may be committed with the last
+    statement, so nothing must follow in it.
     """
-    terms = Terms(owner, now, lease_s, model)
-    candidates = runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs
-    waiting = having(tx, candidates, returned(suspect), now)
-    for candidate in candidates:
+    owner, now, lease_s, model = terms
+    waiting = having(tx, jobs, returned(suspect), now)
+    for candidate in jobs:
         back: list[LeasedRow] = []
         if candidate.seq in waiting:
             back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
@@ -292,28 +287,6 @@ def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow
             )
         )
         afresh(tx, leased)
-
-
-def put_back(
-    tx: Connection,
-    *,
-    epoch: int,
-    job_id: str,
-    position: int,
-    available_at: float = 0.0,
-    failed: bool = False,
-    suspect: bool = False,
-) -> None:
-    """Return one row to the queue; see `put_rows_back`."""
-    row = Returned(
-        epoch=epoch,
-        job_id=job_id,
-        position=position,
-        available_at=available_at,
-        failed=failed,
-        suspect=suspect,
-    )
-    put_rows_back(tx, [row])
 
 
 def put_rows_back(tx: Connection, rows: Sequence[Returned], *, owner: str | None = None) -> None:
