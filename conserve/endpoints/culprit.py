@@ -9,9 +9,11 @@ sent, and answers nothing after it, was lost with that row. So an outage counts 
 lasts.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from conserve.endpoints.probes import Probes, SmallAnswer
 from conserve.endpoints.protocol import Url
@@ -28,25 +30,50 @@ from conserve.errors import (
 MUTE_AFTER = 10  # small requests that bring a fault, each after an answered row: an outage is one of them
 
 
+class Standing(Enum):
+    """Standing of a server on a route, as the requests since the last trouble tell."""
+
+    UNKNOWN = auto()
+    """No request was answered yet, and there was no trouble."""
+    PROVEN = auto()
+    """A request was answered since the last trouble."""
+    DOUBTED = auto()
+    """There was trouble, and no request was answered since."""
+
+
+@dataclass(slots=True)
+class RouteHealth:
+    """What is known of a server on one route."""
+
+    standing: Standing = Standing.UNKNOWN
+    rows_answered: bool = False  # with this key and this model
+    trial: object | None = None  # the row under way where the server is doubted
+    probe_answered: bool = False
+    failed_probes: int = 0  # as `MUTE_AFTER` counts them
+    row_since_probe: bool = False  # a row was answered since the last of `failed_probes`
+
+    @property
+    def answers_no_probes(self) -> bool:
+        """True if rows are answered, and small requests never are, as of a model for sound alone."""
+        return self.failed_probes >= MUTE_AFTER and not self.probe_answered
+
+
 class Culprit:
     """Record of one server's answers, by route."""
 
     def __init__(self, probes: Probes, base_url: str) -> None:
         self._probes, self._base_url = probes, base_url
-        self.answered: set[Url] = set()  # rows were answered there, with this key and this model
-        self._proven: set[Url] = set()  # a request was answered since the last trouble
-        self._doubted: set[Url] = set()  # none was, and there was trouble
-        self._trials: dict[Url, object] = {}  # rows under way where the server is doubted
-        self._refused: Counter[Url] = Counter()  # small requests as `MUTE_AFTER` counts them
-        self._since: set[Url] = set()  # a row was answered since the last of these
-        self._speaks: set[Url] = set()  # a small request was answered
+        # A record is looked up anew after each wait, in which `forget` may have dropped it.
+        self._routes = defaultdict[Url, RouteHealth](RouteHealth)
+
+    @property
+    def answered(self) -> frozenset[Url]:
+        """Routes on which rows were answered, with this key and this model."""
+        return frozenset(route for route, health in self._routes.items() if health.rows_answered)
 
     def forget(self) -> None:
         """Forget what is known: the server is another one."""
-        for known in (self.answered, self._proven, self._doubted, self._since, self._speaks):
-            known.clear()
-        self._trials.clear()
-        self._refused.clear()
+        self._routes.clear()
 
     @asynccontextmanager
     async def judging(self, model: str, route: Url) -> AsyncGenerator[None, None]:
@@ -55,73 +82,65 @@ class Culprit:
         Raises `EndpointFailing` if the server is doubted and another row is on trial.
         """
         trial = await self._trial(model, route)
-        proven = route in self._proven
+        proven = self._routes[route].standing is Standing.PROVEN
         try:
             yield
         except EndpointFault as error:
             raise await self._of_fault(error, model=model, route=route, proven=proven) from error
         except ServerLost as error:
-            self._doubt(*Url)
+            for each in Url:
+                self._routes[each].standing = Standing.DOUBTED
             raise self._of_loss(str(error), EngineDied.kind, proven=proven) from error
         else:
-            self.answered.add(route)
-            self._prove(route)
-            self._since.add(route)
+            health = self._routes[route]
+            health.standing, health.rows_answered, health.row_since_probe = Standing.PROVEN, True, True
             if trial is not None:
                 await self._ask(model, route)
         finally:
-            if trial is not None and self._trials.get(route) is trial:
-                del self._trials[route]
+            if trial is not None and self._routes[route].trial is trial:
+                self._routes[route].trial = None
 
     async def _trial(self, model: str, route: Url) -> object | None:
         """Sign of a row that is to show whether a server is well which answers no small request; else None."""
-        if route not in self._doubted or self._is_mute(route):
+        health = self._routes[route]
+        if health.standing is not Standing.DOUBTED or health.answers_no_probes:
             return None
         small = await self._ask(model, route)
+        health = self._routes[route]
         if small.error is None:
-            self._prove(route)
+            health.standing = Standing.PROVEN
             return None
-        if route in self._trials:
+        if health.trial is not None:
             raise EndpointFailing(f"{self._base_url} answers no request: {small.error}")
-        return self._trials.setdefault(route, object())
+        health.trial = object()
+        return health.trial
 
     async def _ask(self, model: str, route: Url) -> SmallAnswer:
         """Ask a small request, and note what becomes of it."""
         small = await self._probes.small(model, route)
+        health = self._routes[route]
         if small.answered:
-            self._speaks.add(route)
-        if isinstance(small.error, EndpointFault) and route in self._since:
-            self._refused[route] += 1
-            self._since.discard(route)
+            health.probe_answered = True
+        if isinstance(small.error, EndpointFault) and health.row_since_probe:
+            health.failed_probes += 1
+            health.row_since_probe = False
         return small
-
-    def _is_mute(self, route: Url) -> bool:
-        """True if rows are answered on a route, and small requests never are, as of a model for sound alone."""
-        return self._refused[route] >= MUTE_AFTER and route not in self._speaks
 
     async def _of_fault(self, error: EndpointFault, *, model: str, route: Url, proven: bool) -> EndpointError:
         """The error for an answer of no use; `proven` is what the server was when the row was sent."""
         if isinstance(error, AnswerTooLong):
             return error
         small = await self._ask(model, route)
-        if small.error is None or self._is_mute(route):
+        if small.error is None or self._routes[route].answers_no_probes:
             return error
         if isinstance(small.error, EngineDied):
             return EngineDied(str(error))
         if isinstance(small.error, EndpointBusy):  # it limits requests, and says nothing about the row
             return small.error
-        self._doubt(route)
+        self._routes[route].standing = Standing.DOUBTED
         said = f"{self._base_url} answers no other request either: {error}"
         return self._of_loss(said, error.kind, proven=proven)
 
     def _of_loss(self, said: str, kind: str, *, proven: bool) -> EndpointFailing | ServerLost:
         """The error for a row whose server answers nothing any more; its `kind` if the row is the reason."""
         return ServerLost(said, kind=kind) if proven else EndpointFailing(said)
-
-    def _prove(self, route: Url) -> None:
-        self._proven.add(route)
-        self._doubted.discard(route)
-
-    def _doubt(self, *routes: Url) -> None:
-        self._proven.difference_update(routes)
-        self._doubted.update(routes)

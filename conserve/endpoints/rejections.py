@@ -62,7 +62,7 @@ class Rejections:
         self, call: Call, said: WholeResponse, url: httpx.URL, server: ServerFacts
     ) -> EndpointError:
         """The error for a refusal, which is the row's only if the server answers another request right now."""
-        answered = frozenset(self._culprit.answered)
+        answered = self._culprit.answered
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(server.model, route)
         unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
