@@ -25,7 +25,7 @@ ConserveError                  one sentence for the user, with the next command;
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
-│   ├── StoreForbidden         no permission to read the files of one job
+│   ├── StoreForbidden         no permission to read or to write the files of one job
 │   ├── StoreFull              no space left
 │   ├── StoreMoved             the store is in another database now, or on its way there
 │   ├── StoreInUse             harvesters hold rows, and the command needs the store for itself
@@ -183,7 +183,7 @@ class StoreReadOnly(StoreError):
 
 
 class StoreForbidden(StoreError):
-    """This process may not read a file of the job `job_id`, or of all, which others on the store perhaps may."""
+    """This process may not use a file of the job `job_id`, or of all, which others on the store perhaps may."""
 
     def __init__(self, message: str, *, job_id: str | None = None) -> None:
         super().__init__(message)

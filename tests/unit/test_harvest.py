@@ -128,6 +128,38 @@ def test_a_run_ends_once_all_results_are_in_shards(
     assert in_journal(store) == 0
 
 
+def test_ended_jobs_are_compacted_beside_the_rows_that_wait_and_until_a_stop(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start may find thousands of them."""
+    for prompt in ("a", "b", "c"):
+        queue_up(prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "compact", lambda *_, **__: 0)
+        harvest(store, FakeEndpoint())
+    assert in_journal(store) == 3
+    job_id, compact, answered = queue_up("d"), shards.compact, []
+
+    async def run() -> None:
+        stop = asyncio.Event()
+
+        def stopped(*given: Any, **named: Any) -> int | None:
+            moved = compact(*given, **named)
+            answered.append(job(store, job_id).state is JobState.COMPLETED)
+            loop.call_soon_threadsafe(stop.set)
+            return moved
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(shards, "compact", stopped)
+        harvesting = harvester(store, FakeEndpoint())
+        await harvesting.run(stop)
+
+    virtual_time.run(run())
+    assert answered[0]
+    assert len(answered) < 4
+    assert in_journal(store) > 0
+
+
 def in_journal(store: Store) -> int:
     with store.read() as tx:
         return int(tx.execute(text("select count(*) from journal")).scalar_one())

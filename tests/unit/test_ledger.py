@@ -401,6 +401,40 @@ def unreachable(*_: Any, **__: Any) -> int:
     raise StoreUnreachable("the bucket is away")
 
 
+def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is said once; the results stay in the journal, and go to their file once the folder is mended."""
+    made = home.make_folder
+
+    def closed(folder: Path) -> None:
+        if "theirs" in str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        made(folder)
+
+    monkeypatch.setattr(home, "make_folder", closed)
+    clock = Clock()
+    recorder = Recorder(store, clock, monotonic=clock)
+    for name in ("theirs", "ours", "more"):
+        add_job(store, name, rows=2)
+        recorder.write(outbox_of(leased(store, only=[name]), range(2)))
+    while recorder.compact():
+        pass
+    assert select(store, "select distinct job_id from journal") == [("theirs",)]
+    assert "run: sudo chown -R" in caplog.text
+    recorder.recover()  # as a session begins
+    assert not recorder.compact()
+    assert recorder.behind
+    monkeypatch.setattr(home, "make_folder", made)
+    assert not recorder.compact()
+    clock.now += 600.0
+    assert recorder.compact()
+    assert not recorder.compact()
+    assert not recorder.behind
+    assert select(store, "select count(*) from journal") == [(0,)]
+    assert len(caplog.records) == 1
+
+
 def outbox_of(lease: Lease, positions: Sequence[int]) -> Outbox:
     """Answers to these rows."""
     return Outbox(finished=[Finished(lease.epoch, lease.job_id, p, result(p)) for p in positions])
@@ -509,7 +543,7 @@ def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_el
 
 
 def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party, job_id: str) -> None:
-    """Rows of its own and of the dead come back, what is complete is compacted, orphans are swept up.
+    """Rows of its own and of the dead come back, orphans are swept up; what is complete is compacted beside rows.
 
     A lease that ran out by the clock is watched first.
     """
@@ -530,8 +564,11 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     party.ledger.reopen()
     party.ledger.recover()
     assert select(store, "select epoch from lease order by 1") == [(silent.epoch,), (kept.epoch,)]
-    assert select(store, "select count(*) from journal") == [(0,)]
     assert not orphan.exists()
+    assert select(store, "select count(*) from journal") == [(1,)]
+    assert party.ledger.recorder.behind
+    party.ledger.recorder.compact()
+    assert select(store, "select count(*) from journal") == [(0,)]
 
 
 def released(store: Store, party: Party) -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import text
 
-from conserve.errors import JobRefused, StoreError, StoreFull, StoreUnreachable
+from conserve.errors import JobRefused, StoreError, StoreForbidden, StoreFull
 from conserve.store.books import batches, catalog, hooks, queue, results, shards
 from conserve.store.books.events import Event
 from conserve.store.books.states import JobState, OnLate
@@ -285,22 +285,6 @@ def test_an_object_is_registered_within_half_a_day_or_not_at_all(
     assert shards.is_kept(path, 1e9) is kept
 
 
-def test_ended_jobs_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise StoreUnreachable("s3://team does not answer")
-
-    finished_job(store, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_file", unreachable)
-        shards.compact_finished(store, now=0.0)
-    assert "s3://team does not answer" in caplog.text
-    assert journalled(store) == [0, 1]
-    shards.compact_finished(store, now=0.0)
-    assert journalled(store) == []
-
-
 def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,14 +299,33 @@ def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
     assert (journalled(store), files(store)) == ([0, 1], [])
 
 
-def test_jobs_that_ended_are_compacted_and_others_are_not(store: Store) -> None:
+def test_a_folder_of_another_user_leaves_the_journal_and_names_the_command_that_mends_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    finished_job(store, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.home, "make_folder", closed)
+        with pytest.raises(StoreForbidden, match="run: sudo chown -R ") as caught:
+            shards.compact(store, "job-1", now=0.0)
+    assert caught.value.job_id == "job-1"
+    assert str(home.job_folder(store.home, "job-1")) in str(caught.value)
+    assert (journalled(store), files(store)) == ([0, 1], [])
+
+
+def test_jobs_that_ended_with_results_in_the_journal_are_left_and_others_are_not(store: Store) -> None:
     for job_id in ("completed", "cancelled", "refused", "running"):
         add_job(store, job_id, rows=2)
         finish(store, leased(store, only=[job_id], limit=2 if job_id == "completed" else 1))
     with store.write() as tx:
         catalog.move(tx, "cancelled", "cancel", now=0.0)
         catalog.refuse(tx, "refused", "its input changed", now=0.0)
-    shards.compact_finished(store, now=5.0)
+    with store.read() as tx:
+        left = shards.left(tx)
+    for job_id in left:
+        shards.compact(store, job_id, now=5.0)
     assert select(store, "select job_id from journal") == [("running",)]
     assert {job_id: rows for job_id, rows, _ in shard_rows(store)} == {
         "completed": [0, 1],

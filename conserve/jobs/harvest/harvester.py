@@ -47,6 +47,7 @@ T = TypeVar("T")
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
 LISTENING_S = 2.0  # how soon either is noticed without a call, where the store calls them out
+MANY_JOBS = 100  # whose shards take seconds
 COLLECT_AT = 50_000  # objects more than at the last run of the garbage collector, some 10 MB
 
 
@@ -224,8 +225,7 @@ class Harvester:
             self._outage.end()
             self.tally.waiting_for = None
             await self._until_drained(stop)
-            while not stop.is_set() and await self._in_store(self._ledger.recorder.compact, True):
-                pass  # else the next run does it
+            await self._write_shards(stop)
         except BaseException as error:
             failed = error
             raise
@@ -246,6 +246,14 @@ class Harvester:
                 loop.result()
         finally:
             await cancelled(loops)
+
+    async def _write_shards(self, stop: asyncio.Event) -> None:
+        """Write the shards that are left, one at a time; those that `stop` forestalls are left to the next run."""
+        recorder = self._ledger.recorder
+        while not stop.is_set() and await self._in_store(recorder.compact, True):
+            many = recorder.ended > MANY_JOBS
+            files = f"results of {recorder.ended:,} ended jobs go to their files"
+            self.tally.waiting_for = files if many else None
 
     async def _put_down(self, failed: BaseException | None) -> None:
         """Withdraw the rows in flight, save their tokens and give them back."""

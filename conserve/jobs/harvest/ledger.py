@@ -21,7 +21,7 @@ from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.group_window import GroupWindow
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, leases, queue, servers, shards
+from conserve.store.books import catalog, choice, leases, queue, servers
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import JobState
 from conserve.store.database import guard
@@ -87,7 +87,7 @@ class Ledger:
             reserve_space(tx)
 
     def recover(self) -> None:
-        """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
+        """Take back rows of dead owners and of this owner's last session; take up ended jobs; sweep."""
         now = self._clock()
         if self._shares is not None:  # no row is in flight, and what has ended is written
             self._shares.lost()
@@ -97,7 +97,7 @@ class Ledger:
             catalog.unbind(tx)
             if not self._rebind:
                 self._elsewhere.look(tx, self.model, self._only)
-        shards.compact_finished(self._store, now=now)
+        self.recorder.recover()
         sweep(self._store, now=now)
 
     def give_back(self) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from conserve.errors import StoreError, StoreUnreachable
+from conserve.errors import StoreError, StoreForbidden, StoreUnreachable
 from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outbox import Outbox
@@ -19,6 +19,7 @@ from conserve.store.database.store import Store
 log = logging.getLogger(__name__)
 NOTE_S = 1.0  # between two notes of harvested tokens, which then cost a row nothing
 AGAIN_S = 30.0  # between two attempts to reach a bucket, each of which holds up the thread
+FORBIDDEN_S = 600.0  # between two attempts to write into the folder of a job that this user may not write
 
 
 class Recorder:
@@ -37,6 +38,9 @@ class Recorder:
         self._store, self._clock, self._observer = store, clock, observer or Observer()
         self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
+        self._forbidden: dict[
+            str, float
+        ] = {}  # jobs whose folders may not be written, and when they are tried again
         self._monotonic, self._compact_at = monotonic, 0.0
         # On the monotonic clock, since a machine may be suspended, and its clock be set, while rows run.
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
@@ -102,10 +106,20 @@ class Recorder:
         self._unnoted = False
         self._tokens, self._busy_since = 0, until
 
+    def recover(self) -> None:
+        """Take up the jobs that ended before their last results reached a shard, which `compact` then writes."""
+        with self._store.read() as tx:
+            self._completed.update(shards.left(tx))
+
     @property
     def behind(self) -> bool:
         """True if results may wait for a shard."""
-        return bool(self._completed or self._gathered)
+        return bool(self._completed or self._gathered or self._forbidden)
+
+    @property
+    def ended(self) -> int:
+        """Number of ended jobs whose results may wait for a shard."""
+        return len(self._completed)
 
     def compact(self, wait: bool = False) -> bool:
         """Write one shard of a completed job, or of a job that can fill one; False if none can be written now.
@@ -116,6 +130,8 @@ class Recorder:
         # While a bucket is out of reach the results stay in the journal, from which all commands read them too.
         if self._monotonic() < self._compact_at:
             return False
+        now = self._monotonic()
+        self._completed.update(job_id for job_id, again_at in self._forbidden.items() if now >= again_at)
         try:
             jobs = [*self._completed, *self._gathered - self._completed]
             return any(self._moved(job_id, wait=wait) for job_id in jobs)
@@ -129,7 +145,14 @@ class Recorder:
         if job_id in self._completed and self._goes_on(job_id):
             self._completed.remove(job_id)
             self._gathered.add(job_id)
-        moved = self._move(job_id, whole=job_id in self._completed, wait=wait)
+        try:
+            moved = self._move(job_id, whole=job_id in self._completed, wait=wait)
+            self._forbidden.pop(job_id, None)
+        except StoreForbidden as error:
+            moved = 0
+            if job_id not in self._forbidden:
+                log.warning("results of job %s stay in the database: %s", job_id, error)
+            self._forbidden[job_id] = self._monotonic() + FORBIDDEN_S
         if moved == 0:  # None: another process is at it, and it is tried again
             self._completed.discard(job_id)
             self._gathered.discard(job_id)

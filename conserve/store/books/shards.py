@@ -177,7 +177,7 @@ def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed
     removal deletes the folder meanwhile. A job that was removed before leaves nothing.
     """
     folder = home.job_folder(store.data, job_id)
-    with home.explained(store.data):
+    with home.explained(store.data), home.owned(folder):
         try:
             if isinstance(folder, Path):
                 folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
@@ -286,21 +286,11 @@ def as_read(tx: Connection, job_id: str, rows: Sequence[JournalRow]) -> Iterator
             yield [journal.c.job_id == job_id, *at]
 
 
-def compact_finished(store: Store, *, now: float) -> None:
-    """Compact jobs that ended before their last results reached a shard."""
+def left(tx: Connection) -> Sequence[str]:
+    """Jobs that ended before their last results reached a shard."""
     ended = [state.value for state in JobState if state.final]
-    with store.read() as tx:
-        left = tx.scalars(
-            select(journal.c.job_id)
-            .distinct()
-            .join(job, job.c.id == journal.c.job_id)
-            .where(job.c.state.in_(ended))
-        ).all()
-    try:
-        for job_id in left:
-            compact(store, job_id, now=now)
-    except StoreUnreachable as error:  # the journal keeps them
-        log.warning("results of ended jobs stay in the database for now: %s", error)
+    jobs = select(journal.c.job_id).distinct().join(job, job.c.id == journal.c.job_id)
+    return tx.scalars(jobs.where(job.c.state.in_(ended))).all()
 
 
 def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str], None] = log.warning) -> int:

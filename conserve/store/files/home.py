@@ -18,6 +18,9 @@ DATA is HOME, unless CONSERVE_DATA names another folder or a bucket (`objects`).
 """
 
 import errno
+import os
+import pwd
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -26,7 +29,14 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import TypeVar, cast
 
-from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable, first_line
+from conserve.errors import (
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreReadOnly,
+    StoreUnreachable,
+    first_line,
+)
 from conserve.store.files import marks
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, ListedObject, ObjectPath
@@ -258,6 +268,25 @@ def damage_apart(path: FilePath) -> Iterator[None]:
         if error.errno in (errno.ENOMEM, errno.ESTALE):
             raise StoreError(f"{path} cannot be read: {error.strerror}; run the command again") from error
         raise
+
+
+@contextmanager
+def owned(folder: FilePath) -> Iterator[None]:
+    """Turn a refusal of the operating system into the error of a job's folder that this user may not write."""
+    try:
+        yield
+    except PermissionError as error:
+        said = f"{folder} cannot be written by this user; run: {chown(folder)}"
+        raise StoreForbidden(said, job_id=folder.name) from error
+
+
+def chown(*paths: FilePath) -> str:
+    """Command that gives files and folders to the user of this process."""
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user may have no name
+        user = str(os.geteuid())
+    return shlex.join(["sudo", "chown", "-R", user, *map(str, paths)])
 
 
 @contextmanager
