@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +12,10 @@ from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.lengths import seconds_of
 from conserve.cli.sizes import document, size, table
-from conserve.errors import JobRefused, UsageError
+from conserve.errors import ConserveError, JobRefused, StoreForbidden, UsageError
 
 if TYPE_CHECKING:
+    from conserve.store.database.store import Store
     from conserve.store.upkeep.removal import DiskUsage
 
 EXAMPLES = {
@@ -54,12 +55,8 @@ def rm(
         if open_ones and not force:
             raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))
         if agreed(chosen, 0, yes=yes, as_json=as_json):
-            removed = [
-                each
-                for each in chosen
-                if removal.remove(store, each.job_id, now=time.time(), force=force) is not None
-            ]
-            tell(removed, 0, as_json=as_json)
+            removed, kept = removed_of(store, chosen, now=time.time(), force=force, but=())
+            tell(removed, 0, kept, as_json=as_json)
 
 
 def prune(
@@ -86,14 +83,40 @@ def prune(
         return
     for place in places:
         trash.empty(place, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
-    removed = []
+    removed: list[DiskUsage] = []
+    kept: list[StoreForbidden] = []
     if chosen:
         with context.store() as store:
-            for usage in chosen:
-                with suppress(JobRefused):  # retried since it was shown
-                    if removal.remove(store, usage.job_id, now=now) is not None:
-                        removed.append(usage)
-    tell(removed, trash_bytes, as_json=as_json)
+            removed, kept = removed_of(store, chosen, now=now, but=JobRefused)  # retried since it was shown
+    tell(removed, trash_bytes, kept, as_json=as_json)
+
+
+def removed_of(
+    store: "Store",
+    chosen: "Sequence[DiskUsage]",
+    *,
+    now: float,
+    force: bool = False,
+    but: type[ConserveError] | tuple[()],
+) -> "tuple[list[DiskUsage], list[StoreForbidden]]":
+    """Remove jobs; returns those that went, with the bytes that are free now, and errors of those that may not go.
+
+    A job that raises `but` stays without a word.
+    """
+    from conserve.store.upkeep import removal
+
+    removed: list[DiskUsage] = []
+    kept: list[StoreForbidden] = []
+    for usage in chosen:
+        try:
+            freed = removal.remove(store, usage.job_id, now=now, force=force)
+        except StoreForbidden as error:
+            kept.append(error)
+        except but:
+            continue
+        else:
+            removed += [] if freed is None else [replace(usage, bytes=freed)]
+    return removed, kept
 
 
 def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
@@ -131,17 +154,23 @@ def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
     return f"{' and '.join(parts)}, {freed}"
 
 
-def tell(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, as_json: bool) -> None:
-    """Print what was removed."""
-    freed = sum(usage.bytes for usage in chosen) + trash_bytes
+def tell(
+    removed: "Sequence[DiskUsage]", trash_bytes: int, kept: Sequence[ConserveError], *, as_json: bool
+) -> None:
+    """Print what was removed, and why other jobs were kept; exits 1 then."""
+    freed = sum(usage.bytes for usage in removed) + trash_bytes
     if as_json:
-        jobs = [document(usage) for usage in chosen]
+        jobs = [document(usage) for usage in removed]
         output.data_json({"jobs": jobs, "trash_bytes": trash_bytes, "freed_bytes": freed})
-        return
-    for usage in chosen:
-        output.data(f"{usage.job_id}: removed, {size(usage.bytes)}")
-    if trash_bytes:
-        output.data(f"trash: emptied, {size(trash_bytes)}")
+    else:
+        for usage in removed:
+            output.data(f"{usage.job_id}: removed, {size(usage.bytes)}")
+        if trash_bytes:
+            output.data(f"trash: emptied, {size(trash_bytes)}")
+    for error in kept:
+        output.failed(error)
+    if kept:
+        raise typer.Exit(exits.FAILED)
 
 
 def seconds(age: str) -> float:

@@ -282,6 +282,47 @@ def test_a_removal_that_fails_leaves_the_folder_marked_as_the_jobs(
     assert before.registered
 
 
+@pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "0s"]], ids=["rm", "prune"])
+def test_a_job_whose_folder_is_another_users_stays_whole_and_the_others_go(
+    store: Store, submit: Callable[..., str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its folder would stay, and `check --repair` would take it for a lost job."""
+    theirs, ours = submit(), submit("d")
+    compute(store)
+    change, folder = marks.change, home.job_folder(store.home, theirs)
+
+    def closed(where: Path, mark: marks.Mark) -> None:
+        if where == folder:
+            raise PermissionError(13, "Permission denied", str(where))
+        change(where, mark)
+
+    monkeypatch.setattr(marks, "change", closed)
+    done = conserve(*words, *([theirs, ours] if words == ["rm"] else []), "--yes")
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"{ours}: removed, ")
+    assert theirs not in done.stdout
+    assert f"{folder} cannot be written by this user; run: sudo chown -R " in done.stderr
+    assert (ids(store), folders(store)) == ([theirs], {theirs})
+    assert len(conserve("results", theirs).stdout.splitlines()) == 3
+    assert conserve("check").returncode == 0
+
+
+def test_files_that_cannot_be_deleted_are_named_and_their_bytes_are_not_free(
+    store: Store,
+    submit: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def closed(*_: object, **__: object) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    job_id = submit()
+    monkeypatch.setattr(trash, "throw_away", closed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    assert removal.remove(store, job_id, now=0.0, force=True) == 0
+    assert f"sudo rm -r {home.job_folder(store.home, job_id)}" in caplog.text
+
+
 def test_where_the_trash_takes_nothing_the_files_go_at_once(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

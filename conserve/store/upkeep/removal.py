@@ -4,6 +4,8 @@ First one transaction forgets a job, then its files are deleted. A crash between
 names, which the sweep takes, and never a record without its files.
 """
 
+import logging
+import shlex
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import delete, select
 
-from conserve.errors import JobRefused, StoreUnreachable
+from conserve.errors import JobRefused, StoreFull, StoreUnreachable
 from conserve.store.books import catalog, leases
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -24,6 +26,7 @@ from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, ObjectPath
 
+log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 lease, span = schema.lease, schema.span
 
@@ -162,7 +165,7 @@ def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
 def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int | None:
     """Forget a job and delete its files; returns the bytes freed, or None if another process has removed the job.
 
-    Raises `JobRefused` unless it is finished or `force` is given.
+    Raises `JobRefused` unless it is finished or `force` is given, `StoreForbidden` for a folder of another user.
     """
     folder = home.job_folder(store.data, job_id)
     with ExitStack() as stack, store.write() as tx:
@@ -193,9 +196,9 @@ def forsaken(store: Store, folder: FilePath, record: Mapping[str, Any]) -> Itera
     The mark changes before the commit: a crash behind it would leave a folder that is never swept, and that
     `conserve check --repair` takes for a lost job. A crash before the commit leaves a job that is to be removed.
     """
-    before = Mark(store_id=store.id, registered=True, record=record)
-    with suppress(OSError):
-        before = marks.of(folder) or before
+    before = marks.of(folder) or Mark(store_id=store.id, registered=True, record=record)
+    no_folder = suppress(FileNotFoundError, NotADirectoryError)
+    with suppress(StoreFull), home.explained(folder), home.owned(folder), no_folder:
         marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
     try:
         yield
@@ -212,11 +215,12 @@ def refusal(job_id: str, state: str) -> str:
 
 def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     """Delete a job's folder, through the trash if possible, so that it goes as a whole; returns the bytes freed."""
-    freed = trash.size(folder)
+    used = trash.size(folder)
     if isinstance(folder, ObjectPath):
         with suppress(StoreUnreachable):  # the database forgot the job, so what is left is swept
             folder.remove_tree()
-        return freed
+            return used
+        return 0
     assert isinstance(where, Path)
     thrown = folder
     with suppress(OSError):
@@ -225,7 +229,10 @@ def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     if thrown is not folder:
         trashed = where / trash.TRASH
         shutil.rmtree(trashed / thrown.relative_to(trashed).parts[0], ignore_errors=True)
-    return freed
+    if thrown.exists():
+        again = shlex.join(["sudo", "rm", "-r", str(thrown)])
+        log.warning("%s cannot be deleted by this user, at least not as a whole; run: %s", thrown, again)
+    return used - trash.size(thrown)
 
 
 def finished_before(usages: list[DiskUsage], moment: float) -> list[DiskUsage]:
