@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -16,8 +17,9 @@ import pytest
 
 from conserve.config import Settings, load
 from conserve.errors import StoreError, StoreFull
-from conserve.store.books import batches, catalog, keys, shards
+from conserve.store.books import batches, catalog, harvested, keys, servers, shards
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.servers import Sighting
 from conserve.store.database import lineage
 from conserve.store.database.connection import engine_of
 from conserve.store.database.migrations import batch_of_tags
@@ -396,6 +398,7 @@ def test_what_was_done_is_told(jobs: Jobs, settings: Settings) -> None:
         *(f"job {job_id} was taken in from its folder" for job_id in sorted(jobs[:3])),
         rebuild.KEYS_UNREAD,
         rebuild.HOOKS_UNREAD,
+        rebuild.SERVERS_UNREAD,
     ]
 
 
@@ -555,6 +558,36 @@ def test_keys_that_could_not_be_read_are_told(jobs: Jobs, settings: Settings) ->
     assert rebuild.is_whole_table(database(settings), "api_key")
     database(settings).write_bytes(b"garbage" * 1000)
     assert rebuild.KEYS_UNREAD in rebuild.rebuild(settings, now=1.0)
+
+
+def test_drained_servers_stay_drained_and_forecasts_keep_their_history(
+    jobs: Jobs, store: Store, settings: Settings
+) -> None:
+    with store.write() as tx:
+        for url in ("http://gpu-1:8000", "http://gpu-2:8000"):
+            servers.see(tx, sighting(url), 5.0)
+        servers.drain(tx, "gpu-2", now=7.0)
+        for slot in range(3):
+            harvested.add(tx, slot, 10.0 * slot, 900.0 * slot, 900.0 * slot + 60.0)
+        quarters = harvested.slots(tx)
+    store.close()
+    break_table(database(settings), "message")
+    assert rebuild.SERVERS_UNREAD not in rebuild.rebuild(settings, now=1.0)
+    with closing(Store.open(settings)) as again, again.read() as tx:
+        assert select(again, "select url, seen_at, drained_at from server order by 1") == [
+            ("http://gpu-1:8000", 5.0, None),
+            ("http://gpu-2:8000", 5.0, 7.0),
+        ]
+        assert harvested.slots(tx) == quarters
+        assert len(quarters) > 1
+
+
+def sighting(url: str) -> Sighting:
+    """A server that serves."""
+    return Sighting(
+        url=url, state="serving", model="m", version="1", alive=True, in_flight=0, waiting=0, tokens_per_s=0.0,
+        why=None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("begun_again", [1, 2])

@@ -1,7 +1,8 @@
 """Rebuilding: a new database from the readable rows of a damaged one and from the jobs' folders.
 
-Each folder has its job's record, its requests and its results. Two things are in the database alone, and lost where
-it cannot be read: results that were in no shard yet, and that a job was paused or cancelled.
+Each folder has its job's record, its requests and its results. The rest is in the database alone, and lost where
+it cannot be read: results that were in no shard yet, that a job was paused or cancelled, keys, hooks, which servers
+are drained, and what was harvested when.
 """
 
 import sqlite3
@@ -126,6 +127,9 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
         for row in salvaged["shard"]:
             if row.get("job_id") in known and isinstance(row.get("file"), str):
                 put(tx, shard, row)
+        for table in (schema.server, schema.harvested):
+            for row in salvaged[table.name]:
+                put(tx, table, row)
         put_batches(tx, salvaged)
     said = [f"{count(len(known), 'job was', 'jobs were')} read from it"]
     again = Store.over(store.home, store.engine)
@@ -228,8 +232,13 @@ KEYS_UNREAD = (
 HOOKS_UNREAD = (
     "not all hooks could be read; run: conserve hooks list, and make those that lack: conserve hooks add URL"
 )
-UNREAD = {"api_key": KEYS_UNREAD, "hook": HOOKS_UNREAD}
-TABLES = ("meta", "job", "journal", "request", "shard", "file", "batch", "api_key", "hook", "message")
+SERVERS_UNREAD = (
+    "not all servers could be read; run: conserve fleet list, and drain again those that are to get no rows: "
+    "conserve fleet drain SERVER"
+)
+UNREAD = {"api_key": KEYS_UNREAD, "hook": HOOKS_UNREAD, "server": SERVERS_UNREAD}
+FOR_NOW = ("lease", "span", "feeding")  # tables of what harvesters do just now; none has the database open
+TABLES = tuple(name for name in schema.metadata.tables if name not in FOR_NOW)
 
 
 def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
