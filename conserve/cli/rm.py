@@ -78,17 +78,17 @@ def prune(
     with context.store_to_read() as store:
         chosen = [] if age_s is None else removal.finished_before(removal.usage(store), now - age_s)
     places = {store.data, store.local}  # a bucket, and this machine
-    trash_bytes = sum(map(removal.trash_bytes, places))
-    if not agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
+    thrown = [entry for place in places for entry in trash.contents(place)]
+    if not agreed(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):
         return
-    for place in places:
-        trash.empty(place, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
+    freed = sum(map(trash.deleted, thrown))  # needs no free space, unlike the removals that follow
     removed: list[DiskUsage] = []
     kept: list[StoreForbidden] = []
     if chosen:
         with context.store() as store:
             removed, kept = removed_of(store, chosen, now=now, but=JobRefused)  # retried since it was shown
-    tell(removed, trash_bytes, kept, as_json=as_json)
+    kept += [StoreForbidden(trash.stays(entry)) for entry in thrown if trash.is_left(entry)]
+    tell(removed, freed, kept, as_json=as_json)
 
 
 def removed_of(
@@ -157,7 +157,7 @@ def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
 def tell(
     removed: "Sequence[DiskUsage]", trash_bytes: int, kept: Sequence[ConserveError], *, as_json: bool
 ) -> None:
-    """Print what was removed, and why other jobs were kept; exits 1 then."""
+    """Print what was removed, and why anything else was kept; exits 1 then."""
     freed = sum(usage.bytes for usage in removed) + trash_bytes
     if as_json:
         jobs = [document(usage) for usage in removed]

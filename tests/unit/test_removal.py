@@ -207,6 +207,37 @@ def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> No
     assert json.loads(conserve("prune", "--json").stdout) == {"jobs": [], "trash_bytes": 0, "freed_bytes": 0}
 
 
+def test_prune_empties_the_trash_of_what_a_clock_that_was_ahead_dated(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    submit()
+    path = store.home / "leftover"
+    path.write_bytes(bytes(1000))
+    trash.throw_away(store.home, path, now=time.time() + 86_400.0)
+    done = conserve("prune", "--yes")
+    assert (done.returncode, done.stdout) == (0, "trash: emptied, 1.0 kB\n")
+    assert trash.contents(store.home) == []
+
+
+def test_prune_names_what_stays_in_the_trash_and_counts_what_went(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    thrown = []
+    for name in ("theirs", "ours"):
+        (store.home / name).write_bytes(bytes(1000))
+        thrown.append(trash.throw_away(store.home, store.home / name, now=time.time()).parent)
+    theirs, rmtree = thrown[0], shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **named: None if path == theirs else rmtree(path, **named)
+    )
+    done = conserve("prune", "--yes", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == {"jobs": [], "trash_bytes": 1000, "freed_bytes": 1000}
+    assert f"{theirs} cannot be deleted by this user; run: sudo rm -r {theirs}" in done.stderr
+    assert trash.contents(store.home) == [theirs]
+
+
 @pytest.mark.parametrize(
     ("age", "found"),
     [("30d", 2_592_000.0), ("12h", 43_200.0), ("1.5m", 90.0), ("8w", 4_838_400.0), (" 7 s ", 7.0)],

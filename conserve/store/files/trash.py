@@ -4,6 +4,7 @@ DATA/trash/<seconds since the epoch>-<random>/<the file's path in the folder or 
 """
 
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -58,15 +59,27 @@ def throw_objects(path: ObjectPath, there: ObjectPath) -> None:
 
 def empty(data: FilePath, *, now: float, older_than_s: float = KEEP_S) -> int:
     """Delete entries that came into the trash `older_than_s` seconds ago or earlier; returns the bytes freed."""
-    freed = 0
-    for thrown in contents(data):
-        if thrown_at(thrown) <= now - older_than_s:
-            freed += size(thrown)
-            if isinstance(thrown, ObjectPath):
-                thrown.remove_tree()
-            else:
-                shutil.rmtree(thrown, ignore_errors=True)
-    return freed
+    return sum(deleted(thrown) for thrown in contents(data) if thrown_at(thrown) <= now - older_than_s)
+
+
+def deleted(thrown: FilePath) -> int:
+    """Delete an entry, or what of it can be deleted; returns the bytes freed."""
+    used = size(thrown)
+    if isinstance(thrown, ObjectPath):
+        thrown.remove_tree()
+        return used
+    shutil.rmtree(thrown, ignore_errors=True)
+    return used - size(thrown)
+
+
+def is_left(path: FilePath) -> bool:
+    """True of a path on disk at which something is after it was deleted; object storage says so itself."""
+    return isinstance(path, Path) and os.path.lexists(path)
+
+
+def stays(path: FilePath) -> str:
+    """Sentence on a path that is left."""
+    return f"{path} cannot be deleted by this user; run: {shlex.join(['sudo', 'rm', '-r', str(path)])}"
 
 
 def contents(data: P) -> list[P]:

@@ -5,7 +5,6 @@ names, which the sweep takes, and never a record without its files.
 """
 
 import logging
-import shlex
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -229,9 +228,8 @@ def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     if thrown is not folder:
         trashed = where / trash.TRASH
         shutil.rmtree(trashed / thrown.relative_to(trashed).parts[0], ignore_errors=True)
-    if thrown.exists():
-        again = shlex.join(["sudo", "rm", "-r", str(thrown)])
-        log.warning("%s cannot be deleted by this user, at least not as a whole; run: %s", thrown, again)
+    if trash.is_left(thrown):
+        log.warning(trash.stays(thrown))
     return used - trash.size(thrown)
 
 
