@@ -172,7 +172,7 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
         commit_ms = 1e3 * (time.perf_counter() - commit_began)
         with opened.read() as tx:
             server_s, here_s = server_time_s(tx), time.time()
-        of_files = list(doctor_files.files(opened))
+        of_files = [*doctor_files.files(opened), *doctor_files.folders(opened)]
     finally:
         opened.close()
     jobs = read_jobs(settings, now=time.time())

@@ -1,12 +1,16 @@
-"""Findings on the place of the store's files, where that is not its home."""
+"""Findings on the place of the store's files, where that is not its home, and on the folders of jobs."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conserve.cli import output
 from conserve.cli.doctor_finding import Finding
 from conserve.errors import StoreError
 from conserve.installation import install_line
+from conserve.store.files.marks import MARK
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 SLOW_S = 5.0  # of three requests
 EXTRA = "objects"
+MOST_NAMED = 3
 
 
 def files(store: "Store") -> Iterator[Finding]:
@@ -39,6 +44,43 @@ def files(store: "Store") -> Iterator[Finding]:
     yield Finding.judged("files", value, slow, ok=took_s < SLOW_S)
     if isinstance(store.data, ObjectPath):
         yield from packages(store.data)
+
+
+def folders(store: "Store") -> Iterator[Finding]:
+    """Name the jobs whose folders this user may not write, as after a submit as root; nothing if there is none."""
+    from conserve.store.books import catalog
+    from conserve.store.files import home
+
+    if not isinstance(store.data, Path):
+        return
+    with store.read() as tx:
+        ids = catalog.ids(tx)
+    closed = [job_id for job_id in ids if not is_open(home.job_folder(store.data, job_id))]
+    if not closed:
+        return
+    few = len(closed) <= MOST_NAMED
+    named = (
+        ", ".join(closed)
+        if few
+        else f"{', '.join(closed[:MOST_NAMED])} and {len(closed) - MOST_NAMED:,} more"
+    )
+    jobs = output.count(len(closed), "folder of a job", "folders of jobs")
+    paths = (
+        [home.job_folder(store.data, job_id) for job_id in closed] if few else [home.jobs_folder(store.data)]
+    )
+    value = f"{jobs} cannot be written by this user: {named}; results stay in the database"
+    yield Finding("jobs", value, ok=False, fix=f"run: {home.chown(*paths)}")
+
+
+def is_open(folder: Path) -> bool:
+    """True unless this user may not write a file or a folder that is right in a job's folder, or that itself."""
+    try:
+        paths = [folder, *folder.iterdir()]
+    except FileNotFoundError:  # `conserve check` tells of it
+        return True
+    except OSError:
+        return False
+    return all(os.access(path, os.W_OK) for path in paths if path.is_dir() or path.name == MARK)
 
 
 def packages(data: "ObjectPath") -> Iterator[Finding]:

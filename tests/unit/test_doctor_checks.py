@@ -30,6 +30,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database import trial
 from conserve.store.database.store import Store
+from conserve.store.files import home
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import select
@@ -359,6 +360,24 @@ def test_the_newest_time_in_the_store_is_compared(
     assert "behind the newest time in the store" in found["clock"]["value"]
 
 
+@pytest.mark.parametrize(("jobs", "named"), [(1, 1), (5, 3)])
+def test_folders_of_jobs_that_another_user_made_are_named(
+    store: Store, settings: Settings, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch,
+    jobs: int, named: int
+) -> None:  # fmt: skip
+    path = str(write_input(q=["a"]))
+    ids = [submit(store, path, Task(kind=Kind.PROMPT, template="{{ q }}")).job_id for _ in range(jobs + 1)]
+    theirs = [home.job_folder(store.home, job_id) for job_id in ids[1:]]
+    assert "jobs" not in {finding.name for finding in doctor.store(settings)[0]}
+    monkeypatch.setattr(os, "access", lambda path, mode: not set(theirs) & {path, path.parent})
+    (found,) = [finding for finding in doctor.store(settings)[0] if finding.name == "jobs"]
+    assert not found.ok
+    assert found.value.startswith(f"{jobs} folder")
+    assert [job_id in found.value for job_id in ids] == [0 < number <= named for number in range(jobs + 1)]
+    assert found.fix.startswith("run: sudo chown -R ")
+    assert found.fix.endswith(str(theirs[0] if jobs == 1 else home.jobs_folder(store.home)))
+
+
 def unreachable(_: Settings) -> Store:
     raise StoreError("the store failed: refused\n\tIs it running?; run: conserve doctor")
 
@@ -374,9 +393,9 @@ def test_a_store_that_cannot_be_used_names_the_fix(
     monkeypatch.setattr(Store, "open", unreachable)
     _, found = examined()
     assert found["store"]["value"] == "the store failed: refused Is it running?"
-    home = Settings(home=tmp_path, store="postgresql+psycopg://nowhere/db")
+    elsewhere = Settings(home=tmp_path, store="postgresql+psycopg://nowhere/db")
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "[postgres]" in doctor.store_fix(home)
+    assert "[postgres]" in doctor.store_fix(elsewhere)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace())
-    assert doctor.store_fix(home) == "correct CONSERVE_STORE, or start its database server"
+    assert doctor.store_fix(elsewhere) == "correct CONSERVE_STORE, or start its database server"
