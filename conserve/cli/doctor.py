@@ -18,7 +18,7 @@ from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.config import Settings, settings_files
-from conserve.errors import ConserveError
+from conserve.errors import ConserveError, StoreFull
 from conserve.hosts import split_login
 
 EXAMPLE = """
@@ -152,7 +152,7 @@ def surroundings(settings: Settings) -> Findings:
         yield doctor_machine.fsync(settings.home)
     except (ConserveError, OSError) as error:
         cause = " ".join(str(error).split()).removesuffix("; run: conserve doctor")
-        yield Finding("store", cause, ok=False, fix=store_fix(settings))
+        yield Finding("store", cause, ok=False, fix=store_fix(settings, error))
     yield doctor_machine.open_files()
     return newest_s
 
@@ -190,12 +190,14 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
     return findings, max(times, default=None)
 
 
-def store_fix(settings: Settings) -> str:
+def store_fix(settings: Settings, error: Exception) -> str:
     """Next command for a store that cannot be used."""
     from importlib.util import find_spec
 
     from conserve.installation import install_line
 
+    if settings.store is None and isinstance(error, StoreFull):
+        return doctor_machine.MORE_ROOM
     if settings.store is None:
         return "set CONSERVE_HOME to a folder that can be written"
     if settings.store.startswith("postgres") and find_spec("psycopg") is None:

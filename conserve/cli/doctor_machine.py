@@ -1,5 +1,6 @@
 """Findings on the machine: disk, clock, open files, shared memory."""
 
+import errno
 import os
 import resource
 import shutil
@@ -15,6 +16,8 @@ from conserve.cli import output
 from conserve.cli.doctor_finding import GIB, Finding
 
 LITTLE_DISK_BYTES = GIB
+MORE_ROOM = "free some space, or set CONSERVE_HOME to another disk"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 SLOW_FSYNC_MS = 100.0  # a save waits for two or three of them
 FSYNCS = 5
 FSYNC_BYTES = 4096
@@ -72,20 +75,23 @@ def database_clock(ahead_s: float, lease_s: float) -> Finding:
 def disk(home: Path) -> Finding:
     """Free space for request files and results."""
     free = shutil.disk_usage(home).free
-    fix = "free some space, or set CONSERVE_HOME to another disk"
-    return Finding.judged("disk", f"{free / GIB:.1f} GiB free", fix, ok=free >= LITTLE_DISK_BYTES)
+    return Finding.judged("disk", f"{free / GIB:.1f} GiB free", MORE_ROOM, ok=free >= LITTLE_DISK_BYTES)
 
 
 def fsync(home: Path, timer: Callable[[], float] = time.perf_counter) -> Finding:
-    """Time that the disk takes to make a page durable, in ms; raises OSError."""
+    """Time that the disk takes to make a page durable, in ms; raises OSError unless the disk is full."""
     taken_s = []
-    with NamedTemporaryFile(dir=home, prefix=".doctor-") as file:
-        for _ in range(FSYNCS):
-            began = timer()
-            file.write(b"\0" * FSYNC_BYTES)
-            file.flush()
-            os.fsync(file.fileno())
-            taken_s.append(timer() - began)
+    try:
+        with NamedTemporaryFile(dir=home, prefix=".doctor-", buffering=0) as file:
+            for _ in range(FSYNCS):
+                began = timer()
+                file.write(b"\0" * FSYNC_BYTES)
+                os.fsync(file.fileno())
+                taken_s.append(timer() - began)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return Finding("fsync", "not measured: no space left", ok=False, fix=MORE_ROOM)
     ms = 1e3 * statistics.median(taken_s)
     fix = "every save waits for it: set CONSERVE_HOME to a folder on a local SSD"
     return Finding.judged("fsync", f"{ms:.3g} ms", fix, ok=ms <= SLOW_FSYNC_MS)

@@ -1,6 +1,7 @@
 """`conserve doctor` tries things: the engine's library, the endpoint, the store, the machine."""
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import event, text
@@ -25,7 +27,7 @@ from conserve.engine.vllm.compat import installed
 from conserve.engine.vllm.compat.installed import EngineDescription
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading, LoadTrial
-from conserve.errors import StoreError
+from conserve.errors import StoreError, StoreFull
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database import trial
@@ -378,6 +380,21 @@ def test_folders_of_jobs_that_another_user_made_are_named(
     assert found.fix.endswith(str(theirs[0] if jobs == 1 else home.jobs_folder(store.home)))
 
 
+def test_on_a_full_disk_the_doctor_asks_for_room_alone(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    (found,) = [finding for finding in doctor.surroundings(settings) if not finding.ok]
+    room = "free some space, or set CONSERVE_HOME to another disk"
+    assert found == Finding("fsync", "not measured: no space left", ok=False, fix=room)
+    monkeypatch.setattr(Store, "open", Mock(side_effect=StoreFull("no space left")))
+    (found,) = [finding for finding in doctor.surroundings(settings) if not finding.ok]
+    assert found == Finding("store", "no space left", ok=False, fix=room)
+
+
 def unreachable(_: Settings) -> Store:
     raise StoreError("the store failed: refused\n\tIs it running?; run: conserve doctor")
 
@@ -396,6 +413,6 @@ def test_a_store_that_cannot_be_used_names_the_fix(
     elsewhere = Settings(home=tmp_path, store="postgresql+psycopg://nowhere/db")
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "[postgres]" in doctor.store_fix(elsewhere)
+    assert "[postgres]" in doctor.store_fix(elsewhere, StoreError())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace())
-    assert doctor.store_fix(elsewhere) == "correct CONSERVE_STORE, or start its database server"
+    assert doctor.store_fix(elsewhere, StoreError()) == "correct CONSERVE_STORE, or start its database server"
