@@ -38,9 +38,8 @@ class Recorder:
         self._store, self._clock, self._observer = store, clock, observer or Observer()
         self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
-        self._forbidden: dict[
-            str, float
-        ] = {}  # jobs whose folders may not be written, and when they are tried again
+        # Jobs whose folders may not be written, and when they are tried again.
+        self._forbidden: dict[str, float] = {}
         self._monotonic, self._compact_at = monotonic, 0.0
         # On the monotonic clock, since a machine may be suspended, and its clock be set, while rows run.
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
