@@ -5,6 +5,9 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +78,10 @@ def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     pa.set_memory_pool(pool)
 
 
-def test_processes_of_later_queries_inherit_a_database_that_has_no_threads() -> None:
+def test_processes_of_later_queries_inherit_a_database_that_has_no_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # earlier tests may have left some
     prepared = answer.PreparedDatabase()
     before = threads_of("self")
     assert prepared.for_next() is None, "a program of one query needs none"
@@ -87,6 +93,29 @@ def test_processes_of_later_queries_inherit_a_database_that_has_no_threads() -> 
     with pytest.raises(duckdb.ConnectionException):
         empty.execute("select 1")
     prepared.close()
+
+
+def test_beside_other_threads_the_first_process_inherits_a_database_that_was_used() -> None:
+    """A thread that began to use DuckDB would not be there to go on in the process."""
+    prepared, ended = answer.PreparedDatabase(), threading.Event()
+    beside = threading.Thread(target=ended.wait)
+    beside.start()
+    try:
+        empty = prepared.for_next()
+    finally:
+        ended.set()
+        beside.join()
+    assert empty is not None
+    zone = "select value from duckdb_settings() where name = 'TimeZone'"
+    assert empty.execute(zone).fetchall() == [("UTC",)], "which the first statement has set"
+    prepared.close()
+
+
+@pytest.mark.full
+def test_a_process_that_is_forked_while_a_thread_begins_to_use_duckdb_answers() -> None:
+    program = [sys.executable, "-m", "tests.first_use"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("20 of 20\n", "")
 
 
 def test_an_inherited_database_is_new_to_each_query_and_has_its_bounds(taken: Snapshot) -> None:

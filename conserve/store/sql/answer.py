@@ -46,7 +46,9 @@ BLAMELESS = (  # errors that no damaged file can cause
 class PreparedDatabase:
     """An empty database that queries' processes inherit from the second one on: to open one takes 20 ms.
 
-    This process never uses it. A program of one query, as `conserve sql`, has none.
+    This process never uses it. A program of one query and one thread, as `conserve sql`, has none. Beside other
+    threads the first process inherits one too: what DuckDB makes once a process is then whole. A process that was
+    forked while another thread made it would wait for ever.
     """
 
     def __init__(self) -> None:
@@ -55,10 +57,10 @@ class PreparedDatabase:
         self._duck: duckdb.DuckDBPyConnection | None = None
 
     def for_next(self) -> duckdb.DuckDBPyConnection | None:
-        """The database for another query's process; None for the first."""
+        """The database for another query's process; None for the first of a program without other threads."""
         with self._lock:
             self._queries += 1
-            if self._duck is None and self._queries > 1:
+            if self._duck is None and (self._queries > 1 or threading.active_count() > 1):
                 self._duck = query.empty_database()
                 atexit.register(self.close)
             return self._duck

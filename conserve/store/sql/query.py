@@ -38,7 +38,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 ASYNC_THREADS = "async_threads"  # for files of object stores
-BEGINNING = "set timezone = 'UTC'; create schema store"  # of every connection that gets views
+UTC = "set timezone = 'UTC'"
+BEGINNING = f"{UTC}; create schema store"  # of every connection that gets views
 
 LOOKS_AROUND = re.compile(
     r"\b(describe|duckdb_\w+|information_schema|pg_\w+|pragma\w*|query|query_table|show|sqlite_\w+)\b", re.I
@@ -196,10 +197,12 @@ def begin(duck: duckdb.DuckDBPyConnection, spill: Path, bounds: Bounds | None, *
 def empty_database() -> duckdb.DuckDBPyConnection | None:
     """Open a database that processes forked off this one may go on with; None where this DuckDB has none.
 
-    It has no threads, which a fork would lose.
+    It has no threads, which a fork would lose. A statement has run on it, by the first of which DuckDB makes the
+    grammar and the time zones that all databases of a process share.
     """
     with contextlib.suppress(duckdb.Error):  # older ones have no such setting
-        return duckdb.connect(":memory:", config={**SETTINGS, "threads": 1, ASYNC_THREADS: 0})
+        duck = duckdb.connect(":memory:", config={**SETTINGS, "threads": 1, ASYNC_THREADS: 0})
+        return duck.execute(UTC)
     return None
 
 
