@@ -494,7 +494,7 @@ def test_a_query_spills_into_the_jobs_folder_and_reads_times_in_utc(tmp_path: Pa
     sql = ", ".join(f"current_setting('{name}') as {name}" for name in names)
     with scanned(f"select {sql}, interval 90 minute as i, [interval 1 day] as l", tmp_path / "spill") as rows:
         (found,) = rows.read_all().to_pylist()
-    assert tuple(found.values()) == (str(tmp_path / "spill"), "UTC", False, "01:30:00", "[1 day]")
+    assert tuple(found.values()) == (str(tmp_path / "spill"), "UTC", False, "01:30:00", ["1 day"])
 
 
 def test_a_query_may_give_chats(store: Store) -> None:

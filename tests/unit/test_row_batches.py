@@ -1,13 +1,14 @@
 """Rows of an answer: unique names, and values as Python has them, or as text where it has no type for them."""
 
 from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pytest
 
-from conserve.store.sql.batches import RowBatches, rows_of, unique, values
+from conserve.store.sql.batches import RowBatches, keepable, rows_of, unique, values
 from conserve.store.sql.relation import relation
 
 AT = datetime(2026, 1, 2, 3, 4, 5, 6)
@@ -69,6 +70,45 @@ def test_columns_of_json_are_named_and_others_are_not() -> None:
 def test_a_value_is_pythons_own_or_text(sql: str, value: Any) -> None:
     rows = rows_of(duckdb.sql(f"select {sql} as a union all select {sql}"))
     assert list(rows.tuples()) == [(value,), (value,)]
+
+
+HUGE = str(2**128 - 1)
+U = f"{HUGE}::uhugeint"
+OF_DUCKDB = {
+    U: HUGE,
+    f"{HUGE}0": f"{HUGE}0",
+    "{'k': 1}::variant": "{'k': 1}",
+    "'101'::bit": "101",
+    "'01:00:00+02'::timetz": "01:00:00+02",
+    "null::bignum": None,
+    f"[{U}, null]": [HUGE, None],
+    f"[{U}, 2]::uhugeint[2]": [HUGE, "2"],
+    f"map {{'k': [{U}]}}": {"k": [HUGE]},
+    "map {'1'::bit: 2}": {"1": 2},
+    "union_value(k := '101'::bit)": "101",
+    "row(1::bignum, 2)": {"element1": "1", "element2": 2},
+    "{'UHUGEINT': 1, 'a \"b': ['01:00:00+02'::timetz], 'n': null, 'e': 'BIT'::enum('BIT')}": {
+        "UHUGEINT": 1,
+        'a "b': ["01:00:00+02"],
+        "n": None,
+        "e": "BIT",
+    },
+    "{'BIT': {'VARIANT': 1.5}}": {"BIT": {"VARIANT": Decimal("1.5")}},
+    "null::struct(u uhugeint)": None,
+}
+"""Values of types that Arrow lacks, and of some that are only called so."""
+
+
+@pytest.mark.parametrize("sql", OF_DUCKDB)
+def test_a_value_of_a_type_that_arrow_lacks_is_text_wherever_it_is(sql: str) -> None:
+    found = duckdb.sql(f"select {sql} as a")
+    assert list(rows_of(found).tuples()) == [(OF_DUCKDB[sql],)]
+    assert keepable(found).to_arrow_table().equals(pa.Table.from_batches(rows_of(found).batches))
+
+
+def test_rows_of_a_job_have_lengths_of_time_as_text_too() -> None:
+    found = keepable(duckdb.sql("select interval 1 month as a, {'INTERVAL': [interval 2 day]} as b, 1 as c"))
+    assert found.to_arrow_table().to_pylist() == [{"a": "1 month", "b": {"INTERVAL": ["2 days"]}, "c": 1}]
 
 
 def test_a_map_with_keys_that_no_dictionary_has_is_pairs() -> None:

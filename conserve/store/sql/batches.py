@@ -13,7 +13,15 @@ from conserve.store.files.row_groups import grouped
 from conserve.store.sql.quoting import quoted
 from conserve.words import count as count_of
 
-CHANGED_BY_ARROW = {"UHUGEINT", "BIT", "TIME WITH TIME ZONE"}  # types of DuckDB's that Arrow lacks
+CHANGED_BY_ARROW = {  # types of DuckDB's that Arrow lacks
+    "UHUGEINT",
+    "BIGNUM",
+    "BIT",
+    "TIME WITH TIME ZONE",
+    "VARIANT",
+}
+UNKEPT_BY_PARQUET = {"INTERVAL"}
+NESTED = {"list", "array", "map", "struct", "tuple", "union"}
 UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 READ_ROWS = 32  # that DuckDB hands over at a time: Arrow holds at most 2 GiB of text in a column of them
 BATCH_ROWS = 2048  # one vector of DuckDB's
@@ -56,17 +64,43 @@ def joined(batches: Iterable[pa.RecordBatch], *, rows: int, size: int) -> Iterat
     return map(pa.concat_batches, grouped(batches, rows=rows, size=size))
 
 
+def keepable(answer: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
+    """The relation as rows of a job are kept: values that Arrow would change or Parquet lacks are text."""
+    return as_text(answer, CHANGED_BY_ARROW | UNKEPT_BY_PARQUET)
+
+
 def as_text(answer: duckdb.DuckDBPyRelation, kinds: Collection[str]) -> duckdb.DuckDBPyRelation:
-    """The relation with the columns of these types as text."""
-    if not any(str(kind) in kinds for kind in answer.types):
+    """The relation with values of these types as text, also those within lists and structures."""
+    wanted = [text_kind(kind, kinds) for kind in answer.types]
+    if not any(wanted):
         return answer
     columns = (
-        f"cast(#{number} as varchar) as {quoted(name)}"
-        if str(kind) in kinds
-        else f"#{number} as {quoted(name)}"
-        for number, (name, kind) in enumerate(zip(answer.columns, answer.types, strict=True), 1)
+        f"#{number} as {quoted(name)}" if kind is None else f"cast(#{number} as {kind}) as {quoted(name)}"
+        for number, (name, kind) in enumerate(zip(answer.columns, wanted, strict=True), 1)
     )
     return answer.project(", ".join(columns))
+
+
+def text_kind(kind: Any, kinds: Collection[str]) -> str | None:
+    """The type in SQL, with text in place of `kinds`; None if it has none of them."""
+    if str(kind) in kinds:
+        return "VARCHAR"
+    if kind.id not in NESTED:
+        return None
+    parts = [(name, part) for name, part in kind.children if isinstance(part, type(kind))]
+    wanted = [text_kind(part, kinds) for _, part in parts]
+    if not any(wanted):
+        return None
+    said = [text or str(part) for text, (_, part) in zip(wanted, parts, strict=True)]
+    if kind.id in ("list", "array"):
+        return said[0] + str(kind)[len(str(parts[0][1])) :]  # `[]`, or the length in brackets
+    if kind.id == "map":
+        return f"MAP({', '.join(said)})"
+    named = [
+        f"{quoted(name or f'element{number}')} {text}"  # Arrow's name for a part of `row(1, 2)`
+        for number, ((name, _), text) in enumerate(zip(parts, said, strict=True), 1)
+    ]
+    return f"UNION({', '.join(named[1:])})" if kind.id == "union" else f"STRUCT({', '.join(named)})"
 
 
 def unique(names: Sequence[str]) -> list[str]:

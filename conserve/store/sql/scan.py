@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
-from conserve.store.sql.batches import CHANGED_BY_ARROW, as_text, streamed
+from conserve.store.sql.batches import keepable, streamed
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.reading import only_reads
 
@@ -35,9 +35,7 @@ def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelati
     statements = duck.extract_statements(sql)
     if len(statements) != 1 or not only_reads(duck, statements[0].query):
         raise InputError("--sql takes one SELECT, as in --sql \"select text from 'data.parquet'\"")
-    found = duck.sql(statements[0].query)
-    unkept = {name for name in map(str, found.types) if "INTERVAL" in name}  # which Parquet lacks
-    return as_text(found, unkept | CHANGED_BY_ARROW)
+    return keepable(duck.sql(statements[0].query))
 
 
 def in_one_line(error: Exception) -> str:
