@@ -456,6 +456,57 @@ def test_numbers_of_different_kinds_are_numbers_together(store: Store, write_inp
         assert ask(opened.duck, "select sum(x) from inputs").fetchall() == [(4.5,)]
 
 
+LARGE = 2**24 + 1  # which no float of 32 bits is
+SHORT = pa.array([0.5, 1.5], pa.float32())
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        (pa.array([LARGE], pa.int32()), "DOUBLE"),
+        (pa.array([LARGE], pa.uint32()), "DOUBLE"),
+        (pa.array([LARGE], pa.int64()), "DOUBLE"),
+        (pa.array([LARGE], pa.float64()), "DOUBLE"),
+        (pa.array([2**15 - 1], pa.int16()), "FLOAT"),
+    ],
+)
+def test_whole_numbers_of_a_job_are_not_rounded_beside_short_floats_of_another(
+    store: Store, write_input: WriteInput, column: pa.Array, kind: str
+) -> None:
+    submit(store, str(write_input("one.parquet", q=["a"], text=column)), TASK)
+    submit(store, str(write_input("two.parquet", q=["b", "c"], text=SHORT)), TASK)
+    with views(store, now=0.0) as opened:
+        found = ask(opened.duck, "select input_text, typeof(input_text) from inputs order by 1").fetchall()
+    assert found == [(0.5, kind), (1.5, kind), (column[0].as_py(), kind)]
+
+
+@pytest.mark.parametrize("own", ["n", "file_row_number"])
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        (pa.array([LARGE], pa.int32()), "DOUBLE"),
+        (pa.array([LARGE]).cast(pa.decimal128(20, 1)), "DOUBLE"),
+        (pa.array([LARGE], pa.float64()), "DOUBLE"),
+        (pa.array([2**15 - 1], pa.int16()), "FLOAT"),
+    ],
+)
+def test_whole_numbers_of_a_file_are_not_rounded_beside_short_floats_of_another(
+    store: Store, tmp_path: Path, column: pa.Array, kind: str, own: str
+) -> None:
+    """Rows keep their numbers, partitions and null columns, also beside a column called like DuckDB's own."""
+    for day, columns in (("1", {"q": ["a", "b"], "x'": SHORT}), ("2", {"x'": column, own: [7], "q": ["c"]})):
+        (tmp_path / "data" / f"day={day}").mkdir(parents=True)
+        pq.write_table(pa.table(columns), tmp_path / "data" / f"day={day}" / "part.parquet")
+    submit(store, Input(names=[str(tmp_path / "data")], keep=Keep.LINK), TASK)
+    with views(store, now=0.0) as opened:
+        sql = f'select row_index, q, "x\'", typeof("x\'"), {own}, day from inputs order by row_index'
+        assert ask(opened.duck, sql).fetchall() == [
+            (0, "a", 0.5, kind, None, 1),
+            (1, "b", 1.5, kind, None, 1),
+            (2, "c", column[0].as_py(), kind, 7, 2),
+        ]
+
+
 def test_only_the_wanted_jobs_are_in_the_views(store: Store, write_input: WriteInput) -> None:
     ids = [submit(store, str(write_input(f"{name}.parquet", q=["a", "b"])), TASK).job_id for name in "xy"]
     drain(store)

@@ -1,15 +1,15 @@
 """Columns of input files: the name under which each appears in SQL and beside results, and its type."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple, TypeVar
 
 import duckdb
 
 from conserve.errors import first_line
 from conserve.store.books.results import COLUMNS
 from conserve.store.files.objects import FilePath
-from conserve.store.sql.input_parts import FILE, ROW_NUMBER, InputPart, relation
+from conserve.store.sql.input_parts import BY_NAME, FILE, ROW_NUMBER, InputPart, relation
 from conserve.store.sql.quoting import literal, parquet, quoted
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
@@ -17,6 +17,7 @@ RESULT_COLUMNS = ("job_id", *COLUMNS)
 FILE_ROW = "file_row_number"  # DuckDB's own column of a Parquet file
 P = TypeVar("P", bound=FilePath)
 
+EXACT_IN_FLOAT = {"TINYINT", "SMALLINT", "UTINYINT", "USMALLINT", "FLOAT"}
 NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "FLOAT", "DOUBLE"}
 
 
@@ -62,61 +63,104 @@ def with_columns(
     return readable, others
 
 
-def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
-    """Shown names, in lower case, of columns without a common type across the files; numbers agree with numbers."""
+def casts(files: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Types to which columns are cast, by shown name in lower case, so that each has one type across the files.
+
+    Numbers agree with numbers; other types that differ become text.
+    """
     kinds: dict[str, set[str]] = defaultdict(set)
     for types in files:
         aliases = shown_names(list(types))
         for name, kind in types.items():
             kinds[aliases[name].lower()].add(kind)
-    return {name for name, found in kinds.items() if len(found) > 1 and not found <= NUMBERS}
+    as_text = [name for name, found in kinds.items() if len(found) > 1 and not found <= NUMBERS]
+    wide = [name for name, found in kinds.items() if rounds(found)]
+    return dict.fromkeys(wide, "DOUBLE") | dict.fromkeys(as_text, "VARCHAR")
 
 
-def input_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> dict[str, str]:
+def rounds(kinds: Set[str]) -> bool:
+    """True for types that DuckDB makes a FLOAT together, which rounds numbers of one of them."""
+    return "FLOAT" in kinds and "DOUBLE" not in kinds and not kinds <= EXACT_IN_FLOAT
+
+
+class InputColumns(NamedTuple):
+    """Columns of an input with their SQL types, and the option of a scan that brings its files to them."""
+
+    types: dict[str, str]
+    option: str = BY_NAME
+
+
+def input_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> InputColumns:
     """Columns of an input and their SQL types; columns read off the files' paths come last."""
-    scan = parquet([part.path for part in parts], "union_by_name = true")
+    scan = parquet([part.path for part in parts], BY_NAME)
     described = duck.execute(f"describe select * from {scan}").fetchall()
+    types, option = {name: kind for name, kind, *_ in described}, BY_NAME
+    if wide := rounded(duck, parts, types):
+        types |= dict.fromkeys(wide, "DOUBLE")
+        option = schema(types)
     from_path = {
         key: "VARCHAR" if any(isinstance(part.partition[key], str) for part in parts) else "INTEGER"
         for key in parts[0].partition
     }
-    return {name: kind for name, kind, *_ in described} | from_path
+    return InputColumns(types | from_path, option)
 
 
-def input_select(job_id: str, parts: Sequence[InputPart], types: dict[str, str], as_text: set[str]) -> str:
-    """SELECT of one job's input rows, each column under its shown name."""
-    source, row_index = numbered(parts, types)
-    chosen = [f"{literal(job_id)} as job_id", f"{row_index} as row_index", *columns_as(types, as_text)]
+def rounded(
+    duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart], types: Mapping[str, str]
+) -> list[str]:
+    """Columns of an input of several files that would be a FLOAT, which rounds the numbers of some file."""
+    floats = [name for name, kind in types.items() if kind == "FLOAT"]
+    if len(parts) == 1 or not floats:
+        return []
+    files = [column_types(duck, part.path) for part in parts]
+    return [name for name in floats if rounds({file[name] for file in files if name in file})]
+
+
+def schema(types: Mapping[str, str]) -> str:
+    """Option of a scan of files that have some of these columns, by name, whatever their types there."""
+    columns = (
+        f"{literal(name)}: {{name: {literal(name)}, type: {literal(kind)}, default_value: null}}"
+        for name, kind in types.items()
+    )
+    return f"schema = map {{{', '.join(columns)}}}"
+
+
+def input_select(
+    job_id: str, parts: Sequence[InputPart], columns: InputColumns, wanted: Mapping[str, str]
+) -> str:
+    """SELECT of one job's input rows, each column under its shown name and of the type that is wanted."""
+    source, row_index = numbered(parts, columns)
+    chosen = [f"{literal(job_id)} as job_id", f"{row_index} as row_index", *columns_as(columns.types, wanted)]
     return f"select {', '.join(chosen)} from {source}"
 
 
-def inputs_select(paths: Sequence[FilePath], types: dict[str, str], as_text: set[str]) -> str:
+def inputs_select(paths: Sequence[FilePath], types: dict[str, str], wanted: Mapping[str, str]) -> str:
     """SELECT of the rows of several jobs' copied inputs, which have the same columns, each in its job's folder."""
     scan = parquet(paths, f"filename = {literal(FILE[1:-1])}", f"{FILE_ROW} = true")
     chosen = [
         f"string_split({FILE}, '/')[-2] as job_id",
         f"{FILE_ROW} as row_index",
-        *columns_as(types, as_text),
+        *columns_as(types, wanted),
     ]
     return f"select {', '.join(chosen)} from {scan}"
 
 
-def columns_as(types: dict[str, str], as_text: set[str]) -> Iterator[str]:
-    """Yield each column of an input under its shown name."""
+def columns_as(types: dict[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+    """Yield each column of an input under its shown name, cast if another type is wanted."""
     for name, alias in shown_names(list(types)).items():
-        cast = "::varchar" if alias.lower() in as_text else ""
+        cast = f"::{wanted[alias.lower()]}" if alias.lower() in wanted else ""
         yield f"{quoted(name)}{cast} as {quoted(alias)}"
 
 
-def numbered(parts: Sequence[InputPart], names: Collection[str]) -> tuple[str, str]:
+def numbered(parts: Sequence[InputPart], columns: InputColumns) -> tuple[str, str]:
     """Table expression of an input, and the expression for the number of a row in it, from 0.
 
     DuckDB numbers rows of its own accord, except where a file has a column called `file_row_number`:
     there a window over the files as they lie counts them, which takes one thread.
     """
-    clash = FILE_ROW in {name.lower() for name in names}
+    clash = FILE_ROW in {name.lower() for name in columns.types}
     if len(parts) > 1 or parts[0].partition:
-        return relation(parts, counted=clash), ROW_NUMBER
+        return relation(parts, columns.option, counted=clash), ROW_NUMBER
     if clash:
         return parquet([parts[0].path]), "row_number() over () - 1"
     return parquet([parts[0].path], f"{FILE_ROW} = true"), FILE_ROW

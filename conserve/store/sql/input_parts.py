@@ -14,6 +14,10 @@ FILE, FIRST, COUNT, ROW_NUMBER = (
     f'"{what} of conserve"' for what in ("file", "first row", "count", "row number")
 )
 
+BY_NAME = (
+    "union_by_name = true"  # of a scan: a column may be missing in some files, and DuckDB chooses its type
+)
+
 
 class InputPart(NamedTuple):
     """One file of an input. Its rows count from `first_row` and share the values of its partition."""
@@ -74,16 +78,17 @@ def value(found: int | str | None) -> str:
     return str(found) if isinstance(found, int) else literal(found)
 
 
-def relation(parts: Sequence[InputPart], *, counted: bool) -> str:
+def relation(parts: Sequence[InputPart], columns: str, *, counted: bool) -> str:
     """An SQL table of the columns of several files, or of one with a partition, and `ROW_NUMBER`.
 
+    `columns` is the option of the scan that makes the files' columns alike.
     With `counted` a window function numbers the rows: the user's files have a column `file_row_number` of their
     own.
     """
     keys = list(parts[0].partition)
     values = ", ".join(f"({', '.join(row_of(part, keys))})" for part in parts)
     names = ", ".join([FILE, FIRST, *map(quoted, keys)])
-    options = ["union_by_name = true", f"filename = {literal(FILE[1:-1])}"]
+    options = [columns, f"filename = {literal(FILE[1:-1])}"]
     if not counted:
         options.append("file_row_number = true")
     scan = parquet([part.path for part in parts], *options)

@@ -16,7 +16,8 @@ from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import (
     FILE_ROW,
     RESULT_COLUMNS,
-    disagreeing,
+    InputColumns,
+    casts,
     input_select,
     input_types,
     inputs_select,
@@ -153,28 +154,29 @@ def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPa
 
     A job with a file that DuckDB cannot read, or with a time that it cannot hold, is left out.
     """
-    types: dict[str, dict[str, str]] = {}
+    columns: dict[str, InputColumns] = {}
     left_out = []
     for job_id, parts in readable.items():
         try:
-            kinds = input_types(duck, parts)
+            found = input_types(duck, parts)
         except duckdb.Error as error:
             reason = f"its input {parts[0].path} cannot be read ({first_line(error)})"
             left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=CHECK))
             continue
-        if odd := odd_time(parts, kinds):
+        if odd := odd_time(parts, found.types):
             left_out.append(LeftOut(view="inputs", job_id=job_id, reason=odd, fix=SUBMIT_AGAIN))
         else:
-            types[job_id] = kinds
-    as_text = disagreeing(list(types.values()))
+            columns[job_id] = found
+    types = {job_id: found.types for job_id, found in columns.items()}
+    wanted = casts(list(types.values()))
     selects = []
     for job_ids in alike(types, readable):
-        kinds = types[job_ids[0]]
+        first = job_ids[0]
         if len(job_ids) > 1:  # a union of thousands takes minutes to bind
             paths = [readable[job_id][0].path for job_id in job_ids]
-            selects.append(inputs_select(paths, kinds, as_text))
+            selects.append(inputs_select(paths, types[first], wanted))
         else:
-            selects.append(input_select(job_ids[0], readable[job_ids[0]], kinds, as_text))
+            selects.append(input_select(first, readable[first], columns[first], wanted))
     nothing = "select null::varchar as job_id, null::bigint as row_index where false"
     duck.execute(f"create view inputs as {' union all by name '.join(selects) or nothing}")
     return left_out
