@@ -1,5 +1,7 @@
 """Rows of an answer: unique names, and values as Python has them, or as text where it has no type for them."""
 
+import threading
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -8,6 +10,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
+from conserve.errors import UsageError
 from conserve.store.sql.batches import RowBatches, keepable, rows_of, unique, values
 from conserve.store.sql.relation import relation
 
@@ -163,3 +166,60 @@ def test_an_answer_as_a_relation_is_of_the_connection_that_goes_on_with_it() -> 
     assert shared.join(duckdb.sql("select 7 as n"), "true").fetchall() == [(1, 7)]
     nothing = relation(RowBatches(table.schema, frozenset(), []))
     assert (nothing.columns, nothing.fetchall()) == (table.schema.names, [])
+
+
+class HeldConnection:
+    """A connection on which another thread makes a call that lasts until `release`."""
+
+    def __init__(self) -> None:
+        self.duck = duckdb.connect()
+        self._begun, self._free = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._call)
+        self._thread.start()
+        self._begun.wait()
+
+    def _call(self) -> None:
+        held = pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), self._batches())
+        duckdb.from_arrow(held, connection=self.duck).fetchall()
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        self._begun.set()
+        self._free.wait()
+        yield pa.record_batch({"n": [1]})
+
+    def release(self, after_s: float = 0.0) -> None:
+        """End the call."""
+        self._free.set()
+        self._thread.join()
+
+
+NUMBERED = pa.table({"n": [7]})
+
+
+def numbered() -> RowBatches:
+    return RowBatches(NUMBERED.schema, frozenset(), NUMBERED.to_batches())
+
+
+@pytest.fixture
+def held() -> Iterator[HeldConnection]:
+    connection = HeldConnection()
+    yield connection
+    connection.release()
+    connection.duck.close()
+
+
+def test_a_relation_waits_for_a_call_of_another_thread(
+    held: HeldConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conserve.store.sql.relation.time.sleep", held.release)
+    assert relation(numbered(), held.duck).fetchall() == [(7,)]
+
+
+def test_a_connection_that_is_never_free_is_told_of(
+    held: HeldConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conserve.store.sql.relation.BUSY_S", 0.0)
+    with pytest.raises(
+        UsageError, match=r"was busy with another thread's calls for 0 s; make those on duckdb"
+    ):
+        relation(numbered(), held.duck)

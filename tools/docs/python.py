@@ -27,6 +27,11 @@ job.wait.aio()`. Both run the same code, in any thread and in any event loop, Ju
 Handles of stores, jobs and results hold no connection. They may be pickled, sent to other processes and kept; each
 call reads the store as it then is. The settings of the store go with a pickled handle, an API key too.
 
+The relations of `store.sql` and `results.duckdb` are on DuckDB's default connection, which refuses a second call at
+a time (`ResourceInUseException`; before DuckDB 2.0 it waits). A call of ConServe waits until it is free. Your own
+calls may be refused while another thread, or an awaited twin, uses it: in such programs read relations on a cursor,
+as `duckdb.cursor().sql("from answers").fetchall()`, or take `results.arrow()`.
+
 Errors are the classes of `conserve.errors`, with the [exit code](exit-codes.md) that the command line has for them
 as `exit_code`. A message names arguments, and the commands that go on from there.
 
