@@ -73,6 +73,10 @@ def table_of(source: Any) -> "pa.RecordBatchReader | None":
     """Batches of a table, a frame, a relation or a dataset; None if the source is something else."""
     import pyarrow as pa
 
+    from conserve.store.sql.scan import relation_rows
+
+    if (rows := relation_rows(source)) is not None:
+        return rows
     library = type(source).__module__.partition(".")[0]
     if library == "pandas" and hasattr(type(source), "columns"):  # a value of a Series may have that name
         return pandas_table(source).to_reader()

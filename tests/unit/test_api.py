@@ -130,6 +130,27 @@ def test_a_frame_that_arrow_cannot_hold_is_a_mistake_of_the_input(
     assert opened.jobs() == []
 
 
+def test_values_of_a_relation_that_arrow_or_parquet_lacks_are_their_text(opened: conserve.Store) -> None:
+    """As in a job of the same query that the command line submits."""
+    sql = (
+        "select 340282366920938463463374607431768211455::uhugeint as n, '101'::bit as b, "
+        "'12:30:00+02'::timetz as t, interval 90 minute as i, 7 as plain"
+    )
+    job = opened.submit(duckdb.sql(sql), prompt="{{ n }} {{ b }} {{ t }} {{ i }} {{ plain }}")
+    job.run(progress=False)
+    asked = job.results(with_inputs=True, with_prompts=True).arrow()
+    assert asked["prompt"].to_pylist() == [
+        "340282366920938463463374607431768211455 101 12:30:00+02 01:30:00 7"
+    ]
+    assert asked["n"].to_pylist() == ["340282366920938463463374607431768211455"]
+
+
+def test_a_relation_that_fails_is_a_mistake_of_the_input(opened: conserve.Store) -> None:
+    with pytest.raises(InputError, match=r"the relation fails: .*no such day; correct it and submit again"):
+        opened.submit(duckdb.sql("select error('no such day') as q"), prompt="{{ q }}")
+    assert opened.jobs() == []
+
+
 def test_a_series_of_pandas_is_rows(opened: conserve.Store) -> None:
     series = pytest.importorskip("pandas").Series
     assert opened.submit(series([{"q": "a"}, {"q": "b"}]), prompt="{{ q }}").progress().rows == 2

@@ -1,4 +1,4 @@
-"""Rows of a user's own query over anything that DuckDB can read, streamed as Arrow batches."""
+"""Rows of a user's own query or relation, over anything that DuckDB can read, streamed as Arrow batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +27,19 @@ def scanned(sql: str, scratch: Path) -> Iterator[pa.RecordBatchReader]:
             yield streamed(selected(duck, sql))
     except (duckdb.Error, pa.ArrowException, UnicodeError) as error:
         raise InputError(f"--sql fails: {in_one_line(error)}; correct it and submit again") from error
+
+
+def relation_rows(source: object) -> pa.RecordBatchReader | None:
+    """Stream the rows of a relation, with types as those of a query; None for anything else.
+
+    Raises `InputError` for a relation that fails.
+    """
+    if not isinstance(source, duckdb.DuckDBPyRelation):
+        return None
+    try:
+        return streamed(keepable(source))
+    except duckdb.Error as error:
+        raise InputError(f"the relation fails: {in_one_line(error)}; correct it and submit again") from error
 
 
 def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
