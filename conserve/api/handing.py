@@ -78,16 +78,19 @@ def table_of(source: Any) -> "pa.RecordBatchReader | None":
     if (rows := relation_rows(source)) is not None:
         return rows
     library = type(source).__module__.partition(".")[0]
-    if library == "pandas" and hasattr(type(source), "columns"):  # a value of a Series may have that name
+    framed = hasattr(type(source), "columns")  # a value of a Series may have that name
+    if library == "pandas" and framed:
         return pandas_table(source).to_reader()
-    if library == "polars" and hasattr(source, "collect"):
-        source = source.collect()
+    if library == "polars" and framed:
+        return polars_batches(source.collect() if hasattr(source, "collect") else source)
     if isinstance(source, pa.Table):
         return source.to_reader()
     if hasattr(source, "__arrow_c_stream__"):
         try:
             return pa.RecordBatchReader.from_stream(source)
-        except pa.ArrowInvalid:
+        except pa.ArrowInvalid as error:
+            if framed:
+                raise unheld(error) from error
             return None  # one column is no table
     if hasattr(source, "scanner"):
         return source.scanner().to_reader()
@@ -102,7 +105,35 @@ def pandas_table(frame: Any) -> "pa.Table":
     try:
         return pa.Table.from_pandas(frame, preserve_index=named)
     except (pa.ArrowException, ValueError) as error:
-        why = one_line("; ".join(map(str, error.args)))
-        raise InputError(
-            f"Arrow cannot hold the frame ({why}); cast or rename the column and submit again"
-        ) from error
+        raise unheld(error) from error
+
+
+def polars_batches(frame: Any) -> "pa.RecordBatchReader":
+    """Batches of a polars frame; raises `InputError` for a column of a type that Arrow lacks."""
+    import pyarrow as pa
+
+    try:
+        reader = pa.RecordBatchReader.from_stream(frame)
+    except pa.ArrowInvalid as error:
+        raise unheld(error, unheld_column(frame)) from error
+    if any("dictionary<" in str(kind) for kind in reader.schema.types):
+        return frame.to_arrow().to_reader()  # a copy; Parquet's writer takes no categories of the stream
+    return reader
+
+
+def unheld_column(frame: Any) -> str:
+    """The first column of a polars frame whose type Arrow lacks, with its type; empty if Arrow has all."""
+    import pyarrow as pa
+
+    for name, kind in frame.schema.items():
+        try:
+            pa.RecordBatchReader.from_stream(frame[[name]])
+        except pa.ArrowInvalid:
+            return f"column {name!r} of type {kind}"
+    return ""
+
+
+def unheld(error: Exception, column: str = "") -> InputError:
+    """The error for a frame that Arrow cannot hold, with the column if it is known."""
+    why = one_line("; ".join(filter(None, [column, *map(str, error.args)])))
+    return InputError(f"Arrow cannot hold the frame ({why}); cast or rename the column and submit again")

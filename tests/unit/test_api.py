@@ -72,6 +72,15 @@ LINES = [line(number, 1 if number < 3 else 20_000) for number in range(5)]
 SLOW = "fake:?token_ms=500"  # three rows are answered, and two hardly ever
 
 
+class OddFrame:
+    """A frame whose types Arrow lacks."""
+
+    columns = ("q",)
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return pa.chunked_array([["a"]]).__arrow_c_stream__()
+
+
 def rows() -> Iterator[dict[str, Any]]:
     yield from TABLE.to_pylist()
 
@@ -127,6 +136,34 @@ def test_a_frame_that_arrow_cannot_hold_is_a_mistake_of_the_input(
         opened.submit(frame, prompt="{{ q }}")
     with pytest.raises(InputError, match="Duplicate column names found"):
         opened.submit(pandas_frame().set_axis(["q", "q"], axis=1), prompt="{{ q }}")
+    assert opened.jobs() == []
+
+
+def test_categories_of_polars_are_text_at_any_depth(opened: conserve.Store) -> None:
+    polars = pytest.importorskip("polars")
+    kinds = polars.Categorical, polars.Enum(["x", "y"])
+    columns = {
+        "plain": polars.Series(["x", "y"], dtype=kinds[0]),
+        "list": polars.Series([["x"], ["y", None]], dtype=polars.List(kinds[0])),
+        "struct": polars.Series([{"a": "x"}, None], dtype=polars.Struct({"a": kinds[1]})),
+    }
+    job = opened.submit(
+        polars.DataFrame(columns), prompt="{{ plain }} {{ list | tojson }} {{ struct | tojson }}"
+    )
+    job.run(progress=False)
+    asked = job.results(with_prompts=True).arrow()
+    assert asked["prompt"].to_pylist() == ['x ["x"] {"a": "x"}', 'y ["y", null] null']
+
+
+@pytest.mark.parametrize("kind", ["Int128", "UInt128"])
+def test_a_column_of_polars_that_arrow_lacks_is_named(opened: conserve.Store, kind: str) -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars_frame().with_columns(n=polars.Series(range(5), dtype=getattr(polars, kind)))
+    for source in (frame, frame.lazy()):
+        with pytest.raises(
+            InputError, match=rf"hold the frame \(column 'n' of type {kind}; .*; cast or rename"
+        ):
+            opened.submit(source, prompt="{{ q }}")
     assert opened.jobs() == []
 
 
@@ -192,6 +229,7 @@ def test_a_named_index_of_pandas_is_a_column_and_another_is_not(opened: conserve
     [
         (7, "made of a value of type int; give a path, a table, a frame, a relation, or dicts"),
         ({"q": "one"}, "a job cannot be made of a value of type dict"),
+        (OddFrame(), "Arrow cannot hold the frame (Cannot import schema"),
         (pa.chunked_array([["a"]]), "row 0 of the rows is of type StringScalar; give a dict"),
         (type("Series", (list,), {"__module__": "pandas"})([7]), "row 0 of the rows is of type int"),
         ([{"q": "a"}, 7], "row 1 of the rows is of type int; give a dict of its columns"),
