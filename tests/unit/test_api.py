@@ -72,6 +72,9 @@ LINES = [line(number, 1 if number < 3 else 20_000) for number in range(5)]
 SLOW = "fake:?token_ms=500"  # three rows are answered, and two hardly ever
 
 
+CATEGORIES = pa.DictionaryArray.from_arrays([0], pa.array(["x"], pa.string_view()))
+
+
 class OddFrame:
     """A frame whose types Arrow lacks."""
 
@@ -238,8 +241,12 @@ def test_a_named_index_of_pandas_is_a_column_and_another_is_not(opened: conserve
         (pa.table({"q": pa.array([], pa.string())}), "the input has no rows; nothing was submitted"),
         (pa.table([["a"], ["b"]], names=["q", "q"]), "the table has two columns called 'q'"),
         (
+            pa.table({"q": ["a"], "d": CATEGORIES}),
+            "the table cannot be kept as Parquet (column 'd': Unsupported cast from dictionary<values=string_view",
+        ),
+        (
             pa.table({"q": ["a"], "d": pa.array([None], pa.month_day_nano_interval())}),
-            "the table cannot be kept as Parquet",
+            "the table cannot be kept as Parquet (column 'd': Unhandled type",
         ),
     ],
 )

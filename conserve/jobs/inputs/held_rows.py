@@ -18,24 +18,38 @@ LISTS, BYTES = (list, tuple, set, frozenset), (bytes, bytearray, memoryview)
 
 def keep_batches(reader: pa.RecordBatchReader, path: Path, title: str) -> None:
     """Write the batches of a table as Parquet; raises `InputError` for types that Parquet lacks."""
-    with storable(title):
+    with storable(title, reader.schema):
         writer = pq.ParquetWriter(path, reader.schema, compression="zstd", write_page_checksum=True)
     with writer:
         for batch in reader:
-            with storable(title):
+            with storable(title, reader.schema, batch):
                 writer.write_batch(batch)
 
 
 @contextmanager
-def storable(title: str) -> Iterator[None]:
-    """Explain errors of writing a table as Parquet."""
+def storable(title: str, schema: pa.Schema, batch: pa.RecordBatch | None = None) -> Iterator[None]:
+    """Explain errors of writing a table, or one batch of it, as Parquet."""
     try:
         yield
     except MemoryError as error:
         raise no_memory(title, error) from error
     except pa.ArrowException as error:
-        said = f"{title} cannot be kept as Parquet ({one_line(error)})"
+        column = refused_column(schema, batch)
+        where = "" if column is None else f"column {column!r}: "
+        said = f"{title} cannot be kept as Parquet ({where}{one_line(error)})"
         raise InputError(f"{said}; cast the column and submit again") from error
+
+
+def refused_column(schema: pa.Schema, batch: pa.RecordBatch | None) -> str | None:
+    """Name of the first column that cannot be written as Parquet; None if each can by itself."""
+    for number, field in enumerate(schema):
+        try:
+            with pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])) as writer:
+                if batch is not None:
+                    writer.write_batch(batch.select([number]))
+        except pa.ArrowException:
+            return str(field.name)
+    return None
 
 
 def spool_rows(rows: Iterable[object], path: Path, title: str) -> None:
