@@ -98,13 +98,13 @@ def table_of(source: Any) -> "pa.RecordBatchReader | None":
 
 
 def pandas_table(frame: Any) -> "pa.Table":
-    """Table of a pandas frame; raises `InputError` for columns of no one type, or of the same name."""
+    """Table of a pandas frame; raises `InputError` for columns of no one type, sparse or of the same name."""
     import pyarrow as pa
 
     named = any(name is not None for name in frame.index.names)  # else it says nothing
     try:
         return pa.Table.from_pandas(frame, preserve_index=named)
-    except (pa.ArrowException, ValueError) as error:
+    except (pa.ArrowException, ValueError, TypeError) as error:  # the last of sparse columns
         raise unheld(error) from error
 
 

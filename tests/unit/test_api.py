@@ -142,6 +142,13 @@ def test_a_frame_that_arrow_cannot_hold_is_a_mistake_of_the_input(
     assert opened.jobs() == []
 
 
+def test_a_sparse_column_of_pandas_is_a_mistake_of_the_input(opened: conserve.Store) -> None:
+    sparse = pandas_frame().astype({"n": "Sparse[int]"})
+    with pytest.raises(InputError, match=r"Sparse pandas data \(column n\) not supported.*; cast or rename"):
+        opened.submit(sparse, prompt="{{ q }}")
+    assert opened.jobs() == []
+
+
 def test_categories_of_polars_are_text_at_any_depth(opened: conserve.Store) -> None:
     polars = pytest.importorskip("polars")
     kinds = polars.Categorical, polars.Enum(["x", "y"])
