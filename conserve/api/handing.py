@@ -103,9 +103,20 @@ def pandas_table(frame: Any) -> "pa.Table":
 
     named = any(name is not None for name in frame.index.names)  # else it says nothing
     try:
-        return pa.Table.from_pandas(frame, preserve_index=named)
+        return periods_as_text(pa.Table.from_pandas(frame, preserve_index=named))
     except (pa.ArrowException, ValueError, TypeError) as error:  # the last of sparse columns
         raise unheld(error) from error
+
+
+def periods_as_text(table: "pa.Table") -> "pa.Table":
+    """The table with pandas' periods as text, such as 2020-01; Arrow's own values of them are ordinals."""
+    import pyarrow as pa
+
+    for number, field in enumerate(table.schema):
+        if isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "pandas.period":
+            text = table.column(number).to_pandas().astype("string")
+            table = table.set_column(number, field.name, pa.array(text))
+    return table
 
 
 def polars_batches(frame: Any) -> "pa.RecordBatchReader":

@@ -142,6 +142,23 @@ def test_a_frame_that_arrow_cannot_hold_is_a_mistake_of_the_input(
     assert opened.jobs() == []
 
 
+def test_periods_of_pandas_are_text(opened: conserve.Store) -> None:
+    pandas = pytest.importorskip("pandas")
+    months = pandas.PeriodIndex(["2020-01", None, "2020-03"], freq="M")
+    weeks = pandas.period_range("2020-01-06", periods=3, freq="W", name="week")
+    job = opened.submit(
+        pandas.DataFrame({"month": months}, index=weeks), prompt="{{ month or 'none' }} {{ week }}"
+    )
+    job.run(progress=False)
+    asked = job.results(with_inputs=True, with_prompts=True).arrow()
+    assert asked["prompt"].to_pylist() == [
+        "2020-01 2020-01-06/2020-01-12",
+        "none 2020-01-13/2020-01-19",
+        "2020-03 2020-01-20/2020-01-26",
+    ]
+    assert asked["month"].to_pylist() == ["2020-01", None, "2020-03"]
+
+
 def test_a_sparse_column_of_pandas_is_a_mistake_of_the_input(opened: conserve.Store) -> None:
     sparse = pandas_frame().astype({"n": "Sparse[int]"})
     with pytest.raises(InputError, match=r"Sparse pandas data \(column n\) not supported.*; cast or rename"):
