@@ -101,4 +101,4 @@ def local(url: str) -> Path | None:
 
 def quoted(word: str) -> str:
     """Word in double quotes, or in single ones if a shell would expand it."""
-    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+    return shlex.quote(word) if re.search(r'["$`!]|\\(?:[\\\n]|\Z)', word) else f'"{word}"'

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -126,15 +127,22 @@ def test_bad_input_is_one_sentence_and_leaves_the_store_as_it_was(
 
 
 def hinted_sql(error: UsageError) -> str:
-    """The query that a message names."""
-    return str(error).partition('--sql "')[2].rpartition('"')[0]
+    """The query that a message names, as a shell hands it over."""
+    words = str(error).rpartition("--sql ")[2]
+    return subprocess.run(
+        ["sh", "-c", f"printf %s {words}"], capture_output=True, text=True, check=True
+    ).stdout
 
 
+NAMES = ("it's", "do$lar", "back`tick", 'quo"te', "back\\\\slash")
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ['[\n {"q": "a"},\n {"q": "b"}\n]\n', '[{"q": "a"}, {"q": "b"}]'])
 def test_the_query_that_the_error_of_a_json_array_names_reads_it(
-    store: Store, tmp_path: Path, text: str
+    store: Store, tmp_path: Path, text: str, name: str
 ) -> None:
-    path = tmp_path / "it's.json"
+    path = tmp_path / f"{name}.json"
     path.write_text(text)
     with pytest.raises(InputError) as refused:
         submit(store, str(path), PROMPT)
@@ -157,10 +165,11 @@ def test_an_array_on_standard_input_names_no_file(store: Store, monkeypatch: pyt
 
 @pytest.mark.parametrize("sign", [";", "\t", "|"])
 @pytest.mark.parametrize("value", ["a", "a,b"])  # with a comma the reader finds two values
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_the_query_that_the_error_of_other_separators_names_reads_them(
-    store: Store, tmp_path: Path, sign: str, value: str
+    store: Store, tmp_path: Path, sign: str, value: str, name: str
 ) -> None:
-    path = tmp_path / "it's.csv"
+    path = tmp_path / f"{name}.csv"
     path.write_text(f"id{sign}q\n007{sign}{value}\n")
     task = replace(PROMPT, template="{{ id }} {{ q }}")
     with pytest.raises(UsageError, match="they seem to be separated by") as refused:

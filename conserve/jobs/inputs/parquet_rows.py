@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError, first_line
+from conserve.installation import quoted
 from conserve.jobs.inputs.cells import for_python, python_rows
 from conserve.jobs.inputs.files import Partition, no_memory
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
@@ -220,7 +221,7 @@ def check_chats(schema: pa.Schema, name: str, task: Task) -> None:
     if not is_messages(kind):
         raise InputError(
             f"column {task.column!r} of {name} is {kind}, not list<struct<role, content>>; "
-            f'use --prompt "{in_template(task.column)}" to send it as text'
+            f"use --prompt {quoted(in_template(task.column))} to send it as text"
         )
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError
+from conserve.installation import quoted
 from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.files import Partition, opened
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
@@ -62,7 +63,7 @@ class TextRows:
                 found = ", ".join(sorted(self.kinds[task.column]))
                 raise InputError(
                     f"{task.column!r} in {self.name} is {found}, not a list of messages; "
-                    f'use --prompt "{in_template(task.column)}" to send it as text'
+                    f"use --prompt {quoted(in_template(task.column))} to send it as text"
                 )
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -289,7 +290,7 @@ def one_array(path: Path, name: str) -> InputError:
     query = f"from read_json({in_sql(path, name)})"
     return InputError(
         f"{name} is one JSON array; write one object a line, or submit a file of this machine with "
-        f'--sql "{query}"'
+        f"--sql {quoted(query)}"
     )
 
 
@@ -311,7 +312,7 @@ def separator_hint(header: Sequence[str], file: str) -> str:
     if found is None:
         return ""
     query = f"from read_csv({file}, delim={SEPARATORS[found]}, all_varchar=true)"
-    return f'they seem to be separated by {SEPARATORS[found]}; submit --sql "{query}"'
+    return f"they seem to be separated by {SEPARATORS[found]}; submit --sql {quoted(query)}"
 
 
 def too_deep(where: str) -> InputError:
