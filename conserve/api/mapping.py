@@ -32,12 +32,15 @@ async def map(
     engine_args: Sequence[str] = (),
     store: Store | None = None,
     name: str | None = None,
+    constant_prompt: bool = False,
+    unknown_params: bool = False,
     progress: bool = True,
 ) -> Results:
     """Ask a model each row of a table, and return the answers beside its columns.
 
     The rows are a job of `store`, by default the command line's. If the program ends before they are answered,
     `store.job("last").run()` goes on; its id begins with `name`. Where nothing could be asked, no job is left.
+    Arguments are those of `store.submit` and of `job.run`, which take more.
     """
     opened = store or await open_store.aio()
     asked = RunArguments(
@@ -45,7 +48,15 @@ async def map(
     )
     check_endpoint(asked.settings(opened._settings), engine_args, ProfileFlags())
     job = await opened.submit.aio(
-        source, prompt=prompt, messages=messages, system=system, params=params, schema=schema, name=name
+        source,
+        prompt=prompt,
+        messages=messages,
+        system=system,
+        params=params,
+        schema=schema,
+        name=name,
+        constant_prompt=constant_prompt,
+        unknown_params=unknown_params,
     )
     try:
         await job.run.aio(

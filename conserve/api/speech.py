@@ -1,6 +1,7 @@
 """Sentences of errors for a reader of Python: arguments are named where the command line has flags."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,13 +14,15 @@ COMMAND = (
     r"|(?<=; )(?:uv )?\S*(?:pip|python[\d.]*) (?:(?!; |, or ).)*"  # a second one
 )
 FLAG = r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w-])"  # alone, and not within a name or in quotes
-COMMAND_OR_FLAG = re.compile(f"({COMMAND})|{FLAG}")
+QUOTED = r"""("(?:[^"\\]|\\.)*"|'[^']*'(?:"'"'[^']*')*)"""  # as `installation.quoted` writes it
+COMMAND_OR_FLAG = re.compile(f"({COMMAND})|{FLAG}(?: {QUOTED})?")
 OTHERWISE = {
     "param": "params",
     "tag": "tags",
     "with": "the argument files",
     "memory": "the setting sql_memory",
     "timeout": "the setting sql_timeout_s",
+    "sql": "duckdb.sql()",
     "home": "the path of conserve.open()",
 }
 """Arguments that have other names than their flags."""
@@ -31,9 +34,18 @@ def in_python(sentence: str) -> str:
     A command would ask the store of the command line, which need not be the caller's.
     """
     return COMMAND_OR_FLAG.sub(
-        lambda found: called(found[1]) if found[1] else OTHERWISE.get(found[2], found[2].replace("-", "_")),
+        lambda found: called(found[1]) if found[1] else argument(found[2], found[3]),
         sentence,
     )
+
+
+def argument(flag: str, value: str | None) -> str:
+    """The argument for a flag, with its value as Python writes it if the sentence quotes one."""
+    name = OTHERWISE.get(flag, flag.replace("-", "_"))
+    if value is None:
+        return name
+    literal = value if value[0] == '"' and "\\" not in value else repr(*shlex.split(value))
+    return f"{name[:-1]}{literal})" if name.endswith("()") else f"{name} {literal}"
 
 
 def called(command: str) -> str:

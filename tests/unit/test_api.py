@@ -1,5 +1,6 @@
 """ConServe from Python: every source becomes the same rows, and a run there is a run of the command line."""
 
+import ast
 import asyncio
 import inspect
 import json
@@ -41,7 +42,7 @@ from conserve.errors import (
     StoreError,
     UsageError,
 )
-from conserve.installation import install_line, uninstall_line
+from conserve.installation import install_line, quoted, uninstall_line
 from conserve.store.books import readings
 from conserve.store.database.store import Store
 from tests import commands
@@ -332,6 +333,30 @@ def test_commands_in_a_sentence_are_calls_where_there_is_one() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["it's", "do$lar", 'quo"te`s'])
+def test_the_relation_that_an_error_names_reads_the_file(
+    opened: conserve.Store, tmp_path: Path, name: str
+) -> None:
+    for path, text in (
+        (tmp_path / f"{name}.csv", "id;q\n007;a,b\n"),
+        (tmp_path / f"{name}.tabs.csv", "id\tq\n007\ta,b\n"),
+        (tmp_path / f"{name}.json", '[{"id": "007", "q": "a,b"}]'),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError) as raised:
+            opened.submit(path, prompt="{{ q }}")
+        offered = str(raised.value).partition("duckdb.sql(")[2].rpartition(")")[0]
+        job = opened.submit(duckdb.sql(ast.literal_eval(offered)), prompt="{{ id }} {{ q }}")
+        job.run(progress=False)
+        assert job.results(with_prompts=True).arrow()["prompt"].to_pylist() == ["007 a,b"]
+
+
+def test_values_in_a_sentence_are_as_python_writes_them() -> None:
+    column = "{{ row['a$b'] }}"
+    assert in_python(f"use --prompt {quoted(column)} to send it") == f'use prompt "{column}" to send it'
+    assert in_python("make text of them with --sql") == "make text of them with duckdb.sql()"
+
+
 def test_a_place_that_cannot_hold_a_store_is_that_of_the_call() -> None:
     with pytest.raises(StoreError, match=r"; check the path of conserve\.open\(\) or CONSERVE_HOME"):
         conserve.open("/proc/nope")
@@ -554,6 +579,18 @@ def test_map_is_a_job_in_one_line(opened: conserve.Store) -> None:
     assert answers.arrow().select(["n", "q"]).to_pydict() == {"n": [0, 1, 2, 3, 4], "q": QUESTIONS}
     assert all(len(row["text"].split()) == 2 for row in answers)
     assert opened.job("mapped").status == "completed"
+
+
+def test_map_takes_the_arguments_that_its_errors_name(opened: conserve.Store) -> None:
+    params = {"max_tokenz": 2}
+    with pytest.raises(UsageError, match="give constant_prompt"):
+        conserve.map(TABLE, "hi", progress=False)
+    with pytest.raises(UsageError, match="unknown_params sends it all the same"):
+        conserve.map(TABLE, "{{ q }}", params=params, progress=False)
+    answers = conserve.map(
+        TABLE, "hi", params=params, constant_prompt=True, unknown_params=True, progress=False
+    )
+    assert answers.arrow().num_rows == 5
 
 
 def test_map_leaves_no_job_where_nothing_could_be_asked(opened: conserve.Store) -> None:
