@@ -241,6 +241,14 @@ def test_chats_are_sent_as_they_are_and_poison_chats_fail_alone(
     assert [row.error_type for row in stored] == [None, *["invalid_messages"] * 4]
 
 
+def test_parts_of_a_chat_are_sent_without_the_nulls_of_parquet(store: Store, write_input: WriteInput) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    parts = [{"type": "text", "text": "hi"}, picture, {"type": "image_url", "image_url": {"detail": "low"}}]
+    done = submit(store, str(write_input(m=[[{"role": "user", "content": parts}]])), CHAT)
+    (row,) = requests(store, done.job_id, 1)
+    assert json.loads(row.payload or "") == [{"role": "user", "content": parts}]
+
+
 @pytest.mark.parametrize("template", ["Tell a joke.", "", "{{ range(3) | list }}", "{% set x = 1 %}{{ x }}"])
 def test_a_template_that_names_no_column_is_refused_unless_that_is_meant(
     store: Store, write_input: WriteInput, template: str

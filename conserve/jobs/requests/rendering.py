@@ -223,8 +223,18 @@ def messages_renderer(column: str) -> Renderer:
 
 
 def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the fields that Parquet fills with nulls."""
-    return {key: value for key, value in message.items() if value is not None}
+    """A message, and the parts of its content, without the fields that Parquet fills with nulls."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    if isinstance(kept.get("content"), list):
+        kept["content"] = filled(kept["content"])
+    return kept
+
+
+def filled(value: Any) -> Any:
+    """A value of JSON without the fields that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: filled(part) for key, part in value.items() if part is not None}
+    return [filled(part) for part in value] if isinstance(value, list) else value
 
 
 def messages_fault(messages: object) -> str | None:
