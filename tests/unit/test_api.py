@@ -213,6 +213,11 @@ def test_values_of_a_relation_that_arrow_or_parquet_lacks_are_their_text(opened:
 def test_a_relation_that_fails_is_a_mistake_of_the_input(opened: conserve.Store) -> None:
     with pytest.raises(InputError, match=r"the relation fails: .*no such day; correct it and submit again"):
         opened.submit(duckdb.sql("select error('no such day') as q"), prompt="{{ q }}")
+    late = duckdb.sql("select if(n < 99999, 'a', error('no such day')) as q from range(100000) t(n)")
+    with pytest.raises(
+        InputError, match=r"the table cannot be read \(.*no such day\); correct it and submit"
+    ):
+        opened.submit(late, prompt="{{ q }}")
     assert opened.jobs() == []
 
 

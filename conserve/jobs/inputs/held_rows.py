@@ -21,9 +21,21 @@ def keep_batches(reader: pa.RecordBatchReader, path: Path, title: str) -> None:
     with storable(title, reader.schema):
         writer = pq.ParquetWriter(path, reader.schema, compression="zstd", write_page_checksum=True)
     with writer:
-        for batch in reader:
+        for batch in readable(reader, title):
             with storable(title, reader.schema, batch):
                 writer.write_batch(batch)
+
+
+def readable(reader: pa.RecordBatchReader, title: str) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a table; raises `InputError` for an error that another library has in making one."""
+    try:
+        yield from reader
+    except OSError as error:
+        if error.errno is not None:  # the system's own, as of a full disk
+            raise
+        raise InputError(
+            f"{title} cannot be read ({one_line(error)}); correct it and submit again"
+        ) from error
 
 
 @contextmanager
