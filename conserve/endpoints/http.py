@@ -27,6 +27,7 @@ from conserve.endpoints.exchange import (
     SILENT_S,
     AnswerLimits,
     AnswerMemory,
+    WholeResponse,
     chunks,
     complaint,
     look,
@@ -38,7 +39,7 @@ from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
-from conserve.endpoints.refusals import untrusted
+from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
@@ -240,14 +241,21 @@ class HttpEndpoint:
         return await self._in_one_piece(call)
 
     async def _in_one_piece(self, call: Call) -> Completion:
-        begun = False
+        begun, sent_at = False, asyncio.get_running_loop().time()
         try:
             async with self._exchange(call, request_body(call, self.server)) as answer:
                 begun = True
                 content = await whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
             raise await self._trouble(error, begun=begun) from error
-        return replace(read(call, content), started_over=True)
+        try:
+            return replace(read(call, content), started_over=True)
+        except EndpointFault as error:
+            said = unwrapped(WholeResponse(answer.status_code, answer.headers, content))
+            if said.status == httpx.codes.OK:
+                raise
+            waited_s = asyncio.get_running_loop().time() - sent_at
+            raise await self._refused(call, said, answer.request.url, waited_s) from error
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens are sent along, and come back as its beginning."""
@@ -295,14 +303,19 @@ class HttpEndpoint:
                 answer = await stack.enter_async_context(sending)
             if answer.status_code != httpx.codes.OK:
                 waited_s = asyncio.get_running_loop().time() - sent_at
-                said, url = await complaint(answer), answer.request.url
-                if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
-                    raise AnswerTooLong(
-                        f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
-                        f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
-                    )
-                raise await self._rejections.error_of(call, said, url, self.server)
+                raise await self._refused(call, await complaint(answer), answer.request.url, waited_s)
             yield answer
+
+    async def _refused(
+        self, call: Call, said: WholeResponse, url: httpx.URL, waited_s: float
+    ) -> EndpointError:
+        """The error for a response with a status other than 200, for which the row waited so long."""
+        if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
+            return AnswerTooLong(
+                f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
+                f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
+            )
+        return await self._rejections.error_of(call, said, url, self.server)
 
     async def _outlives_a_proxy(self, waited_s: float) -> bool:
         """True if the server is up, and a proxy gave up a row that did not wait for live requests."""

@@ -9,9 +9,7 @@ from math import inf
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
-from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import (
     Mode,
     ServerFacts,
@@ -20,8 +18,9 @@ from conserve.endpoints.discovery import (
     served_models,
 )
 from conserve.endpoints.exchange import WholeResponse, look
-from conserve.endpoints.protocol import Url
-from conserve.endpoints.refusals import BUSY, OF_ROWS, error_message, refusal
+from conserve.endpoints.other_routes import read
+from conserve.endpoints.protocol import Call, Url
+from conserve.endpoints.refusals import BUSY, OF_ROWS, error_message, refusal, unwrapped
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -92,7 +91,7 @@ class Probes:
 
         async def ask() -> int | None:
             try:
-                return (await look(self._client, "POST", route, json=body, seconds=PROBE_S)).status
+                return unwrapped(await look(self._client, "POST", route, json=body, seconds=PROBE_S)).status
             except httpx.HTTPError:
                 return None
 
@@ -122,10 +121,9 @@ class Probes:
                 refused = EndpointUnavailable(str(refused))
             return SmallAnswer(answered=False, error=refused)
         try:
-            msgspec.json.decode(reply.content)
-        except UNREADABLE as error:
-            said = f"the answer is no JSON: {one_line(error)}"
-            return SmallAnswer(answered=False, error=EndpointFault(said))
+            read(Call(key="", url=route, body=SMALLEST[route]), reply.content)
+        except EndpointError as error:
+            return SmallAnswer(answered=False, error=error)
         return SmallAnswer(answered=True)
 
     async def _reply(self, model: str, route: Url) -> WholeResponse | httpx.HTTPError:
@@ -151,7 +149,8 @@ class Probes:
         return await self._post(model, route, SMALLEST_REASONED)
 
     async def _post(self, model: str, route: Url, body: dict[str, Any]) -> WholeResponse:
-        return await look(self._client, "POST", route, json={"model": model, **body}, seconds=PROBE_S)
+        asked = {"model": model, **body}
+        return unwrapped(await look(self._client, "POST", route, json=asked, seconds=PROBE_S))
 
     async def seconds(self, model: str, route: Url) -> float | None:
         """Time of a small request on this route: infinite if the server is in trouble, None if it is rejected."""

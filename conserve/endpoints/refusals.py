@@ -35,6 +35,7 @@ UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy h
 BUSY = (409, 423, 425, 429, 503)
 UNREACHED = (504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
 CUT_OFF = ("reset reason: connection termination", "reset reason: remote reset")  # of Envoy, with status 503
+OF_ANSWERS = ("choices", "data", "output")  # fields that an answer has, each of another route
 MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
@@ -87,9 +88,28 @@ def is_of_account(reply: WholeResponse) -> bool:
 def error_in_stream(error: Any) -> EndpointError:
     """The error for an error event within a stream; without a status it is the server's fault."""
     found = error if isinstance(error, Mapping) else {"message": error}
-    code, message = found.get("code"), found.get("message")
-    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    message = found.get("message")
+    status = status_named(found) or httpx.codes.INTERNAL_SERVER_ERROR
     return error_of(status, one_line(message) if isinstance(message, str) else "no message")
+
+
+def status_named(error: Mapping[str, Any]) -> int | None:
+    """The HTTP status that an error has as its code, as a number or as a text; None for any other code."""
+    code = error.get("code")
+    if isinstance(code, str) and len(code) == 3 and code.isascii() and code.isdigit():
+        code = int(code)
+    return code if isinstance(code, int) and 400 <= code < 600 else None
+
+
+def unwrapped(reply: WholeResponse) -> WholeResponse:
+    """The response, with the status that its error names: some gateways send the errors of others with a 200."""
+    try:
+        body = msgspec.json.decode(reply.content)
+    except UNREADABLE:
+        return reply
+    error = body.get("error") if isinstance(body, dict) and not any(map(body.get, OF_ANSWERS)) else None
+    status = status_named(error) if reply.status == httpx.codes.OK and isinstance(error, dict) else None
+    return reply if status is None else reply._replace(status=status)
 
 
 def error_message(content: bytes) -> str:

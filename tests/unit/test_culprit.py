@@ -191,6 +191,8 @@ def test_a_row_that_a_well_server_gives_no_usable_answer_is_at_fault() -> None:
         httpx.Response(503),
         httpx.Response(502),
         httpx.Response(200, text="<html>log in</html>"),
+        httpx.Response(200, json={"error_code": 10401, "text": "Failed to get response"}),
+        httpx.Response(200, json={"error": {"message": "no", "code": 500}}),
         httpx.ConnectError("refused"),
     ],
 )

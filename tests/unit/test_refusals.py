@@ -165,7 +165,9 @@ def test_the_message_of_an_error_is_the_servers() -> None:
     [
         ({"message": "no", "code": 400}, RequestRejected),
         ({"message": "no", "code": 503}, EndpointBusy),
+        ({"message": "no", "code": "503"}, EndpointBusy),
         ({"message": "no", "code": "many"}, EndpointFault),
+        ({"message": "no", "code": "4²9"}, EndpointFault),
         ({"message": ["x"], "code": ["x"]}, EndpointFault),
         ({"message": "no", "code": 10**20}, EndpointFault),
         ({"code": True}, EndpointFault),
