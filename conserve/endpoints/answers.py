@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault, EndpointUnavailable, one_line
@@ -53,10 +53,18 @@ class TokenUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContentPart:
+    """A part of a message, as Mistral's models that reason send it; what is no text is left out."""
+
+    type: str
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantMessage:
     """The answer to a chat."""
 
-    content: str | None
+    content: str | list[ContentPart] | UnsetType | None = UNSET
     tool_calls: ToolCalls | None = None
     refusal: str | None = None
 
@@ -70,9 +78,17 @@ class ChatChoice:
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a message of nothing: servers leave out `content` where something else is."""
+        if self.message.content is UNSET and self.finish_reason is None and not self.beside:
+            raise ValueError("a message without `content`")
+
     @property
-    def text(self) -> str | None:
-        return self.message.content
+    def text(self) -> str:
+        content = self.message.content
+        if isinstance(content, list):
+            return "".join(part.text or "" for part in content if part.type == "text")
+        return content or ""
 
     @property
     def beside(self) -> Mapping[str, Any]:
@@ -99,7 +115,7 @@ class ChatAnswer:
     """Response body of the route for chats."""
 
     choices: list[ChatChoice]
-    usage: TokenUsage | None = None
+    usage: Any = None  # read by `token_usage`
     model: str | None = None
 
 
@@ -108,7 +124,7 @@ class TextAnswer:
     """Response body of the route for bare prompts."""
 
     choices: list[TextChoice]
-    usage: TokenUsage | None = None
+    usage: Any = None  # read by `token_usage`
     model: str | None = None
 
 
@@ -132,7 +148,28 @@ def completion(call: Call, content: bytes) -> Completion:
         )
         for c in in_order(answer.choices)
     )
-    return with_usage(choices, answer.usage, answer.model)
+    return with_usage(choices, token_usage(answer.usage), answer.model)
+
+
+def token_usage(said: Any, *, prompt: str = "prompt_tokens", answer: str = "completion_tokens") -> TokenUsage:
+    """Token counts, under a route's names for them; one that is unreadable counts as none, and spoils no answer."""
+    counts = said if isinstance(said, Mapping) else {}
+    details = counts.get(f"{prompt}_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return TokenUsage(
+        prompt_tokens=readable(counts.get(prompt)),
+        completion_tokens=readable(counts.get(answer)),
+        prompt_tokens_details=PromptDetails(cached_tokens=readable(cached)),
+    )
+
+
+def readable(said: Any) -> int | None:
+    """The count, which some gateways send as `10.0` or as a text; None for anything else."""
+    try:
+        count: int = msgspec.convert(said, Count, strict=False)
+    except UNREADABLE:
+        return None
+    return count
 
 
 def in_order(choices: Sequence[ChatChoice | TextChoice]) -> Sequence[ChatChoice | TextChoice]:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from conserve.endpoints import answers
-from conserve.endpoints.answers import Count, PromptDetails, TokenUsage, beside, excerpt, with_usage
+from conserve.endpoints.answers import Count, beside, excerpt, token_usage, with_usage
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault, one_line
 
@@ -22,7 +22,7 @@ class EmbeddingsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Response body of the route for embeddings."""
 
     data: list[Embedding]
-    usage: TokenUsage | None = None
+    usage: Any = None  # read by `token_usage`
     model: str | None = None
 
 
@@ -50,21 +50,13 @@ class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a response."""
-
-    input_tokens: Count | None = None
-    output_tokens: Count | None = None
-    input_tokens_details: PromptDetails | None = None
-
-
 class ResponsesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Response body of the route for responses."""
 
     output: list[ResponseItem]
     status: str
     incomplete_details: Incomplete | None = None
-    usage: ResponseUsage | None = None
+    usage: Any = None  # read by `token_usage`
     model: str | None = None
 
 
@@ -94,7 +86,7 @@ def embeddings(call: Call, content: bytes) -> Completion:
     choices = (
         Choice(text=msgspec.json.encode(one.embedding).decode(), finish_reason="stop") for one in found
     )
-    return with_usage(tuple(choices), answer.usage, answer.model)
+    return with_usage(tuple(choices), token_usage(answer.usage), answer.model)
 
 
 def num_inputs(body: Mapping[str, Any]) -> int | None:
@@ -120,12 +112,7 @@ def response(content: bytes) -> Completion:
         for item in answer.output
         if item.type == "function_call"
     ]
-    usage = answer.usage or ResponseUsage()
-    counts = TokenUsage(
-        prompt_tokens=usage.input_tokens,
-        completion_tokens=usage.output_tokens,
-        prompt_tokens_details=usage.input_tokens_details,
-    )
+    counts = token_usage(answer.usage, prompt="input_tokens", answer="output_tokens")
     choice = Choice(text=text, finish_reason=finish_reason(answer), beside=beside(calls, refusal))
     return with_usage((choice,), counts, answer.model)
 

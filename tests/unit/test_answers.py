@@ -13,7 +13,7 @@ from conserve.errors import EndpointFault
 
 SURROGATE = "half \ud83d"
 NO_STRING = (7, 1.5, True, ["x"], {"a": 1}, SURROGATE)
-NO_COUNT = (-1, 1.5, True, "12", [1], 2**31, 3_000_000_000, 10**20, 10**400)
+NO_COUNT = (-1, 1.5, True, "1.5", [1], 2**31, 3_000_000_000, 10**20, 10**400)
 
 
 def document(url: Url = Url.CHAT, **choice: Any) -> dict[str, Any]:
@@ -73,13 +73,55 @@ def test_a_string_of_another_type_or_with_half_a_character_is_a_fault(
 @pytest.mark.parametrize(
     "place", [("prompt_tokens",), ("completion_tokens",), ("prompt_tokens_details", "cached_tokens")]
 )
-def test_a_count_that_no_result_holds_is_a_fault(place: tuple[str, ...], value: object) -> None:
-    with pytest.raises(EndpointFault):
-        read(spoilt(Url.CHAT, ("usage", *place), value))
+def test_a_count_that_no_result_holds_is_none_and_the_others_stay(
+    place: tuple[str, ...], value: object
+) -> None:
+    found = read(spoilt(Url.CHAT, ("usage", *place), value))
+    good = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+    assert found.choices[0].text == "yes"
+    assert {name: getattr(found, name) for name in good} == {**good, place[-1]: 0}
 
 
-def test_the_largest_count_is_one() -> None:
-    assert read(spoilt(Url.CHAT, ("usage", "prompt_tokens"), 2**31 - 1)).prompt_tokens == 2**31 - 1
+@pytest.mark.parametrize(
+    ("value", "count"), [(2**31 - 1, 2**31 - 1), (12.0, 12), ("12", 12), (None, 0), ("1e400", 0)]
+)
+def test_a_count_may_be_any_whole_number_as_gateways_write_it(value: object, count: int) -> None:
+    assert read(spoilt(Url.CHAT, ("usage", "prompt_tokens"), value)).prompt_tokens == count
+
+
+@pytest.mark.parametrize("usage", [7, "x", [], {"prompt_tokens_details": [{"modality": "TEXT"}]}])
+def test_a_usage_that_is_none_spoils_no_answer(usage: object) -> None:
+    found = read(spoilt(Url.CHAT, ("usage",), usage))
+    assert (found.choices[0].text, found.prompt_tokens) == ("yes", 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "finish_reason", "text"),
+    [
+        ({"tool_calls": [{"id": "1"}]}, "tool_calls", ""),
+        ({"tool_calls": [{"id": "1"}]}, None, ""),
+        ({}, "content_filter", ""),
+        ({}, "length", ""),
+        ({"content": []}, "stop", ""),
+        (
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": "y"},
+                    {"type": "text", "text": "es"},
+                ]
+            },
+            "stop",
+            "yes",
+        ),
+    ],
+)
+def test_a_message_may_lack_its_content_or_have_it_in_parts(
+    message: dict[str, Any], finish_reason: str | None, text: str
+) -> None:
+    whole = document(message=message, finish_reason=finish_reason)
+    (choice,) = read(json.dumps(whole).encode()).choices
+    assert (choice.text, choice.beside) == (text, {k: v for k, v in message.items() if k == "tool_calls"})
 
 
 @pytest.mark.parametrize(
