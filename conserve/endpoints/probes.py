@@ -162,7 +162,7 @@ class Probes:
             return inf
         if reply.status == httpx.codes.OK:
             return loop.time() - begun
-        if reply.status == httpx.codes.TOO_MANY_REQUESTS or reply.status >= 500:
+        if reply.status in BUSY or reply.status >= 500:
             return inf
         if has_route(reply.status) and not self._said:
             self._said = True

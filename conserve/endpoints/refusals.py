@@ -32,7 +32,8 @@ OF_ACCOUNT = re.compile(
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
 OF_ROWS = (400, 413, 422)  # of rejections; the others would be as true of any other request
 UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
-BUSY = (409, 423, 425, 429, 503)
+BUSY = (409, 423, 425, 429, 498, 503, 529)  # of Groq: 498, of Anthropic: 529
+GIVEN_UP = (408, 424, 460, 499)  # under way; 424 is of TGI, whose batch failed, the others are of proxies
 UNREACHED = (504, 521, 522, 523, 530)  # of proxies, Cloudflare's among them
 CUT_OFF = ("reset reason: connection termination", "reset reason: remote reset")  # of Envoy, with status 503
 OF_ANSWERS = ("choices", "data", "output")  # fields that an answer has, each of another route
@@ -74,7 +75,7 @@ def error_of(
     if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:
         mend = "correct the name of the model (--model; with --rebind where the job names it)"
         return EndpointUnusable(f"{message.rstrip('. ')}; {mend}", status=status)
-    if status == httpx.codes.REQUEST_TIMEOUT or not 400 <= status < 500:
+    if status in GIVEN_UP or not 400 <= status < 500:
         return EndpointFault(message)
     too_long = any(words in lowered for words in TOO_LONG)
     return RequestRejected(message, kind="too_long" if too_long else "invalid_request")

@@ -95,11 +95,17 @@ def test_only_a_status_of_the_fours_is_a_rejection(status: int, kind: type[Endpo
     assert type(refused(status)) is kind
 
 
+@pytest.mark.parametrize("status", [408, 424, 460, 499])
+def test_a_request_that_was_given_up_under_way_is_tried_again(status: int) -> None:
+    """A batch of a server may run out of memory, and a proxy may lose patience: the next attempt is answered."""
+    assert type(refused(status)) is EndpointFault
+
+
 @pytest.mark.parametrize(
     ("statuses", "kind"),
     [
         ((402, 407), EndpointUnusable),
-        ((409, 423, 425, 429, 503), EndpointBusy),
+        ((409, 423, 425, 429, 498, 503, 529), EndpointBusy),
         ((504, 521, 522, 523, 530), EndpointUnavailable),
     ],
 )
