@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import httpx
 
@@ -35,14 +36,7 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 30.0  # for the answer to a completion of one token
 PASSING = frozenset({502, *BUSY}) - {429}  # as of a server that starts again
-SMALLEST: dict[Url, dict[str, Any]] = {
-    Url.CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    Url.COMPLETIONS: {"prompt": "a", "max_tokens": 1},
-    Url.EMBEDDINGS: {"input": "a"},
-    Url.RESPONSES: {"input": "a", "max_output_tokens": 16},  # OpenAI takes no fewer
-}
 NEWER_LIMIT = "max_completion_tokens"  # OpenAI's models that reason refuse `max_tokens`, and a limit below 16
-SMALLEST_REASONED: dict[str, Any] = {"messages": SMALLEST[Url.CHAT]["messages"], NEWER_LIMIT: 16}
 T = TypeVar("T")
 
 
@@ -52,6 +46,22 @@ class SmallAnswer:
 
     answered: bool
     error: EndpointError | None = None
+
+
+def smallest_body(route: Url, *, reasons: bool = False) -> dict[str, Any]:
+    """A small request, for a model that `reasons` or not.
+
+    Each has a text of its own: a gateway with a cache answers a text that it knows while its servers are down.
+    """
+    text = f"a {uuid4().hex[:8]}"
+    if route is Url.CHAT:
+        limit = {NEWER_LIMIT: 16} if reasons else {"max_tokens": 1}
+        return {"messages": [{"role": "user", "content": text}], **limit}
+    if route is Url.COMPLETIONS:
+        return {"prompt": text, "max_tokens": 1}
+    return (
+        {"input": text} if route is Url.EMBEDDINGS else {"input": text, "max_output_tokens": 16}
+    )  # its least
 
 
 def has_route(status: int) -> bool:
@@ -99,7 +109,7 @@ class Probes:
 
     async def any_route(self, model: str, *, but: Url) -> bool:
         """True if the server has another route than this: it answers, or rejects, a small request there."""
-        for route in SMALLEST:
+        for route in Url:
             status = None if route == but else await self.status(model, route)
             if status is not None and has_route(status):
                 return True
@@ -121,7 +131,7 @@ class Probes:
                 refused = EndpointUnavailable(str(refused))
             return SmallAnswer(answered=False, error=refused)
         try:
-            read(Call(key="", url=route, body=SMALLEST[route]), reply.content)
+            read(Call(key="", url=route, body=smallest_body(route)), reply.content)
         except EndpointError as error:
             return SmallAnswer(answered=False, error=error)
         return SmallAnswer(answered=True)
@@ -140,13 +150,13 @@ class Probes:
     async def smallest(self, model: str, route: Url) -> WholeResponse:
         """The response to a small request on this route; raises `httpx.HTTPError` without one."""
         if route is Url.CHAT and model in self._reasons:
-            return await self._post(model, route, SMALLEST_REASONED)
-        reply = await self._post(model, route, SMALLEST[route])
+            return await self._post(model, route, smallest_body(route, reasons=True))
+        reply = await self._post(model, route, smallest_body(route))
         rejected = route is Url.CHAT and reply.status == httpx.codes.BAD_REQUEST
         if not rejected or NEWER_LIMIT not in error_message(reply.content):
             return reply
         self._reasons.add(model)
-        return await self._post(model, route, SMALLEST_REASONED)
+        return await self._post(model, route, smallest_body(route, reasons=True))
 
     async def _post(self, model: str, route: Url, body: dict[str, Any]) -> WholeResponse:
         asked = {"model": model, **body}

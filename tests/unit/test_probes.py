@@ -11,6 +11,7 @@ import pytest
 
 from conserve.endpoints import probes
 from conserve.endpoints.http import PROBE_EVERY_S, HttpEndpoint
+from conserve.endpoints.probes import Probes, SmallAnswer
 from conserve.endpoints.protocol import Call, Url
 from tests import virtual_time
 
@@ -111,3 +112,30 @@ def test_a_rejected_probe_is_no_time_and_the_user_is_told_once(
     most = virtual_time.run(server.most_rows(Url.CHAT, probed=20))
     said = [record.getMessage() for record in caplog.records if "--steady --window N" in record.getMessage()]
     assert (most, len(said), server.probed > 1) == ((64, 0, False) if steady else (1, 1, True))
+
+
+@pytest.mark.parametrize("route", Url)
+def test_no_small_request_is_answered_from_the_cache_of_a_gateway(route: Url) -> None:
+    """Its server is down: the gateway knows the answers to the requests that came before."""
+    known: dict[bytes, httpx.Response] = {}
+    down = False
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            found = request.url.path == "/v1/models"
+            return httpx.Response(200 if found else 404, json={"data": [{"id": "served"}]})
+        if request.content not in known and not down:
+            known[request.content] = httpx.Response(200, json=ANSWERS[route])
+        return known.get(request.content, httpx.Response(500))
+
+    async def go() -> list[SmallAnswer]:
+        nonlocal down
+        async with httpx.AsyncClient(
+            base_url="http://server", transport=httpx.MockTransport(serve)
+        ) as client:
+            asked = Probes(client)
+            well = await asked.small("served", route)
+            down = True
+            return [well, await asked.small("served", route)]
+
+    assert [small.answered for small in asyncio.run(go())] == [True, False]
