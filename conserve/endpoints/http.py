@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 PIECE_TOKENS = 8  # of a row in one event: making one takes the server longer than the rest of a token does
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
-PROXY_S = 20.0  # longer than a proxy looks for a server; its timeouts of requests are longer
+PROXY_S = 12.0  # longer than AWS's balancer looks for a server (10 s); Envoy gives a request up after 15 s
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
 
@@ -313,7 +313,8 @@ class HttpEndpoint:
         if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
             return AnswerTooLong(
                 f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
-                f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout)"
+                f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout; "
+                "Envoy: the route's timeout)"
             )
         return await self._rejections.error_of(call, said, url, self.server)
 

@@ -695,6 +695,7 @@ def test_saved_tokens_that_come_back_are_no_beginning(tokens: list[int], error: 
         (60.0, False, True, EndpointFault),
         (60.0, False, False, EndpointUnavailable),
         (60.0, True, True, EndpointUnavailable),
+        (15.0, False, True, EndpointFault),
         (10.0, False, True, EndpointUnavailable),
     ],
 )
@@ -723,7 +724,7 @@ def test_a_row_that_outlives_a_proxys_timeout_is_to_blame(
 
     found = virtual_time.run(go())
     assert isinstance(found, error)
-    said = "HTTP 504 after 60 s, and the server is up: this row takes longer than a proxy in front of http://server"
+    said = f"HTTP 504 after {begins_s:.0f} s, and the server is up: this row takes longer than a proxy in front of http://server"
     assert str(found).startswith(said if error is EndpointFault else "HTTP 504: ")
 
 
