@@ -24,7 +24,11 @@ from conserve.errors import (
 )
 from conserve.open_files import causes
 
-TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
+TOO_LONG = re.compile(
+    r"context[ _](length|size)|maximum model length|too long|max_model_len|maximum context"
+    r"|tokens \+ .max_new_tokens. must be|inputs. must have less than",  # of TGI
+    re.IGNORECASE,
+)
 OF_ACCOUNT = re.compile(
     r"api[ _-]?key|(invalid|unknown|no such) model\b|model\b.{0,80}\b(not found|not exist|invalid|unknown)\b",
     re.IGNORECASE,
@@ -47,13 +51,14 @@ def refusal(
     if 300 <= reply.status < 400:
         return redirected(reply, asked, route)
     wait_s = retry_after_s(reply.headers, now=now)
-    return error_of(reply.status, error_message(reply.content), wait_s, answers=answers)
+    said, names = error_message(reply.content), error_names(reply.content)
+    return error_of(reply.status, said, wait_s, answers=answers, names=names)
 
 
 def error_of(
-    status: int, said: str, retry_after_s: float | None = None, *, answers: bool = False
+    status: int, said: str, retry_after_s: float | None = None, *, answers: bool = False, names: str = ""
 ) -> EndpointError:
-    """The error for a status, of a response or of an event within a stream.
+    """The error for a status, of a response or of an event within a stream; `names` are its code and its type.
 
     A proxy answers 502 for a row whose server closed the connection, perhaps because of the row: a faulty answer.
     """
@@ -77,8 +82,9 @@ def error_of(
         return EndpointUnusable(f"{message.rstrip('. ')}; {mend}", status=status)
     if status in GIVEN_UP or not 400 <= status < 500:
         return EndpointFault(message)
-    too_long = any(words in lowered for words in TOO_LONG)
-    return RequestRejected(message, kind="too_long" if too_long else "invalid_request")
+    return RequestRejected(
+        message, kind="too_long" if TOO_LONG.search(f"{names} {said}") else "invalid_request"
+    )
 
 
 def is_of_account(reply: WholeResponse) -> bool:
@@ -122,6 +128,17 @@ def error_message(content: bytes) -> str:
     inner = body.get("error", body) if isinstance(body, dict) else body
     message = inner.get("message") if isinstance(inner, dict) else inner
     return one_line(message) if isinstance(message, str) else excerpt(content)
+
+
+def error_names(content: bytes) -> str:
+    """The code and the type in the body of an error, as far as they are texts."""
+    try:
+        body = msgspec.json.decode(content)
+    except UNREADABLE:
+        return ""
+    inner = body.get("error") if isinstance(body, dict) else None
+    found = (inner.get("code"), inner.get("type")) if isinstance(inner, dict) else ()
+    return " ".join(name for name in found if isinstance(name, str))
 
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:

@@ -95,6 +95,29 @@ def test_only_a_status_of_the_fours_is_a_rejection(status: int, kind: type[Endpo
     assert type(refused(status)) is kind
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (400, {"message": "This model's maximum context length is 10 tokens"}, "too_long"),
+        (400, {"message": "Too many tokens", "code": "context_length_exceeded"}, "too_long"),
+        (400, {"message": "No", "type": "exceed_context_size_error", "code": 400}, "too_long"),
+        (400, {"message": "the request exceeds the available context size"}, "too_long"),
+        (422, "`inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000 `inputs` tokens", "too_long"),
+        (422, "`inputs` must have less than 1024 tokens. Given: 5000", "too_long"),
+        (422, "`temperature` must be strictly positive", "invalid_request"),
+        (400, {"message": "No such parameter", "code": ["context size"], "type": None}, "invalid_request"),
+        (400, {"message": "No such parameter", "code": "unknown_parameter"}, "invalid_request"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_too_long_in_the_words_of_any_server(
+    status: int, error: object, kind: str
+) -> None:
+    """By the message, or by OpenAI's code and llama.cpp's type."""
+    found = refused(status, json.dumps({"error": error}).encode())
+    assert isinstance(found, RequestRejected)
+    assert found.kind == kind
+
+
 @pytest.mark.parametrize("status", [408, 424, 460, 499])
 def test_a_request_that_was_given_up_under_way_is_tried_again(status: int) -> None:
     """A batch of a server may run out of memory, and a proxy may lose patience: the next attempt is answered."""
