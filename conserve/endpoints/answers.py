@@ -31,9 +31,11 @@ def nested(levels: int) -> Any:
 if TYPE_CHECKING:
     Logprobs = Mapping[str, Any]
     ToolCalls = list[Mapping[str, Any]]
+    FunctionCall = Mapping[str, Any]
 else:
     Logprobs = dict[str, nested(LEVELS - 1)]
     ToolCalls = list[dict[str, nested(LEVELS - 2)]]
+    FunctionCall = dict[str, nested(LEVELS - 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class AssistantMessage:
 
     content: str | list[ContentPart] | UnsetType | None = UNSET
     tool_calls: ToolCalls | None = None
+    function_call: FunctionCall | None = None  # OpenAI's older form, of a request with `functions`
     refusal: str | None = None
 
 
@@ -93,7 +96,7 @@ class ChatChoice:
     @property
     def beside(self) -> Mapping[str, Any]:
         """Tool calls and a refusal, where there are any."""
-        return beside(self.message.tool_calls, self.message.refusal)
+        return beside(self.message.tool_calls, self.message.refusal, self.message.function_call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +182,13 @@ def in_order(choices: Sequence[ChatChoice | TextChoice]) -> Sequence[ChatChoice 
     return sorted(choices, key=lambda choice: choice.index or 0)
 
 
-def beside(tool_calls: Sequence[Mapping[str, Any]] | None, refusal: str | None) -> dict[str, Any]:
+def beside(
+    tool_calls: Sequence[Mapping[str, Any]] | None,
+    refusal: str | None,
+    function_call: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Tool calls and a refusal, where there are any: servers send empty lists and nulls for none."""
-    found = {"tool_calls": list(tool_calls or ()), "refusal": refusal}
+    found = {"tool_calls": list(tool_calls or ()), "function_call": function_call, "refusal": refusal}
     return {name: value for name, value in found.items() if value}
 
 

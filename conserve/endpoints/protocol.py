@@ -48,7 +48,8 @@ class Call(Struct, frozen=True, kw_only=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """One of a completion's `n` answers; `logprobs` is the route's OpenAI object, if asked for.
 
-    `beside` is what an answer holds beside its text, under OpenAI's names: `tool_calls`, a `refusal`.
+    `beside` is what an answer holds beside its text, under OpenAI's names: `tool_calls`,
+    a `function_call`, a `refusal`.
     """
 
     text: str

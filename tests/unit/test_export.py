@@ -145,6 +145,7 @@ def test_several_choices_keep_their_order_and_logprobs() -> None:
         ({"text": ""}, ""),
         ({"text": "so", "tool_calls": [{"id": "1"}]}, "so"),
         ({"text": "", "tool_calls": [{"id": "1"}]}, None),
+        ({"text": "", "function_call": {"name": "f"}}, None),
         ({"text": "", "refusal": "No."}, None),
     ],
 )

@@ -410,6 +410,7 @@ CALLS = [{"id": "1", "type": "function", "function": {"name": "weather", "argume
     ("message", "beside"),
     [
         ({"content": None, "tool_calls": CALLS, "refusal": None}, {"tool_calls": CALLS}),
+        ({"content": None, "function_call": CALLS[0]["function"]}, {"function_call": CALLS[0]["function"]}),
         ({"content": None, "refusal": "No."}, {"refusal": "No."}),
         ({"content": "yes", "tool_calls": [], "refusal": None}, {}),
     ],

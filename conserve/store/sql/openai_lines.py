@@ -25,6 +25,7 @@ def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
 
 FAULTS = frozenset({"endpoint_fault", "engine_died", "invalid_answer"})
 """Errors of the server's side; all others are of the request."""
+BESIDE = ("tool_calls", "function_call", "refusal")  # in a message, beside its text
 
 
 def refusal(request_id: str, code: str, message: str) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def fingerprint(engine: str | None) -> str | None:
 
 def openai_choice(index: int, choice: dict[str, Any], *, chat: bool) -> dict[str, Any]:
     """One entry of `choices` in the shape of its route."""
-    beside: dict[str, Any] = {name: choice[name] for name in ("tool_calls", "refusal") if name in choice}
+    beside: dict[str, Any] = {name: choice[name] for name in BESIDE if name in choice}
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if beside and not choice["text"] else choice["text"],
