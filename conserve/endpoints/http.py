@@ -357,10 +357,11 @@ class HttpEndpoint:
         from_metrics = MetricsPressure()
         from_probes = defaultdict[Url, SlownessWindow](SlownessWindow)  # each route takes another time
         while True:
-            await asyncio.sleep(LOOK_EVERY_S if self.server.has_metrics else PROBE_EVERY_S)
+            by_metrics = self.server.has_metrics and not from_metrics.mixed
+            await asyncio.sleep(LOOK_EVERY_S if by_metrics else PROBE_EVERY_S)
             if not self._in_flight or self.server.mode is Mode.COSERVING:
                 continue
-            if self.server.has_metrics:
+            if by_metrics:
                 page = await metrics(self._client)
                 pressed = page is None or from_metrics.observe(page, rows=self._window.size)
             else:

@@ -15,6 +15,8 @@ SMALL = 0.25  # part of the largest window below which one is small
 CALM_AGAIN = 600  # readings of a small window, after which those beside few rows set the scale anew
 FEW_ROWS = 2  # that make no pressure
 AT_FEW = 30  # readings beside them that may set the scale
+FALLS_APART = 30  # readings at least from one restart to the next; counters of several replicas fall oftener
+MOST_REPLICAS = 1000  # that are told apart, also those that are gone
 
 
 class CongestionWindow:
@@ -69,6 +71,7 @@ class ServerMetrics(NamedTuple):
     waiting: float  # requests in the scheduler's queue, ours included
     first_tokens: float  # requests that have got their first token since the start
     first_token_s: float  # seconds that they waited for it, in total
+    started_at: float | None = None  # of the process, as far as the page tells
 
     @classmethod
     def read(cls, page: str) -> Self | None:
@@ -78,7 +81,12 @@ class ServerMetrics(NamedTuple):
             return None
         count = total(page, "vllm:time_to_first_token_seconds_count")
         seconds = total(page, "vllm:time_to_first_token_seconds_sum")
-        return cls(waiting=waiting, first_tokens=count or 0.0, first_token_s=seconds or 0.0)
+        return cls(
+            waiting=waiting,
+            first_tokens=count or 0.0,
+            first_token_s=seconds or 0.0,
+            started_at=total(page, "process_start_time_seconds"),
+        )
 
 
 def total(page: str, name: str) -> float | None:
@@ -87,26 +95,52 @@ def total(page: str, name: str) -> float | None:
     return sum(map(float, values)) if values else None
 
 
+class Replica:
+    """Latencies of one process, by consecutive readings of its counters."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.latencies = SlownessWindow()
+        self._last = metrics
+
+    def observe(self, metrics: ServerMetrics, *, rows: int) -> bool | None:
+        """Take a reading; True if first tokens have become slow, None if it is no later one of this process."""
+        last, self._last = self._last, metrics
+        answered = metrics.first_tokens - last.first_tokens
+        first_token_s = metrics.first_token_s - last.first_token_s
+        if answered < 0 or first_token_s < 0:
+            return None
+        return answered > 0 and self.latencies.observe(first_token_s / answered, rows=rows)
+
+
 class MetricsPressure:
     """Judges pressure by vLLM's own figures.
 
-    Any waiting request is pressure: if it is one of our rows, there are more of them than the engine runs.
+    Any waiting request is pressure: if it is one of our rows, there are more of them than the engine runs. Behind a
+    balancer each reading may come from another replica; the time of its start tells which.
     """
 
     def __init__(self) -> None:
-        self._latencies = SlownessWindow()
-        self._last: ServerMetrics | None = None
+        self._replicas: dict[float | None, Replica] = {}
+        self._since_fall = FALLS_APART  # readings
+        self.mixed = False  # True: these are figures of several replicas that look alike, which tell nothing
 
     def observe(self, metrics: ServerMetrics, *, rows: int = FEW_ROWS + 1) -> bool:
         """Take one reading beside so many rows; True if the server is under pressure."""
-        last, self._last = self._last, metrics
-        slow = False
-        if last is not None and metrics.first_tokens > last.first_tokens:
-            answered = metrics.first_tokens - last.first_tokens
-            first_token_s = (metrics.first_token_s - last.first_token_s) / answered
-            slow = self._latencies.observe(first_token_s, rows=rows)
-        return slow or metrics.waiting > 0
+        slow = self._replica(metrics).observe(metrics, rows=rows)
+        self._since_fall += 1
+        if slow is None:
+            self.mixed = self.mixed or self._since_fall < FALLS_APART
+            self._since_fall = 0
+        return bool(slow) or metrics.waiting > 0
+
+    def _replica(self, metrics: ServerMetrics) -> Replica:
+        if metrics.started_at not in self._replicas:
+            if len(self._replicas) == MOST_REPLICAS:
+                del self._replicas[next(iter(self._replicas))]
+            self._replicas[metrics.started_at] = Replica(metrics)
+        return self._replicas[metrics.started_at]
 
     def rescale(self) -> None:
         """Let readings beside few rows set the scale."""
-        self._latencies.rescale()
+        for replica in self._replicas.values():
+            replica.latencies.rescale()

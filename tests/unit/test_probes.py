@@ -34,8 +34,11 @@ NEWER = "Unsupported parameter: 'max_tokens' is not supported with this model. U
 class FewPlaces:
     """A server with few places, which slows down with each row beyond them."""
 
-    def __init__(self, *routes: Url, refuses: str = "", said: str = NEWER, steady: bool = False) -> None:
-        self._routes, self._refuses, self._said = routes, refuses, said
+    def __init__(
+        self, *routes: Url, refuses: str = "", said: str = NEWER, steady: bool = False, replicas: int = 0
+    ) -> None:
+        self._routes, self._refuses, self._said, self._replicas = routes, refuses, said, replicas
+        self._looks = 0  # at the metrics, of which every replica has its own
         self.slow: Url | None = None  # a route on which everything takes longer
         self._places = asyncio.Semaphore(PLACES)
         self.asked: Counter[tuple[str, int]] = Counter()  # by route and status
@@ -45,11 +48,20 @@ class FewPlaces:
 
     async def serve(self, request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
+            if request.url.path == "/metrics" and self._replicas:
+                return httpx.Response(200, text=self._metrics())
             known = request.url.path == "/v1/models"
             return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
         answer = await self._answer(Url(request.url.path), json.loads(request.content))
         self.asked[request.url.path, answer.status_code] += 1
         return answer
+
+    def _metrics(self) -> str:
+        """vLLM's page of one replica after the other, without the time of its start."""
+        self._looks += 1
+        count = 1000 * (1 + self._looks % self._replicas) + self._looks
+        name = "vllm:time_to_first_token_seconds"
+        return f"vllm:num_requests_waiting 0\n{name}_count {count}\n{name}_sum {count * ALONE_S}\n"
 
     async def _answer(self, route: Url, body: dict[str, Any]) -> httpx.Response:
         self.probed += "max_tokens" in body
@@ -89,6 +101,13 @@ def test_rows_give_way_on_a_server_with_one_route(route: Url) -> None:
     server = FewPlaces(route)
     assert PLACES <= virtual_time.run(server.most_rows(route, probed=40)) <= 4 * PLACES
     assert {status for _, status in server.asked} == {200}
+
+
+def test_rows_give_way_where_a_balancer_mixes_the_metrics_of_replicas() -> None:
+    """The page of each shows no slowness, and their differences show nothing."""
+    server = FewPlaces(Url.CHAT, replicas=2)
+    assert PLACES <= virtual_time.run(server.most_rows(Url.CHAT, probed=40)) <= 4 * PLACES
+    assert server.probed > 20
 
 
 def test_routes_that_take_different_times_are_judged_apart() -> None:

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from conserve.endpoints.window import (
     CALM_AGAIN,
+    FALLS_APART,
+    MOST_REPLICAS,
     CongestionWindow,
     MetricsPressure,
     ServerMetrics,
@@ -20,6 +22,7 @@ vllm:num_requests_waiting{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting_by_reason{reason="capacity"} 7.0
 vllm:time_to_first_token_seconds_count{engine="0"} 10.0
 vllm:time_to_first_token_seconds_sum{engine="0"} 2.5e+00
+process_start_time_seconds 1.78e+09
 """
 
 
@@ -61,7 +64,7 @@ def test_two_harvesters_on_one_server_end_with_equal_windows() -> None:
 
 def test_a_page_of_metrics_is_summed_over_engines() -> None:
     metrics = ServerMetrics.read(PAGE)
-    assert metrics == ServerMetrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5)
+    assert metrics == ServerMetrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5, started_at=1.78e9)
     assert ServerMetrics.read("process_cpu_seconds_total 1.0\n") is None
 
 
@@ -86,6 +89,48 @@ def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
     assert not pressure.observe(ServerMetrics(0, count, seconds)), (
         "no row got a first token: nothing is known"
     )
+
+
+def sizes_behind_a_balancer(pressure: MetricsPressure, *, told: bool, rows_at_ease: float) -> list[int]:
+    """Sizes of a window whose readings come from two replicas in turn; first tokens wait for rows beyond some."""
+    window, sizes = CongestionWindow(high=64), list[int]()
+    counts, seconds = [100_000.0, 90_000.0], [1_000.0, 50_000.0]
+    for look in range(200):
+        for at in range(2):
+            counts[at] += 10
+            seconds[at] += 10 * 0.1 * max(1.0, window.size / rows_at_ease)
+        at = look % 2
+        metrics = ServerMetrics(0, counts[at], seconds[at], started_at=1e9 + at if told else None)
+        sizes.append(window.observe(pressure.observe(metrics, rows=window.size)))
+    return sizes
+
+
+@pytest.mark.parametrize(("rows_at_ease", "most"), [(1000, 64), (8, 20)])
+def test_replicas_behind_a_balancer_are_judged_apart(rows_at_ease: float, most: int) -> None:
+    """Calm ones get the whole window, and busy ones are spared."""
+    pressure = MetricsPressure()
+    sizes = sizes_behind_a_balancer(pressure, told=True, rows_at_ease=rows_at_ease)
+    assert most / 2 < max(sizes[50:]) <= most
+    assert not pressure.mixed
+
+
+def test_replicas_that_look_alike_are_found_out_and_one_that_restarts_is_none() -> None:
+    alike = MetricsPressure()
+    sizes_behind_a_balancer(alike, told=False, rows_at_ease=1000)
+    assert alike.mixed
+    restarted = MetricsPressure()
+    for _ in range(3):
+        for count in range(1, FALLS_APART + 1):
+            assert not restarted.observe(ServerMetrics(0, count, count * 0.2))
+    assert not restarted.mixed
+
+
+def test_only_a_limited_number_of_replicas_is_remembered() -> None:
+    """Pods that come and go for months."""
+    pressure = MetricsPressure()
+    for start in range(MOST_REPLICAS + 10):
+        pressure.observe(ServerMetrics(0, 0, 0, started_at=start))
+    assert len(pressure._replicas) == MOST_REPLICAS
 
 
 @given(latencies=st.lists(st.floats(0.1, 0.149), max_size=50))
