@@ -31,7 +31,7 @@ class ModelledServer:
         self.url, self.capacity, self.tokens_per_s = url, places, tokens_per_s
         self.model, self.identity, self.streams = model, identity, streams
         self.kv_cache = KvCache(block_tokens=BLOCK_TOKENS, num_blocks=num_blocks)
-        self.up = self.responds = True
+        self.up = self.responds = self.counts = True
         self.failing: Callable[[], Exception] | None = None
         self.texts: list[str] = []  # of the rows that it answered
         self.begun = 0
@@ -95,9 +95,9 @@ class ModelledServer:
         self.prompt_tokens += prompt_tokens
         return Completion(
             choices=(Choice(text=" ".join(WORDS[t] for t in ids), finish_reason="stop"),),
-            prompt_tokens=prompt_tokens,
-            completion_tokens=len(ids),
-            cached_tokens=cached,
+            prompt_tokens=prompt_tokens if self.counts else 0,
+            completion_tokens=len(ids) if self.counts else 0,
+            cached_tokens=cached if self.counts else 0,
             model=self.model,
         )
 

@@ -69,6 +69,11 @@ class Completion(Struct, frozen=True, kw_only=True):
     engine: str | None = None  # identity that generated it, if not the one that the call names
     started_over: bool = False  # True: it does not go on from the tokens that the call brought
 
+    @property
+    def tells_tokens(self) -> bool:
+        """True if the server counted tokens; some send no `usage`."""
+        return self.prompt_tokens + self.completion_tokens > 0
+
     def resumed_tokens(self, call: Call) -> int:
         """Number of tokens of an earlier attempt that the answer to this call goes on from."""
         return 0 if self.started_over else len(call.resume_from)

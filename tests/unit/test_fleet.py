@@ -230,6 +230,16 @@ def test_a_server_that_slows_down_gets_fewer_rows_and_holds_up_none() -> None:
     assert play.seconds < 2 * steady_s + 6, "no more than without the server, and the time to notice it"
 
 
+@pytest.mark.parametrize("counting", [0, 1])
+def test_equal_servers_get_as_many_rows_whether_or_not_they_count_tokens(counting: int) -> None:
+    """Some servers send no `usage`."""
+    servers = [ModelledServer(A), ModelledServer(B)]
+    for server in servers[counting:]:
+        server.counts = False
+    send(servers, prompts_of(200, 1, prefix_chars=64))
+    assert all(80 <= len(server.texts) <= 120 for server in servers)
+
+
 def test_a_server_that_falls_silent_is_suspected_and_its_rows_are_asked_elsewhere() -> None:
     servers = three(streams=False, tokens_per_s=50.0)
     states: list[str] = []

@@ -205,9 +205,12 @@ class Fleet:
         now = now_s()
         member.answered(now, now - errand.sent_at)
         member.pace.elapse(now, len(member.running))
-        answered = completion.prompt_tokens - completion.cached_tokens + completion.completion_tokens
-        member.pace.add(answered - completion.resumed_tokens(call))
-        self._estimate.answered(completion)
+        if completion.tells_tokens:
+            answered = completion.prompt_tokens - completion.cached_tokens + completion.completion_tokens
+            member.pace.add(answered - completion.resumed_tokens(call))
+            self._estimate.answered(completion)
+        else:  # tokens of no row would make it the slowest server
+            member.pace.add(errand.charge)
         return replace(completion, engine=call.identity, started_over=completion.started_over or not same)
 
     def _land(self, errand: Errand, member: Member) -> None:
