@@ -102,6 +102,15 @@ def about_login(text: str) -> str:
     return "; in a password / is written as %2F, ? as %3F, # as %23 and @ as %40" if odd else ""
 
 
+def about_query(text: str) -> str:
+    """Address and end of a sentence, if a query or fragment follows its path.
+
+    These may hold a key, and are not shown.
+    """
+    shown, *more = re.split("[?#]", without_login(text), maxsplit=1)
+    return f"{shown!r} with a query or fragment, which no request carries; leave it out" if more else ""
+
+
 def basic(login: tuple[str, str]) -> str:
     """Header `Authorization` of a name and a password."""
     return f"Basic {base64.b64encode(':'.join(login).encode()).decode()}"

@@ -47,6 +47,7 @@ class ServerFacts:
     identity: str  # of the model that generates the tokens
     most_rows: int  # at once
     priority: int | None = None  # priority that rows are sent with
+    lists_models: bool = True
     has_metrics: bool = False  # True: vLLM's metrics are there
     resumes: bool = False  # True: rows continue from saved tokens
     kv_cache: KvCache = field(default_factory=KvCache)
@@ -84,7 +85,12 @@ async def discover(
     takes priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
     ones accept all, and heed them under that policy only.
     """
-    served = await served_models(client)
+    try:
+        served = await served_models(client)
+    except EndpointUnusable as error:
+        if model is None or listed_only or error.status not in LACKS_ROUTE:
+            raise
+        served = []
     found = served[0] if model is None or (listed_only and model not in served) else model
     ours = await coserving(client)
     if ours is not None:
@@ -104,12 +110,13 @@ async def discover(
     if has_metrics:
         await healthy(client)
     asks = considerate and has_metrics
-    prioritised = asks and await takes_priority(client, found, listed=found in served)
+    prioritised = asks and await takes_priority(client, found, listed=not served or found in served)
     return ServerFacts(
         mode=Mode.PRIORITY if prioritised else Mode.PLAIN,
         model=found,
         identity=f"{base_url_of(client)} {found}",
         most_rows=most_rows or MOST_ROWS,
+        lists_models=bool(served),
         priority=OFFLINE_PRIORITY if prioritised else None,
         has_metrics=has_metrics,
         kv_cache=await kv_cache(client) if has_metrics else KvCache(),
@@ -125,7 +132,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModels:
-    """The answer to ``GET /v1/models``."""
+    """The answer to ``GET /v1/models``; some servers send the bare list."""
 
     data: list[ServedModel]
 
@@ -139,13 +146,18 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
         raise no_server(base_url, error) from error
     if 300 <= reply.status < 400:
         raise redirected(reply, httpx.URL(f"{base_url}{route}"), route)
+    lacking = reply.status in LACKS_ROUTE
+    if reply.status == httpx.codes.TOO_MANY_REQUESTS or (reply.status >= 500 and not lacking):
+        raise troubled(client, route, reply)
     if reply.status != 200:
+        unlisted = "; for one server without a list of models, --model names it" if lacking else ""
         raise EndpointUnusable(
-            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY",
+            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY{unlisted}",
             status=reply.status,
         )
     try:
-        served = [entry.id for entry in msgspec.json.decode(reply.content, type=ServedModels).data]
+        found = msgspec.json.decode(reply.content, type=ServedModels | list[ServedModel])
+        served = [entry.id for entry in (found if isinstance(found, list) else found.data)]
     except UNREADABLE as error:
         said = f"{one_line(error)}: {excerpt(reply.content)}"
         raise EndpointUnusable(
@@ -193,7 +205,7 @@ async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
     reply = await any_reply(client, LAST_REPORT)
     if reply.status == NO_REPORT_YET:
         reply = await healthy_reply(client, REPORT)
-    if reply.status >= 500:
+    if reply.status >= 500 and reply.status not in LACKS_ROUTE:
         raise troubled(client, REPORT, reply)
     try:
         return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None
@@ -284,7 +296,7 @@ async def any_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
 
 
 def troubled(client: httpx.AsyncClient, path: str, reply: WholeResponse) -> EndpointUnusable:
-    """The error for a response with a 5xx status."""
+    """The error for a response of a server that is in trouble, or busy."""
     said = f"{base_url_of(client)}{path} answered {reply.status}; wait and try again"
     return EndpointUnusable(said, status=reply.status)
 

@@ -12,7 +12,7 @@ import httpx
 
 from conserve.config import Settings
 from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError
-from conserve.hosts import about_login, without_login
+from conserve.hosts import about_login, about_query, without_login
 
 MIB = 1 << 20
 CONNECT_S = 10.0
@@ -91,7 +91,9 @@ class WholeResponse(NamedTuple):
 
 
 def check_address(base_url: str) -> None:
-    """Raise `SettingsError` for a malformed address, or one whose port no machine has."""
+    """Raise `SettingsError` for a malformed address, one with a query, or one whose port no machine has."""
+    if odd := about_query(base_url):
+        raise SettingsError(f"--endpoint is {odd}")
     try:
         if (port := httpx.URL(base_url).port) is not None and port > LAST_PORT:
             raise httpx.InvalidURL(f"the last port is {LAST_PORT}")

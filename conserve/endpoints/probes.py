@@ -12,6 +12,7 @@ from uuid import uuid4
 import httpx
 
 from conserve.endpoints.discovery import (
+    LACKS_ROUTE,
     Mode,
     ServerFacts,
     base_url_of,
@@ -85,8 +86,8 @@ class Probes:
         async def up() -> bool:
             try:
                 await (healthy if is_vllm else served_models)(self._client)
-            except EndpointUnusable:
-                return False
+            except EndpointUnusable as error:
+                return not server.lists_models and error.status in LACKS_ROUTE
             return True
 
         return await self._shared("health", up)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import about_login, without_login
+from conserve.hosts import about_login, about_query, without_login
 
 FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
@@ -143,6 +143,8 @@ def server_url(text: str, *, given_as: str = "--endpoint") -> str:
         raise SettingsError(
             f"{given_as} takes an http:// or https:// address, not {without_login(text)!r}{about_login(text)}"
         )
+    if odd := about_query(url):
+        raise SettingsError(f"{given_as} has {odd}")
     return url
 
 

@@ -938,13 +938,84 @@ def test_a_steady_harvester_keeps_its_rows_in_flight_on_a_stock_server(steady: b
 
 @pytest.mark.parametrize(
     "models",
-    [{"data": [{"id": 7}]}, {"data": {}}, {"data": [7]}, {"data": [{"id": "half \ud83d"}]}, [], 7, None],
+    [{"data": [{"id": 7}]}, {"data": {}}, {"data": [7]}, {"data": [{"id": "half \ud83d"}]}, [7], 7, None],
 )
 def test_an_odd_list_of_models_is_none(models: object) -> None:
     reply = httpx.Response(200, content=json.dumps(models).encode())
     endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(lambda _: reply))
     with pytest.raises(EndpointUnusable, match="no OpenAI-compatible server answers"):
         asyncio.run(endpoint.start())
+
+
+def first_contact(
+    replies: dict[str, httpx.Response], *, model: str | None = None, breaks: bool = False
+) -> HttpEndpoint:
+    """An endpoint that has started, of a server with these replies to GET and 404 for others.
+
+    One that `breaks` gets a row whose connection breaks.
+    """
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return replies.get(request.url.path, httpx.Response(404))
+        if not breaks:
+            return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+        return small(request) or cut(request)
+
+    def cut(_: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("cut")
+
+    async def go() -> HttpEndpoint:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), model=model)
+        try:
+            await endpoint.start()
+            await endpoint.complete(CHAT)
+        finally:
+            await endpoint.close()
+        return endpoint
+
+    return asyncio.run(go())
+
+
+LISTED = httpx.Response(200, json={"data": [{"id": "served"}]})
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_server_without_a_list_of_models_serves_the_one_that_is_named(status: int) -> None:
+    lacking = {"/v1/models": httpx.Response(status)}
+    endpoint = first_contact(lacking, model="named")
+    assert (endpoint.model, endpoint.server.lists_models) == ("named", False)
+    with pytest.raises(EndpointUnusable, match=f"answered {status}; check the URL .* --model names it"):
+        first_contact(lacking)
+    with pytest.raises(EndpointFault, match="the connection broke: cut"):  # and not: the server is gone
+        first_contact(lacking, model="named", breaks=True)
+    with pytest.raises(EndpointUnusable, match=r"answered 401; check the URL and CONSERVE_API_KEY$"):
+        first_contact({"/v1/models": httpx.Response(401)}, model="named")
+
+
+def test_a_bare_list_of_models_is_read_too() -> None:
+    assert first_contact({"/v1/models": httpx.Response(200, json=[{"id": "served"}])}).model == "served"
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_server_in_trouble_is_waited_for_and_its_key_is_not_suspected(status: int) -> None:
+    with pytest.raises(EndpointUnusable, match=rf"/v1/models answered {status}; wait and try again$"):
+        first_contact({"/v1/models": httpx.Response(status)}, model="named")
+
+
+def test_a_server_that_does_not_implement_the_report_is_no_server_in_trouble() -> None:
+    endpoint = first_contact({"/v1/models": LISTED, "/v1/conserve": httpx.Response(501)})
+    assert endpoint.model == "served"
+    with pytest.raises(EndpointUnusable, match="/v1/conserve answered 500; wait and try again"):
+        first_contact({"/v1/models": LISTED, "/v1/conserve": httpx.Response(500)})
+
+
+@pytest.mark.parametrize("rest", ["?api-version=secret", "/v1?key=secret", "/v1/#secret"])
+def test_an_address_with_a_query_is_refused_and_the_query_is_not_shown(rest: str) -> None:
+    with pytest.raises(SettingsError, match="query or fragment, which no request carries") as refused:
+        HttpEndpoint(f"http://ann:p%40ss@server{rest}")
+    assert "secret" not in str(refused.value)
+    assert "ss@" not in str(refused.value)
 
 
 def test_a_redirect_is_said_at_the_start() -> None:

@@ -15,7 +15,15 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from conserve.endpoints.pods import Pods
-from conserve.endpoints.roster import Given, Joined, ListedServers, Resolved, roster_of, rosters_of
+from conserve.endpoints.roster import (
+    Given,
+    Joined,
+    ListedServers,
+    Resolved,
+    roster_of,
+    rosters_of,
+    server_url,
+)
 from conserve.errors import EndpointUnusable, SettingsError
 
 certificates = importlib.import_module("tests.break.certificates")  # a keyword is no name in an import
@@ -77,6 +85,13 @@ def test_a_file_is_read_again_once_it_changed(tmp_path: Path) -> None:
     assert look(roster) == ["http://b:8000"]
     os.utime(path, ns=(1, 1))
     assert look(roster) == ["http://b:8000"]
+
+
+def test_a_query_is_refused_and_not_shown() -> None:
+    """It may hold a key."""
+    with pytest.raises(SettingsError, match="--endpoint has 'http://a:8000/v1' with a query") as refused:
+        server_url("http://a:8000/v1?key=secret")
+    assert "secret" not in str(refused.value)
 
 
 def test_a_file_that_is_gone_or_wrong_changes_nothing_and_says_so(tmp_path: Path) -> None:
