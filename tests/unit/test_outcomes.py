@@ -440,6 +440,25 @@ def test_that_an_endpoint_is_out_of_reach_and_back_is_said_once() -> None:
     assert said == ["no route; harvesting waits", "the endpoint answers again; harvesting goes on"] * 2
 
 
+def test_an_endpoint_that_is_busy_for_more_than_a_minute_is_said_once() -> None:
+    """Without a terminal nothing else tells that no row is sent."""
+    clock, said = Clock(), []
+    hold = Hold(clock, said.append)
+    for _ in range(2):
+        for wait_s in (40.0, 30.0, 600.0):
+            hold.begin(EndpointBusy("HTTP 429: slow down"), 1.0)
+            clock.now += wait_s
+        hold.begin(EndpointBusy("HTTP 429: slow down"), 1.0)
+        hold.end()
+    back = "the endpoint answers again; harvesting goes on"
+    assert said == ["HTTP 429: slow down; harvesting waits", back] * 2
+    for _ in range(9):
+        hold.begin(EndpointBusy("a limit of requests a minute"), 60.0)
+        clock.now += 60.0
+        hold.end()
+    assert len(said) == 4
+
+
 def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     said: list[str] = []
     outage = Outage(said.append)

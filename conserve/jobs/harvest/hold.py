@@ -5,11 +5,14 @@ from collections.abc import Callable
 from conserve.errors import EndpointBusy, EndpointError, EndpointUnavailable
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S
 
+SAID_AFTER_S = 60.0  # without an answer; a limit of requests is over by then
+
 
 class Hold:
-    """A hold doubles from failure to failure and ends with an answer; an unreachable endpoint is named once.
+    """A hold doubles from failure to failure and ends with an answer.
 
-    `warn` gets its name, if it is given.
+    An endpoint that cannot be reached is named once, and so is one that has been busy for long. `warn` gets its
+    name, if it is given.
     """
 
     def __init__(
@@ -23,6 +26,7 @@ class Hold:
         self._length_s = 0.0
         self._until = 0.0
         self._said = False
+        self._since: float | None = None  # the first hold after an answer
 
     @property
     def left_s(self) -> float:
@@ -34,11 +38,13 @@ class Hold:
 
         Failures within a hold are of the same moment as its first, and prolong it only as far as a server asks.
         """
-        if isinstance(error, EndpointUnavailable) and wish_s and not self._said:
-            self._said = True
-            self._warn(f"{error}; harvesting waits")
         if not wish_s:
             return None
+        self._since = self._clock() if self._since is None else self._since
+        lasts = isinstance(error, EndpointUnavailable) or self._clock() - self._since >= SAID_AFTER_S
+        if lasts and not self._said:
+            self._said = True
+            self._warn(f"{error}; harvesting waits")
         wish_s, left_s = min(wish_s, LONGEST_BACKOFF_S), self.left_s
         if left_s > 0:
             asked = isinstance(error, EndpointBusy) and error.retry_after_s is not None
@@ -51,7 +57,7 @@ class Hold:
 
     def end(self) -> None:
         """End the hold: the endpoint has answered."""
-        self._length_s = 0.0
+        self._length_s, self._since = 0.0, None
         if self._said:
             self._said = False
             self._say("the endpoint answers again; harvesting goes on")
