@@ -2,7 +2,7 @@
 
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any
@@ -35,6 +35,7 @@ OF_ACCOUNT = re.compile(
 )
 ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
 OF_ROWS = (400, 413, 422)  # of rejections; the others would be as true of any other request
+UNPAID_NAMES = frozenset({"insufficient_quota", "billing_not_active"})  # OpenAI's, with status 429
 UNPAID, PROXY = 402, 407  # no change of a row helps: the account or the proxy has to be mended
 BUSY = (409, 423, 425, 429, 498, 503, 529)  # of Groq: 498, of Anthropic: 529
 GIVEN_UP = (408, 424, 460, 499)  # under way; 424 is of TGI, whose batch failed, the others are of proxies
@@ -56,7 +57,12 @@ def refusal(
 
 
 def error_of(
-    status: int, said: str, retry_after_s: float | None = None, *, answers: bool = False, names: str = ""
+    status: int,
+    said: str,
+    retry_after_s: float | None = None,
+    *,
+    answers: bool = False,
+    names: Set[str] = frozenset(),
 ) -> EndpointError:
     """The error for a status, of a response or of an event within a stream; `names` are its code and its type.
 
@@ -68,13 +74,13 @@ def error_of(
         return EngineDied(message)
     if status == httpx.codes.SERVICE_UNAVAILABLE and any(words in lowered for words in CUT_OFF):
         return EndpointFault(message)
+    if status in (UNPAID, PROXY) or (status in BUSY and not UNPAID_NAMES.isdisjoint(names)):
+        what = "the proxy's password" if status == PROXY else "the account's credit"
+        return EndpointUnusable(f"{message.rstrip('. ')}; check {what}", status=status)
     if status in BUSY:
         return EndpointBusy(message, retry_after_s=retry_after_s)
     if status in UNREACHED:
         return EndpointUnavailable(message)
-    if status in (UNPAID, PROXY):
-        what = "the proxy's password" if status == PROXY else "the account's credit"
-        return EndpointUnusable(f"{message}; check {what}", status=status)
     if status == httpx.codes.UNAUTHORIZED or (status == httpx.codes.FORBIDDEN and not answers):
         return EndpointUnusable(f"{message}; check CONSERVE_API_KEY", status=status)
     if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:
@@ -83,7 +89,7 @@ def error_of(
     if status in GIVEN_UP or not 400 <= status < 500:
         return EndpointFault(message)
     return RequestRejected(
-        message, kind="too_long" if TOO_LONG.search(f"{names} {said}") else "invalid_request"
+        message, kind="too_long" if TOO_LONG.search(" ".join([*names, said])) else "invalid_request"
     )
 
 
@@ -130,15 +136,15 @@ def error_message(content: bytes) -> str:
     return one_line(message) if isinstance(message, str) else excerpt(content)
 
 
-def error_names(content: bytes) -> str:
+def error_names(content: bytes) -> frozenset[str]:
     """The code and the type in the body of an error, as far as they are texts."""
     try:
         body = msgspec.json.decode(content)
     except UNREADABLE:
-        return ""
-    inner = body.get("error") if isinstance(body, dict) else None
+        return frozenset()
+    inner = body.get("error", body) if isinstance(body, dict) else None
     found = (inner.get("code"), inner.get("type")) if isinstance(inner, dict) else ()
-    return " ".join(name for name in found if isinstance(name, str))
+    return frozenset(name for name in found if isinstance(name, str))
 
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:

@@ -67,6 +67,24 @@ def test_a_server_is_waited_for_as_it_asks_and_a_minute_at_most(value: str, seco
     assert error.retry_after_s == seconds
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"code": "insufficient_quota", "type": "insufficient_quota"}, EndpointUnusable),
+        ({"code": None, "type": "insufficient_quota"}, EndpointUnusable),
+        ({"code": "billing_not_active"}, EndpointUnusable),
+        ({"code": "rate_limit_exceeded", "type": "requests"}, EndpointBusy),
+        ({"code": 429, "message": "insufficient_quota of requests a minute"}, EndpointBusy),
+        ("insufficient_quota", EndpointBusy),
+    ],
+)
+def test_an_account_without_credit_is_no_busy_server(error: object, kind: type[EndpointError]) -> None:
+    """OpenAI says both with one status."""
+    found = refused(429, json.dumps({"error": error}).encode())
+    assert type(found) is kind
+    assert str(found).endswith("check the account's credit") == (kind is EndpointUnusable)
+
+
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 304, 307, 308])
 @pytest.mark.parametrize(
     ("location", "said"),
