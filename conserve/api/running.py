@@ -160,11 +160,16 @@ def given(address: str) -> str:
 
 
 def make_endpoint(
-    settings: Settings, flags: Sequence[str], pace: ProfileFlags, *, say: Callable[[str], None]
+    settings: Settings,
+    flags: Sequence[str],
+    pace: ProfileFlags,
+    *,
+    most_rows: int | None = None,
+    say: Callable[[str], None],
 ) -> "Endpoint":
     """Make the endpoint of the settings: the fake, an HTTP server or the embedded engine.
 
-    `say` gets sentences on why an engine takes longer to start.
+    `most_rows` limits the rows in flight at a server. `say` gets sentences on why an engine takes longer to start.
     """
     check_endpoint(settings, flags, pace)
     address = settings.endpoint
@@ -186,7 +191,9 @@ def make_endpoint(
     from conserve.endpoints.http import HttpEndpoint
 
     limits = AnswerLimits.of(settings)
-    return HttpEndpoint(address, api_key=settings.api_key, model=settings.model, limits=limits)
+    return HttpEndpoint(
+        address, api_key=settings.api_key, model=settings.model, most_rows=most_rows, limits=limits
+    )
 
 
 class BesideLive(TypedDict, total=False):

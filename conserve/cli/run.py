@@ -34,6 +34,7 @@ from conserve.cli.signals import told_to_stop
 from conserve.cli.status_report import retriable
 from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
+from conserve.errors import SettingsError
 from conserve.store.books.readings import JobReading, job_named, read_jobs
 from conserve.store.books.states import JobState
 
@@ -68,6 +69,10 @@ def run(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most rows in flight at it; 64, or what it says, by default."),
+    ] = None,
     lease_s: Annotated[
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
@@ -123,7 +128,7 @@ def run(
     begin_logging(settings)
     pace = ProfileFlags(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)
-    code = drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json)
+    code = drain(settings, wanted, flags, pace, binding, window=window, dry_run=dry_run, as_json=as_json)
     if code == exits.INTERRUPTED:
         leave_import(code)
     raise typer.Exit(code)
@@ -145,6 +150,7 @@ def drain(
     pace: ProfileFlags,
     binding: Binding = Binding(),  # noqa: B008  immutable
     *,
+    window: int | None = None,
     dry_run: bool = False,
     as_json: bool,
 ) -> int:
@@ -159,6 +165,8 @@ def drain(
         return nothing_to_run(idle, named=only is not None, as_json=as_json and not dry_run)
     settings = binding.settled(settings, waiting)
     check_endpoint(settings, flags, pace)
+    if window is not None and settings.endpoint is None:
+        raise SettingsError("--window is for a server; for the engine: conserve run -- --max-num-seqs N")
     if dry_run:
         from conserve.cli.dry_run import rehearse_run
 
@@ -170,7 +178,7 @@ def drain(
     from conserve.store.database.store import Store
 
     with telemetry(settings, "run") as watching, contextlib.closing(Store.open(settings)) as store:
-        endpoint = make_endpoint(settings, flags, pace, say=output.say)
+        endpoint = make_endpoint(settings, flags, pace, most_rows=window, say=output.say)
         harvester = harvester_of(
             store, endpoint, settings, only, rebind=binding.rebind, observer=watching.observer
         )

@@ -85,8 +85,26 @@ def test_a_run_says_how_many_answers_are_not_the_json_that_was_asked_for(write_i
 
 def test_a_run_that_cannot_begin_says_nothing_but_why(write_input: WriteInput) -> None:
     submit(write_input(q=["a"]))
+    refused = conserve("run", "--window", "2")
+    assert refused.returncode == 2
+    assert "--window is for a server; for the engine: conserve run -- --max-num-seqs N" in refused.stderr
     (said,) = conserve("run", "--endpoint", "ftp://server").stderr.splitlines()
     assert said.startswith("conserve: --endpoint takes")
+
+
+def test_a_run_has_as_many_rows_in_flight_at_a_server_as_its_window(
+    write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def make(*_: object, most_rows: int | None, **__: object) -> FakeEndpoint:
+        made.append(most_rows)
+        return FakeEndpoint(Script.from_url("fake:"))
+
+    monkeypatch.setattr("conserve.cli.run.make_endpoint", make)
+    submit(write_input(q=["a"]))
+    assert conserve("run", "--endpoint", "fake:", "--window", "2").returncode == 0
+    assert made == [2]
 
 
 def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:

@@ -128,9 +128,10 @@ def test_a_server_is_asked_for_the_model_that_was_given(
 
     monkeypatch.setattr(http, "open_client", client)
     settings = load({"model": model, "endpoint": "http://127.0.0.1:9"})
-    run: Any = make_endpoint(settings, [], ProfileFlags(), say=print)
+    run: Any = make_endpoint(settings, [], ProfileFlags(), most_rows=3, say=print)
     for endpoint in (run, live_server("http://127.0.0.1:9", settings=settings, window=None)):
         assert asyncio.run(asked(endpoint)) == (model or "first")
+    assert run.capacity == 3
 
 
 def test_tokens_show_before_any_row_is_answered(run: Run) -> None:
