@@ -43,7 +43,13 @@ from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
-from conserve.endpoints.window import CALM_AGAIN, CongestionWindow, MetricsPressure, SlownessWindow
+from conserve.endpoints.window import (
+    CALM_AGAIN,
+    CongestionWindow,
+    MetricsPressure,
+    SendingOrder,
+    SlownessWindow,
+)
 from conserve.errors import (
     AnswerTooLong,
     EndpointBusy,
@@ -99,7 +105,7 @@ class HttpEndpoint:
         self._window = CongestionWindow(high=MOST_ROWS)
         self._halved_at = -inf
         self._streams = True
-        self._in_flight = 0
+        self._in_flight, self._order = 0, SendingOrder()
         self._route = Url.CHAT  # of the row that was sent last
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
@@ -242,20 +248,27 @@ class HttpEndpoint:
 
     async def _in_one_piece(self, call: Call) -> Completion:
         begun, sent_at = False, asyncio.get_running_loop().time()
+        sending = self._order.send()
         try:
             async with self._exchange(call, request_body(call, self.server)) as answer:
                 begun = True
                 content = await whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise await self._trouble(error, begun=begun) from error
+            trouble = await self._trouble(error, begun=begun)
+            if isinstance(trouble, AnswerTooLong) and not begun and self._order.waits(sending):
+                why = f"{trouble}, and rows that were sent before are answered: fewer at once wait less"
+                raise EndpointBusy(f"{why} (--window N)") from error
+            raise trouble from error
         try:
-            return replace(read(call, content), started_over=True)
+            completion = replace(read(call, content), started_over=True)
         except EndpointFault as error:
             said = unwrapped(WholeResponse(answer.status_code, answer.headers, content))
             if said.status == httpx.codes.OK:
                 raise
             waited_s = asyncio.get_running_loop().time() - sent_at
             raise await self._refused(call, said, answer.request.url, waited_s) from error
+        self._order.answered(sending)
+        return completion
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens are sent along, and come back as its beginning."""

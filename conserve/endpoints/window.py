@@ -144,3 +144,35 @@ class MetricsPressure:
         """Let readings beside few rows set the scale."""
         for replica in self._replicas.values():
             replica.latencies.rescale()
+
+
+class Sending(NamedTuple):
+    """A row's place among the rows that were sent to one server."""
+
+    number: int
+    answers: int  # of the server before
+
+
+class SendingOrder:
+    """Tells a row that waits behind others in a server's queue from one that takes long by itself.
+
+    Servers with few places, such as Ollama and llama.cpp, answer rows in the order in which they come.
+    """
+
+    def __init__(self) -> None:
+        self._sent = self._answers = 0
+        self._last = 0  # number of the row that was answered last
+
+    def send(self) -> Sending:
+        """Note that a row is sent."""
+        self._sent += 1
+        return Sending(self._sent, self._answers)
+
+    def answered(self, row: Sending) -> None:
+        """Note that a row was answered."""
+        self._answers += 1
+        self._last = row.number
+
+    def waits(self, row: Sending) -> bool:
+        """True if the server has answered rows since this one was sent, the last one of them sent before it."""
+        return self._answers > row.answers and self._last < row.number

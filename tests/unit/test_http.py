@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -23,6 +24,7 @@ from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.endpoints.requests import put_push
 from conserve.errors import (
+    AnswerTooLong,
     EndpointBusy,
     EndpointError,
     EndpointFault,
@@ -666,6 +668,71 @@ def test_an_answer_that_drips_is_a_fault_once_its_time_is_over(coserving: bool) 
     with pytest.raises(EndpointFault, match=r"no whole answer within 30 s \(max_answer_s\)") as error:
         bounded(body, AnswerLimits(seconds=30.0), coserving=coserving)
     assert seconds(error) == pytest.approx(30, abs=0.1)
+
+
+class Places:
+    """A server with few places, in which rows wait their turn; some take longer than others."""
+
+    def __init__(self, places: int) -> None:
+        self._places, self.said = asyncio.Semaphore(places), set[str]()
+        self.endpoint = HttpEndpoint(
+            "http://server", transport=httpx.MockTransport(self.serve), limits=AnswerLimits(seconds=1800.0)
+        )
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return LISTED if request.url.path == "/v1/models" else httpx.Response(404)
+        if (answer := small(request)) is None:
+            async with self._places:
+                await asyncio.sleep(json.loads(request.content)["seed"])
+            answer = httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+        return answer
+
+    async def ask(self, row_s: int) -> type[object]:
+        """What comes of a row that takes so many seconds, once it has a place."""
+        call = Call(key="1", url=Url.CHAT, body={"messages": [], "seed": row_s})
+        try:
+            return type(await self.endpoint.complete(call))
+        except EndpointError as error:
+            self.said.add(str(error))
+            return type(error)
+
+
+def test_a_row_that_waits_behind_others_in_a_servers_queue_is_not_at_fault() -> None:
+    """Ollama and llama.cpp run a row at a time by default."""
+
+    async def go() -> Counter[type[object]]:
+        server = Places(1)
+        await server.endpoint.start()
+        found = await asyncio.gather(*(server.ask(70) for _ in range(64)))
+        await server.endpoint.close()
+        (said,) = server.said
+        assert said.endswith("rows that were sent before are answered: fewer at once wait less (--window N)")
+        return Counter(found)
+
+    assert virtual_time.run(go()) == {Completion: 25, EndpointBusy: 39}
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_row_without_an_end_is_at_fault_though_rows_that_came_later_are_answered(others: int) -> None:
+    async def go() -> list[type[object]]:
+        server = Places(4)
+        await server.endpoint.start()
+
+        async def follow() -> list[type[object]]:
+            return [await server.ask(70) for _ in range(30)]
+
+        early = [asyncio.create_task(server.ask(60)) for _ in range(others)]
+        await asyncio.sleep(1.0)
+        endless = asyncio.create_task(server.ask(10**6))
+        await asyncio.sleep(1.0)
+        late = await asyncio.gather(*(follow() for _ in range(others)), *early)
+        assert EndpointBusy not in late
+        found = [await endless, await server.ask(10**6)]
+        await server.endpoint.close()
+        return found
+
+    assert virtual_time.run(go()) == [AnswerTooLong, AnswerTooLong]
 
 
 def test_an_answer_may_take_an_hour_unless_something_else_was_said() -> None:
