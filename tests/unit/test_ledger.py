@@ -27,7 +27,6 @@ from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest import turned_away, workload
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.release import Release
@@ -58,6 +57,7 @@ from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
+from conserve.store.database.store_file import StoreFile
 from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Memory
 from conserve.store.files.marks import Mark

@@ -22,11 +22,12 @@ from conserve.errors import (
     StoreError,
 )
 from conserve.jobs.harvest.hold import Hold
-from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.outcome import failure, success
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_json_answer
 from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Order, Task

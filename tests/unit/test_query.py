@@ -32,15 +32,16 @@ from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
-from conserve.store.sql import export, query, scratch
+from conserve.store.sql import duplicates, export, query, scratch
 from conserve.store.sql import snapshot as snapshots
 from conserve.store.sql.batches import RowBatches, rows_of
+from conserve.store.sql.duplicates import first_duplicate
 from conserve.store.sql.export import Format
 from conserve.store.sql.input_columns import input_types, shown_names
 from conserve.store.sql.input_parts import changed, parts_of
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.per_row import by_row
-from conserve.store.sql.query import VIEWS, Views, ask, first_duplicate, views, views_of
+from conserve.store.sql.query import VIEWS, Views, ask, views, views_of
 from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.relation import relation
 from conserve.store.sql.scan import scanned
@@ -543,7 +544,7 @@ def test_mistakes_in_sql_are_one_line_that_names_the_next_step(opened: Views) ->
 def test_a_duplicate_is_found_with_how_often_it_is_there(
     few_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query, "FEW_ROWS", few_rows)  # more are counted by DuckDB
+    monkeypatch.setattr(duplicates, "FEW_ROWS", few_rows)  # more are counted by DuckDB
     path = tmp_path / "ids.parquet"
     column = 'an "awkward" name'
     for values, found in (

@@ -28,13 +28,14 @@ from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
-from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.time_left import QueueProgress
+from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.database.connection import UNDONE, code
 from conserve.store.database.store import Store

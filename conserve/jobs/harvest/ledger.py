@@ -10,7 +10,6 @@ from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreForbidde
 from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
@@ -27,6 +26,7 @@ from conserve.store.books.states import JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
+from conserve.store.database.store_file import StoreFile
 from conserve.store.upkeep.sweep import sweep
 from conserve.words import count
 

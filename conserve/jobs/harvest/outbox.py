@@ -6,8 +6,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.retry import RetryDecision
+from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books import saved_tokens
 from conserve.store.books.journal import Finished

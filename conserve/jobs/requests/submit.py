@@ -34,7 +34,7 @@ from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.objects import ObjectPath
-from conserve.store.sql.query import first_duplicate
+from conserve.store.sql.duplicates import first_duplicate
 
 KEEPS_S = 3600.0  # within that time the sweep takes no folder of a bucket
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, case, delete, func, select
 
-from conserve.store.books.states import is_slot
+from conserve.store.books.slots import is_slot
 from conserve.store.database import schema
 from conserve.store.database.bulk import upsert_into
 

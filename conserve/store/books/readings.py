@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from conserve.config import Settings
 from conserve.errors import StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
 from conserve.store.books.job_names import resolve
-from conserve.store.books.states import JobState, OnLate, is_slot
+from conserve.store.books.slots import is_slot
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import moves
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (

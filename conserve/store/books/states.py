@@ -1,8 +1,6 @@
 """The states of a job."""
 
-from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
 
 
 class OnLate(StrEnum):
@@ -48,8 +46,3 @@ class JobState(StrEnum):
     def final(self) -> bool:
         """True if the job stays as it is unless the user asks for a change."""
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)
-
-
-def is_slot(row: Sequence[Any]) -> bool:
-    """True unless a damaged page put values of other kinds into a slot of harvested tokens."""
-    return isinstance(row[0], int) and all(isinstance(value, int | float) for value in row[1:])

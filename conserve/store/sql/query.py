@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import duckdb
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from conserve.errors import QueryError
 from conserve.store.database.store import Store
@@ -22,7 +20,7 @@ from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.input_parts import InputPart
 from conserve.store.sql.mistakes import ONLY_SELECT, VIEWS, explained, views_in
 from conserve.store.sql.named_files import NamedFile, add_named
-from conserve.store.sql.quoting import literal, parquet, quoted
+from conserve.store.sql.quoting import literal
 from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.requests_view import Wording, add_requests
@@ -49,38 +47,6 @@ DESCRIBES_ONE = re.compile(rf'\b(?:describe|show)\s+("?)(?:{"|".join(VIEWS)}|sel
 """Words that ask for the columns of the view that follows, or of a query."""
 
 NONE: Mapping[FilePath, str] = MappingProxyType({})
-FEW_ROWS = 10_000  # counted in memory: to start DuckDB takes 10 ms of a processor
-
-
-class Duplicate(NamedTuple):
-    """A value that occurs more than once."""
-
-    value: str
-    times: int
-
-
-def first_duplicate(path: Path, column: str) -> Duplicate | None:
-    """Find a value that occurs more than once in a Parquet column; None if there is none. May spill to disk."""
-    with pq.ParquetFile(path) as file:
-        if file.metadata.num_rows <= FEW_ROWS:
-            return duplicate_of_few(file.read(columns=[column]).column(column))
-    with duckdb.connect(":memory:") as duck:
-        row = duck.execute(
-            f"select {quoted(column)}, count(*) from {parquet([path])} "
-            f"where {quoted(column)} is not null group by 1 having count(*) > 1 limit 1",
-        ).fetchone()
-    return Duplicate(*row) if row else None
-
-
-def duplicate_of_few(values: pa.ChunkedArray) -> Duplicate | None:
-    """Find a value that occurs more than once among those in memory; None if there is none."""
-    import pyarrow.compute as pc  # which queries do not need, and takes 50 ms
-
-    counted = values.drop_null().value_counts()
-    times = counted.field("counts")
-    place = pc.index(pc.greater(times, 1), True).as_py()
-    return None if place < 0 else Duplicate(counted.field("values")[place].as_py(), times[place].as_py())
-
 
 TROUBLE = (duckdb.IOException, duckdb.OutOfMemoryException, duckdb.InterruptException)
 """DuckDB's errors that say nothing about a file: the same question may be answered later."""
