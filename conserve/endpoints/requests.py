@@ -16,9 +16,8 @@ def request_body(call: Call, server: ServerFacts) -> dict[str, Any]:
     if server.priority is not None:
         body["priority"] = server.priority
     if call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
-        put_push(
-            body, on=call.pushes and server.resumes
-        )  # a push wants the harvester's key, as resuming does
+        # A push wants the harvester's key, as resuming does.
+        put_push(body, on=call.pushes and server.resumes)
     return body
 
 

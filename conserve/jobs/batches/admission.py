@@ -45,9 +45,8 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
             if (waiting := find(store, batch_id, now=now)) is not None:
                 queue(store, waiting[0], upload, limits, now=now)
     except PASSING as error:
-        if (
-            path.exists() or not path.parent.is_dir()
-        ):  # a disk that is not there just now has not lost the upload
+        # A disk that is not there just now has not lost the upload.
+        if path.exists() or not path.parent.is_dir():
             raise StoreError(
                 f"the input of batch {batch_id} cannot be read now: {one_line(error)}"
             ) from error

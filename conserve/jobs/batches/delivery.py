@@ -80,9 +80,8 @@ def put_in_place(store: Store, found: BatchRecord, into: FilePath, *, now: float
     written = write(store, found, into, now=now)
     mine = [one.path for one in written.values()]
     earlier: Iterable[FilePath] = ()
-    if isinstance(
-        into, Path
-    ):  # of objects only those that the database named: another process may be writing
+    # Of objects only those that the database named go: another process may be writing.
+    if isinstance(into, Path):
         earlier = [path for path in into.iterdir() if path not in mine]
     replaced = register(store, found, written, now=now)
     if replaced is None:

@@ -13,9 +13,8 @@ from conserve.jobs.fleet.pace import Pace
 from conserve.jobs.fleet.pieces import UnplacedRow
 from conserve.jobs.fleet.prefixes import CachedPrefixes
 
-START_S = (
-    60.0  # for a server to say what it serves: under load each of its first answers may wait for seconds
-)
+# Time for a server to say what it serves: under load each of its first answers may wait for seconds.
+START_S = 60.0
 LONGEST_WAIT_S = 5.0  # between two tries to reach a server
 MOST_DOUBLINGS = 10  # of half a second
 LONGEST_HOLD_S = 60.0  # in which a server that is busy or suspected gets no row
@@ -173,7 +172,7 @@ class Member:
         self._failures += 1
 
     def hold(self, wish_s: float | None, now: float) -> None:
-        """Give it no row for this long, or longer after each failure; rows that fail meanwhile count as one."""
+        """Send the server no row for `wish_s`, longer after each failure; rows that fail meanwhile count as one."""
         if now < self.held_until:
             self.held_until = max(self.held_until, now + min(wish_s or 0.0, LONGEST_HOLD_S))
             return
@@ -185,7 +184,7 @@ class Member:
         return 0.5 * 2.0 ** min(self._failures, MOST_DOUBLINGS)
 
     def suspect(self, error: EndpointError, now: float) -> None:
-        """Give it no row for a while, then one at a time until it answers."""
+        """Send the server no row for a while, then one at a time until it answers."""
         self.suspected, self.error, self.seen_at = True, error, now
         self.hold(2.0, now)
 
@@ -195,7 +194,7 @@ class Member:
         return self._faults
 
     def answered(self, now: float, took_s: float) -> None:
-        """Note that it has answered a row in this time."""
+        """Note that the server has answered a row in this time."""
         self.times_s.append(took_s)
         if self.suspected:
             self.pace = Pace()  # what was measured before says nothing any more
@@ -206,7 +205,7 @@ class Member:
     # Rows of the server.
 
     def enqueue(self, errand: Errand, charge: float, piece: int) -> None:
-        """Let a row wait for it."""
+        """Queue a row at the server."""
         errand.charge, errand.piece = charge, piece
         self.tokens += charge
         self.queue.append(errand)
@@ -241,7 +240,7 @@ class Member:
         return taken
 
     def recall(self, errands: Sequence[Errand]) -> None:
-        """Withdraw rows that it runs; each is asked elsewhere."""
+        """Withdraw rows from the server; each is asked elsewhere."""
         for errand in errands:
             if errand.task is not None and not errand.task.done():
                 errand.recalled = True
@@ -254,7 +253,7 @@ class Member:
         return one_line(self.error) if self.error else None
 
     async def close(self) -> None:
-        """Free its resources."""
+        """Free the resources of the endpoint."""
         if self.starting is not None:
             self.starting.cancel()
             await asyncio.gather(self.starting, return_exceptions=True)

@@ -68,9 +68,8 @@ class Ledger:
         self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
         self._last_claim_found_nothing = False
-        self.skipped_claim = (
-            False  # a look, which only reads, saw that the last claim would find nothing again
-        )
+        # A look, which only reads, told that the last claim would find nothing again.
+        self.skipped_claim = False
         self._next_at: float | None = None  # when the first row in backoff may run
         self._recover_at = 0.0
         self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)

@@ -17,9 +17,8 @@ Resolve = Callable[[str, int], list[Address]]
 
 UNICAST = IPv6Network("2000::/3")  # the only public IPv6 addresses there are
 SPECIAL_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("192.88.99.0/24"))  # global to some versions of Python
-SPECIAL_V6 = tuple(
-    map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20"))
-)  # tunnels to IPv4, documentation
+# Tunnels to IPv4, and documentation.
+SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20")))
 NAT64 = IPv6Network("64:ff9b::/96")  # IPv4 addresses as an IPv6-only network reaches them
 MOST_URL = 2000
 

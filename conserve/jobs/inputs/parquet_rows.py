@@ -189,9 +189,8 @@ def fitted(column: pa.Array, kind: pa.DataType) -> pa.Array:
     """A column in its type in all files together; raises `ArrowException` for a value that does not fit."""
     if column.type == kind:
         return column
-    if pa.types.is_integer(column.type) and pa.types.is_decimal(
-        kind
-    ):  # else the widest number would have to fit
+    # Without a cast the widest number would have to fit.
+    if pa.types.is_integer(column.type) and pa.types.is_decimal(kind):
         column = column.cast(pa.decimal256(WIDEST, kind.scale))
     return column.cast(kind)
 

@@ -95,9 +95,8 @@ class RowTracer(Observer):
         self._provider, self._ids = provider, provider.id_generator
         self._tracer = provider.get_tracer("conserve", __version__)
         self._rows: dict[str, Traced] = {}  # by the key of the call
-        self._durable: dict[
-            tuple[str, int], Traced
-        ] = {}  # by job and position: rows that wait for their shard
+        # Rows that wait for their shard, by job and position.
+        self._durable: dict[tuple[str, int], Traced] = {}
         self._lock = Lock()  # the store's thread adds rows while the event loop looks them up
 
     def close(self) -> None:

@@ -133,9 +133,8 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Ter
 
 def remember(tx: Connection, place: str) -> None:
     """Store the place of a window, so that the next window goes on there."""
-    first = upsert_into(tx, meta).values(
-        key=PLACE, value=place
-    )  # two harvesters may have the first window at once
+    # Two harvesters may have the first window at once.
+    first = upsert_into(tx, meta).values(key=PLACE, value=place)
     tx.execute(first.on_conflict_do_update(index_elements=["key"], set_={"value": place}))
 
 

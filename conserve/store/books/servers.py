@@ -62,9 +62,8 @@ class SeenServer:
 
 def note(tx: Connection, owner: str, sightings: Sequence[Sighting], *, now: float) -> None:
     """Write down what a harvester sees of its servers, in place of what it wrote before."""
-    for seen in sorted(
-        sightings, key=lambda one: one.url
-    ):  # in one order, so that no two harvesters deadlock
+    # All harvesters write in one order, so that no two deadlock.
+    for seen in sorted(sightings, key=lambda one: one.url):
         see(tx, seen, now)
     forget(tx, owner)
     rows = [

@@ -186,9 +186,8 @@ def conclude(home: Path, ends: Ends, mark: MoveMark) -> dict[str, TableDigest]:
         if now is None or now.id != mark.id:
             raise StoreError("the move was cancelled meanwhile; the store stays where it was")
         guard.put_mark(tx, replace(mark, state=MoveState.LEFT))
-    forget(
-        home, ends.source, mark.store_id
-    )  # before the target opens: a move that is killed here goes on here
+    # The target opens after this: a move that is killed here goes on here.
+    forget(home, ends.source, mark.store_id)
     with transaction(ends.target) as tx:
         guard.put_mark(tx, None)
     lineage.note(home, lineage.place(home, ends.target), mark.store_id)

@@ -27,9 +27,8 @@ def reader(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 def copied(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     """Open a copy of a database, which may be changed and goes with the connection."""
-    copy = sqlite3.connect(
-        "", isolation_level=None, check_same_thread=False
-    )  # a temporary file without a name
+    # An empty name makes a temporary file.
+    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     with closing(reader(path, timeout_s=timeout_s)) as read:
         read.backup(copy)
     return copy

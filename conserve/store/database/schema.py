@@ -107,9 +107,8 @@ request = Table(
     Column("position", BigInteger, primary_key=True),
     Column("epoch", BigInteger),  # the lease it is under; null while it waits
     Column("attempts", Integer, nullable=False),  # times leased
-    Column(
-        "failures", Integer, nullable=False, default=0
-    ),  # attempts that ended in an error, deaths included
+    # Attempts that ended in an error, deaths included.
+    Column("failures", Integer, nullable=False, default=0),
     Column("available_at", Float, nullable=False, default=0.0),  # backoff: not before
     Column("suspect", Boolean, nullable=False, default=False),  # in flight when an engine died: runs alone
     Column("started_at", Float),  # first lease

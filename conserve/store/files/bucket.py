@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az")
 OPTIONS = ("endpoint", "region")
-NAME = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._=+-]*(/[A-Za-z0-9._=+-]+)*"
-)  # no character that a pattern or SQL reads
+# Without any character that a pattern or SQL reads.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*(/[A-Za-z0-9._=+-]+)*")
 CONNECT_S = 3.0
 REQUEST_S = 10.0  # without a byte
 ATTEMPTS = 3  # of one request; all together end before a lease does

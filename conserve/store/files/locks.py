@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SQLITE_SHARED = (
-    0x40000002  # first byte that SQLite locks in a file, as long as a process has it open with its log
-)
+# First byte that SQLite locks in a file, as long as a process has it open with its log.
+SQLITE_SHARED = 0x40000002
 SQLITE_SHARED_BYTES = 510
 
 

@@ -26,9 +26,8 @@ from conserve.store.sql.requests_view import Wording
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.unheld import fix_of, text_fault
 
-STREAMED = re.compile(
-    r"[A-Z][A-Za-z /-]* Error: "
-)  # how DuckDB's messages begin, once rows flow through Arrow
+# Beginning of DuckDB's messages once rows flow through Arrow.
+STREAMED = re.compile(r"[A-Z][A-Za-z /-]* Error: ")
 HELD_BYTES = 4 << 20  # of an answer, before any is sent: a file that fails until then can be left out
 PERHAPS_DAMAGE = (duckdb.Error, pa.ArrowException, OSError)
 BLAMELESS = (  # errors that no damaged file can cause

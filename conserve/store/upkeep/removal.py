@@ -182,9 +182,8 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
             tx.execute(delete(table).where(table.c.job_id == job_id))
         tx.execute(delete(job).where(job.c.id == job_id))
         wake(tx)
-    with marks.free(
-        folder
-    ):  # a process that is just writing results finds the job gone, and its file goes too
+    # A process that is just writing results finds the job gone, and its file goes too.
+    with marks.free(folder):
         return delete_files(store.data, folder, now=now)
 
 
