@@ -1563,7 +1563,7 @@ def test_rows_withdrawn_before_they_were_sent_go_back(store: Store, queue_up: Ca
         while harvester.tally.in_flight:
             await asyncio.sleep(0)
         await harvester._recording.flush()
-        assert not harvester._recording.held
+        assert not harvester._recording.unwritten_rows
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert endpoint.calls == 0

@@ -99,7 +99,7 @@ class Flights:
 
     def launch(self, work: ReadyRow) -> None:
         """Start a row's task, or finish it at once if it could not be rendered."""
-        self._recording.held[work.epoch] += 1
+        self._recording.unwritten_rows[work.epoch] += 1
         if (fault := self._fault(work)) is not None:
             self._recording.finish(work, failure(work, *fault, now=self._clock()))
             return

@@ -222,7 +222,7 @@ class Harvester:
             await self._in_store(self._ledger.recover)
             self._calls.begin(await self._in_store(Listener.of, self.store.engine))
             await self._notes.look()
-            self._recording.held.clear()
+            self._recording.unwritten_rows.clear()
             self._outage.end()
             self.tally.waiting_for = None
             await self._until_drained(stop)
@@ -358,14 +358,14 @@ class Harvester:
             if (by := wall.set_by()) is not None:
                 self._say(f"the clock was set {'forward' if by > 0 else 'back'} by {abs(by):,.0f} s")
                 renew_at = now  # so that leases name their end by the new clock
-            if now >= renew_at and self._recording.held:
+            if now >= renew_at and self._recording.unwritten_rows:
                 async with self._recording.writing:  # which may end leases that then would seem lost
-                    epochs = set(self._recording.held)
+                    epochs = set(self._recording.unwritten_rows)
                     alive = await self._in_store(self._ledger.renew, epochs)
                 self._flights.withdraw(epochs=epochs - alive, lost=True)
                 self.tally.leases_lost += len(epochs - alive)
                 for gone in epochs - alive:
-                    del self._recording.held[gone]
+                    del self._recording.unwritten_rows[gone]
                 renew_at = now + self.lease_s / 3
             if self._called or not self._calls.listening or now >= look_at:
                 self._called, look_at = False, now + LISTENING_S

@@ -45,8 +45,8 @@ class OutboxWriter:
         self._write, self._outage = write, outage
         self.outbox = Outbox()
         self.full = asyncio.Event()
-        self.held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
-        self.writing = asyncio.Lock()  # held for a write and until `held` knows of it
+        self.unwritten_rows: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
+        self.writing = asyncio.Lock()  # held for a write and until `unwritten_rows` knows of it
 
     @property
     def is_at_work(self) -> bool:
@@ -79,7 +79,7 @@ class OutboxWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the outbox; its rows then no longer count as held.
+        """Write the outbox; its rows are unwritten no more.
 
         A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
         and its rows would be done again.
@@ -98,5 +98,5 @@ class OutboxWriter:
             await asyncio.gather(writing, return_exceptions=True)
             raise
         self._outage.forget()
-        self.held.subtract(outbox.epochs)
-        self.held += Counter()  # drops leases that have come to zero
+        self.unwritten_rows.subtract(outbox.epochs)
+        self.unwritten_rows += Counter()  # drops leases that have come to zero
