@@ -479,6 +479,12 @@ def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
 class WithoutPlan: ...
 
 
+class OfOldFlags:
+    holds_offline = True
+
+    def plan(self, view: Any) -> None: ...
+
+
 class Leaving:
     def __init__(self) -> None:
         raise SystemExit("it leaves")
@@ -491,6 +497,7 @@ def test_a_policy_is_named_by_the_path_of_its_class() -> None:
         (f"{__name__}.Planning", "missing 1 required positional argument"),
         (f"{__name__}.Leaving", "SystemExit: it leaves"),
         (f"{__name__}.WithoutPlan", r"has no method plan\(view\)"),
+        (f"{__name__}.OfOldFlags", "has the flag holds_offline, which is called defers_offline"),
     ):
         with pytest.raises(ValueError, match=rf"^the policy {path} .*{why}"):
             own_policy(path)

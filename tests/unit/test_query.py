@@ -481,6 +481,16 @@ def test_whole_numbers_of_a_job_are_not_rounded_beside_short_floats_of_another(
     assert found == [(0.5, kind), (1.5, kind), (column[0].as_py(), kind)]
 
 
+def test_a_job_with_whole_numbers_changes_no_answer_on_short_floats(
+    store: Store, write_input: WriteInput
+) -> None:
+    count = "select count(*) from inputs where x = 0.1 and x::varchar = '0.1'"
+    for name, column in (("one", pa.array([0.1], pa.float32())), ("two", pa.array([LARGE]))):
+        submit(store, str(write_input(f"{name}.parquet", q=["a"], x=column)), TASK)
+        with views(store, now=0.0) as opened:
+            assert ask(opened.duck, count).fetchall() == [(1,)]
+
+
 @pytest.mark.parametrize("own", ["n", "file_row_number"])
 @pytest.mark.parametrize(
     ("column", "kind"),

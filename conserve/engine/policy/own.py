@@ -57,4 +57,7 @@ class CheckedPolicy:
 
 def own_policy(path: str) -> Any:
     """Make the policy with this class path; raises ValueError with the reason if that cannot be."""
-    return made(path, "policy", {"plan": "view"})
+    own = made(path, "policy", {"plan": "view"})
+    if hasattr(own, "holds_offline"):
+        raise ValueError(f"the policy {path} has the flag holds_offline, which is called defers_offline")
+    return own

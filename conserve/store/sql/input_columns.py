@@ -10,7 +10,7 @@ from conserve.errors import first_line
 from conserve.store.books.results import COLUMNS
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_parts import BY_NAME, FILE, ROW_NUMBER, InputPart, relation
-from conserve.store.sql.quoting import literal, parquet, quoted
+from conserve.store.sql.quoting import literal, literals, parquet, quoted
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
 RESULT_COLUMNS = ("job_id", *COLUMNS)
@@ -110,10 +110,21 @@ def rounded(
 ) -> list[str]:
     """Columns of an input of several files that would be a FLOAT, which rounds the numbers of some file."""
     floats = [name for name, kind in types.items() if kind == "FLOAT"]
-    if len(parts) == 1 or not floats:
+    paths = [part.path for part in parts]
+    if len(parts) == 1 or not floats or not differ(duck, paths, floats):
         return []
-    files = [column_types(duck, part.path) for part in parts]
-    return [name for name in floats if rounds({file[name] for file in files if name in file})]
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        for name, kind in column_types(duck, path).items():
+            found[name].add(kind)
+    return [name for name in floats if rounds(found[name])]
+
+
+def differ(duck: duckdb.DuckDBPyConnection, paths: Sequence[FilePath], floats: Sequence[str]) -> bool:
+    """True if some of these columns is no FLOAT in every file; reads all files at once."""
+    others = f"name in ({', '.join(map(literal, floats))}) and type <> 'FLOAT'"
+    found = duck.execute(f"select 1 from parquet_schema({literals(paths)}) where {others} limit 1")
+    return found.fetchone() is not None
 
 
 def schema(types: Mapping[str, str]) -> str:
@@ -149,6 +160,8 @@ def columns_as(types: dict[str, str], wanted: Mapping[str, str]) -> Iterator[str
     """Yield each column of an input under its shown name, cast if another type is wanted."""
     for name, alias in shown_names(list(types)).items():
         cast = f"::{wanted[alias.lower()]}" if alias.lower() in wanted else ""
+        if cast == "::DOUBLE" and types[name] == "FLOAT":
+            cast = "::VARCHAR::DOUBLE"  # 0.1 stays 0.1, where a plain cast makes it 0.10000000149
         yield f"{quoted(name)}{cast} as {quoted(alias)}"
 
 

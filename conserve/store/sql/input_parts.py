@@ -14,9 +14,8 @@ FILE, FIRST, COUNT, ROW_NUMBER = (
     f'"{what} of conserve"' for what in ("file", "first row", "count", "row number")
 )
 
-BY_NAME = (
-    "union_by_name = true"  # of a scan: a column may be missing in some files, and DuckDB chooses its type
-)
+# Option of a scan: a column may be missing in some files, and DuckDB chooses its type.
+BY_NAME = "union_by_name = true"
 
 
 class InputPart(NamedTuple):

@@ -236,9 +236,8 @@ class CoServing(VllmsAttributes):
         self.traffic.planned_quiet = False
         if not decides or (model is None and not policy.defers_offline) or not keeps_kv(self):
             return None
-        if policy is not self.chosen_policy and len(self.offline) == len(
-            self.requests
-        ):  # a pause of rows alone
+        paused = policy is not self.chosen_policy
+        if paused and len(self.offline) == len(self.requests):  # rows are alone
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
