@@ -12,7 +12,7 @@ from msgspec import Meta
 from conserve.endpoints.answers import UNREADABLE, Whole, excerpt
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import KvCache, Url
-from conserve.endpoints.refusals import error_message, redirected, untrusted
+from conserve.endpoints.refusals import BUSY, error_message, redirected, untrusted
 from conserve.endpoints.window import ServerMetrics
 from conserve.errors import EndpointUnusable, one_line
 
@@ -205,7 +205,7 @@ async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
     reply = await any_reply(client, LAST_REPORT)
     if reply.status == NO_REPORT_YET:
         reply = await healthy_reply(client, REPORT)
-    if reply.status >= 500 and reply.status not in LACKS_ROUTE:
+    if reply.status in BUSY or (reply.status >= 500 and reply.status not in LACKS_ROUTE):
         raise troubled(client, REPORT, reply)
     try:
         return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None

@@ -36,7 +36,7 @@ from conserve.errors import (
 log = logging.getLogger(__name__)
 
 PROBE_S = 30.0  # for the answer to a completion of one token
-PASSING = frozenset({502, *BUSY}) - {429}  # as of a server that starts again
+PASSING = frozenset({502, *BUSY}) - {429, 498, 529}  # as of a server that starts again
 NEWER_LIMIT = "max_completion_tokens"  # OpenAI's models that reason refuse `max_tokens`, and a limit below 16
 T = TypeVar("T")
 

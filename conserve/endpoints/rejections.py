@@ -1,5 +1,6 @@
 """Tells whether a refusal is the row's or the server's: whether another request is answered right then."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,11 +12,18 @@ from conserve.endpoints.discovery import ServerFacts
 from conserve.endpoints.exchange import WholeResponse
 from conserve.endpoints.probes import Probes, has_route
 from conserve.endpoints.protocol import Call, Url
-from conserve.endpoints.refusals import OF_ROWS, is_of_account, refusal
+from conserve.endpoints.refusals import BUSY, GIVEN_UP, OF_ROWS, is_of_account, refusal, retry_after_s
 from conserve.endpoints.requests import request_body
-from conserve.errors import EndpointError, EndpointUnavailable, EndpointUnusable, RequestRejected
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointUnavailable,
+    EndpointUnusable,
+    RequestRejected,
+)
 
 DOUBTFUL = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)  # about one request, or about all of them
+UNPAID_AFTER_S = 120.0  # without an answer: a limit of tokens a minute lets rows through before
 IN_A_ROW = 5  # rejections of rows without an answer between them, from which on a small request is asked
 
 
@@ -35,6 +43,7 @@ class Rejections:
         self._look_again = look_again
         self._in_a_row: Counter[Url] = Counter()
         self._answered: dict[Url, Call] = {}  # last on each route
+        self._unpaid_since: float | None = None
 
     def forget(self) -> None:
         """Forget what is known: the server is another one."""
@@ -43,6 +52,7 @@ class Rejections:
 
     def answered(self, call: Call) -> None:
         """Note that a row was answered."""
+        self._unpaid_since = None
         self._in_a_row[call.url] = 0
         self._answered[call.url] = call
 
@@ -51,12 +61,20 @@ class Rejections:
     ) -> EndpointError:
         """The error for a response with a status other than 200."""
         error = refusal(said, url, call.url, now=time.time())
+        if isinstance(error, EndpointUnusable) and said.status in BUSY and self._may_pass():
+            return EndpointBusy(str(error), retry_after_s=retry_after_s(said.headers, now=time.time()))
         rejected = isinstance(error, RequestRejected)
         if said.status in DOUBTFUL or (rejected and said.status not in OF_ROWS):
             return await self._doubtful(call, said, url, server)
         if said.status == httpx.codes.BAD_REQUEST and is_of_account(said):
             return await self._of_account(call, error, server)
         return await self._of_contents(call, said, error, server) if rejected else error
+
+    def _may_pass(self) -> bool:
+        """True while an account without credit may be one over its limit of tokens a minute: Qwen's API says so."""
+        now = asyncio.get_running_loop().time()
+        self._unpaid_since = now if self._unpaid_since is None else self._unpaid_since
+        return now - self._unpaid_since < UNPAID_AFTER_S
 
     async def _doubtful(
         self, call: Call, said: WholeResponse, url: httpx.URL, server: ServerFacts
@@ -65,7 +83,7 @@ class Rejections:
         answered = self._culprit.answered
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(server.model, route)
-        unclear = status is None or status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
+        unclear = status is None or status in (*BUSY, *GIVEN_UP) or status >= 500
         error = refusal(said, url, call.url, now=time.time())
         missing = isinstance(error, RequestRejected)  # a thing, and neither the key nor the model
         answers = status == httpx.codes.OK or (missing and status is not None and has_route(status))

@@ -161,18 +161,22 @@ class SendingOrder:
 
     def __init__(self) -> None:
         self._sent = self._answers = 0
-        self._last = 0  # number of the row that was answered last
+        self._last = 0  # number of the newest row that was answered
+        self._unanswered: set[int] = set()  # rows behind it; those that were given up are left in
 
     def send(self) -> Sending:
         """Note that a row is sent."""
         self._sent += 1
+        self._unanswered.add(self._sent)
         return Sending(self._sent, self._answers)
 
     def answered(self, row: Sending) -> None:
         """Note that a row was answered."""
         self._answers += 1
-        self._last = row.number
+        self._last = max(self._last, row.number)
+        self._unanswered = {number for number in self._unanswered if number > self._last}
 
     def waits(self, row: Sending) -> bool:
-        """True if the server has answered rows since this one was sent, the last one of them sent before it."""
-        return self._answers > row.answers and self._last < row.number
+        """True if the server has answered since this row was sent, only rows before it, and another row is next."""
+        is_next = min(self._unanswered, default=row.number) >= row.number
+        return self._answers > row.answers and self._last < row.number and not is_next

@@ -202,8 +202,9 @@ async def send(writer: asyncio.StreamWriter, asked: Asked, document: Any) -> boo
 # Odd answers.
 
 
-def fresh(asked: Asked) -> Any:
-    return stream_of(asked) if asked.streamed else whole_answer(asked)
+def fresh(asked: Asked, text: str | None = None) -> Any:
+    """An answer to be spoilt; `text` is that of a whole one, which an odd usage does not spoil."""
+    return stream_of(asked) if asked.streamed else whole_answer(asked, text)
 
 
 def text_place(asked: Asked) -> tuple[Any, ...]:
@@ -288,13 +289,14 @@ async def wrong_choices(_: OddServer, writer: asyncio.StreamWriter, asked: Asked
     return await reply(writer, 200, answer)
 
 
-async def odd_types(_: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:
+async def odd_types(server: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:
     places = [*STRINGS, *OBJECTS]
     place = text_place(asked) if asked.dice.random() < 0.4 else any_place(asked, places)
     value: Any = asked.dice.choice(WRONG)
     if place[-1] in ("choices", 0, "usage", "prompt_tokens_details"):
         value = asked.dice.choice([7, True, "x"])
-    return await send(writer, asked, spoilt(fresh(asked), place, value))
+    answer = fresh(asked, server.good_text(asked.text))
+    return await send(writer, asked, spoilt(answer, place, value))
 
 
 async def surrogates(_: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:
@@ -307,9 +309,10 @@ async def surrogates(_: OddServer, writer: asyncio.StreamWriter, asked: Asked) -
     return await send(writer, asked, spoilt(fresh(asked), any_place(asked, STRINGS), SURROGATE))
 
 
-async def huge_numbers(_: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:
+async def huge_numbers(server: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:
     value = asked.dice.choice(HUGE)
-    return await send(writer, asked, spoilt(fresh(asked), any_place(asked, NUMBERS), value))
+    answer = fresh(asked, server.good_text(asked.text))
+    return await send(writer, asked, spoilt(answer, any_place(asked, NUMBERS), value))
 
 
 async def deep(_: OddServer, writer: asyncio.StreamWriter, asked: Asked) -> bool:

@@ -12,7 +12,7 @@ from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, Endpoint, Url
 from conserve.endpoints.rejections import IN_A_ROW
 from conserve.endpoints.roster import rosters_of
-from conserve.errors import EndpointUnavailable, RequestRejected
+from conserve.errors import EndpointBusy, EndpointUnavailable, EndpointUnusable, RequestRejected
 from conserve.jobs.fleet.fleet import Fleet
 from conserve.jobs.harvest.harvester import Harvester, Tally
 from conserve.jobs.requests.submit import submit
@@ -23,7 +23,7 @@ from tests.conftest import WriteInput
 
 ROW_S = 1.0
 OF_CONTENTS = (400, 413, 422)
-OF_NO_ROW = (405, 410, 421, 426, 431, 451, 499)
+OF_NO_ROW = (405, 410, 418, 421, 426, 431, 451)
 
 
 class Barred:
@@ -164,3 +164,61 @@ def test_an_answer_between_rejections_begins_their_count_anew() -> None:
         [*[RequestRejected] * (IN_A_ROW - 1), EndpointUnavailable, EndpointUnavailable],
         [Completion, RequestRejected],
     ]
+
+
+class Limited:
+    """A server whose answers depend on the text; small requests get one status."""
+
+    def __init__(self, small: int) -> None:
+        self.small = small
+
+    def serve(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            known = request.url.path == "/v1/models"
+            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        (message,) = json.loads(request.content)["messages"]
+        match message["content"]:
+            case "good":
+                return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+            case "moderated":
+                return httpx.Response(403, json={"error": {"message": "flagged"}})
+            case "faulty":
+                return httpx.Response(500, json={"error": {"message": "oops"}})
+            case "unpaid":
+                return httpx.Response(429, json={"error": {"code": "insufficient_quota", "message": "no"}})
+        return httpx.Response(self.small, json={"error": {"message": "over capacity"}})
+
+    def ask(self, *texts: str, after_s: float = 0.0) -> list[type[object]]:
+        """Ends of rows that are sent one after the other, so long apart."""
+
+        async def go() -> list[type[object]]:
+            endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(self.serve))
+            await endpoint.start()
+            found = []
+            for text in texts:
+                body = {"messages": [{"role": "user", "content": text}]}
+                row = endpoint.complete(Call(key=text, url=Url.CHAT, body=body))
+                found += await asyncio.gather(row, return_exceptions=True)
+                await asyncio.sleep(after_s)
+            await endpoint.close()
+            return [type(one) for one in found]
+
+        return virtual_time.run(go())
+
+
+@pytest.mark.parametrize("status", [424, 429, 498, 499, 529])
+def test_a_refused_row_waits_where_a_small_request_meets_a_limit(status: int) -> None:
+    """Neither the key nor the row is known to be at fault."""
+    assert Limited(status).ask("good", "moderated") == [Completion, EndpointUnavailable]
+
+
+@pytest.mark.parametrize("status", [429, 498, 529])
+def test_a_faulty_answer_while_small_requests_meet_a_limit_is_no_lost_server(status: int) -> None:
+    assert Limited(status).ask("good", "faulty") == [Completion, EndpointBusy]
+
+
+def test_a_limit_of_tokens_that_is_told_as_a_lack_of_credit_is_waited_for() -> None:
+    """As Qwen's API tells it, in OpenAI's words; rows are answered within a minute."""
+    waits = [EndpointBusy, EndpointBusy, Completion]
+    assert Limited(429).ask(*["unpaid", "unpaid", "good"] * 3, after_s=50.0) == waits * 3
+    assert Limited(429).ask(*["unpaid"] * 4, after_s=50.0) == [*[EndpointBusy] * 3, EndpointUnusable]

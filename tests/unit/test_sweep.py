@@ -394,6 +394,24 @@ def test_what_cannot_be_moved_stays_alone(store: Store, monkeypatch: pytest.Monk
     assert (thrown / "jobs" / "goes").is_dir()
 
 
+def test_a_folder_that_may_not_be_entered_is_left_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sweep is a part of each start: a job of another user must hold no run up."""
+    folder = home.job_folder(store.home, compacted_job(store))
+    scan = os.scandir
+
+    def refuses(path: Any) -> Any:
+        if str(path).startswith(str(folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in refuses(path)])
+    assert sweep(store, now=LATER) == 0
+    assert trash.size(folder) == 0
+
+
 def test_what_is_gone_already_is_as_young_as_can_be(tmp_path: Path) -> None:
     assert modified_at(tmp_path / "gone") == float("inf")
 

@@ -101,10 +101,11 @@ def thrown_at(thrown: FilePath) -> float:
 
 
 def size(path: FilePath) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Bytes of a file, or of all files in a folder; those in a folder that may not be entered do not count."""
     if isinstance(path, ObjectPath):
         return path.stat().st_size if path.is_file() else sum(entry.bytes for entry in path.entries())
-    return sum(length(each) for each in (path, *path.rglob("*")))
+    files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return sum(map(length, (path, *files)))
 
 
 def length(path: FilePath) -> int:

@@ -103,8 +103,8 @@ def sweep_shards(store: Store, data: Path, *, now: float) -> int:
         known = catalog.ids(tx)
     swept = 0
     for job_id in known:
-        left = unregistered(data, job_id, registered)
         with staying(home.job_folder(data, job_id)):
+            left = unregistered(data, job_id, registered)
             if stale := [path for path in left if is_stale(path, now)]:
                 swept += sweep_results(store, job_id, stale, now)
     return swept
