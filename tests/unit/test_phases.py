@@ -83,6 +83,18 @@ class TestOnlineShare:
         plan = plan_of(waiting_online=[first, shorter], waiting_offline=[SMALL], slo=slo)
         assert plan.tokens == {"first": 50, "second": 11, "small": 16}
 
+    @pytest.mark.parametrize(("tbt_ms", "shared"), [(79, True), (78, False)])
+    def test_prompts_share_an_iteration_for_decode_steps_that_may_wait_so_long(
+        self, tbt_ms: float, shared: bool
+    ) -> None:
+        """One more iteration takes 10 ms and 5 for steps, the second prompt 14; both prompts end after 79 ms."""
+        first, second = Candidate("first", 50, 0), Candidate("second", 14, 0)
+        slo = Slo(ttft_ms=1000, tbt_ms=tbt_ms)
+        plan = plan_of(online=decodes(5), waiting_online=[first, second], slo=slo)
+        assert {name: tokens for name, tokens in plan.tokens.items() if tokens > 1} == (
+            {"first": 50, "second": 14} if shared else {"first": 50}
+        )
+
     def test_no_request_is_served_after_an_online_prompt_that_is_cut(self) -> None:
         """A decode step and one token of the prompt take 41 of 55 ms; the others would fit into the rest."""
         slo = Slo(ttft_ms=1e6, tbt_ms=55)

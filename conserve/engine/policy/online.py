@@ -58,7 +58,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
                 patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
             continue
         another_ms = another_ms or max(smallest_ms(view.model), composer.predicted_ms)  # before any prompt
-        if _holds_up(composer, request, first_tokens, another_ms, view):
+        if _holds_up(composer, request, first_tokens, another_ms, limit_ms, view):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
         # With classes the queue is mostly that of others, which this class's turns overtake.
@@ -101,16 +101,24 @@ def rows_left(view: View, composer: Composer) -> Sequence[Candidate]:
 
 
 def _holds_up(
-    composer: Composer, request: Candidate, first_tokens: int, another_ms: float, view: View
+    composer: Composer,
+    request: Candidate,
+    first_tokens: int,
+    another_ms: float,
+    limit_ms: float,
+    view: View,
 ) -> bool:
     """True if an iteration of its own for this request lowers the total waiting time."""
     # Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
     # request and those queued behind it wait for one more iteration, with all decode steps once more. So prompts
-    # share an iteration while the queue is long, and each has its own while it is short.
+    # share an iteration while the queue is long, and each has its own while it is short. Where both would make a gap
+    # longer than is promised, decode steps weigh nothing: their requests would rather have them once more.
     if view.slo.ttft_ms == inf:
         return False
-    waits_ms = first_tokens * composer.longer_ms(request, min(request.tokens, composer.tokens_left))
-    return waits_ms > max(1, view.queued_online) * another_ms
+    longer_ms = composer.longer_ms(request, min(request.tokens, composer.tokens_left))
+    if composer.predicted_ms + longer_ms > limit_ms:
+        another_ms = smallest_ms(view.model)
+    return first_tokens * longer_ms > max(1, view.queued_online) * another_ms
 
 
 def chunk(
