@@ -111,8 +111,8 @@ def _holds_up(
     """True if an iteration of its own for this request lowers the total waiting time."""
     # Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
     # request and those queued behind it wait for one more iteration, with all decode steps once more. So prompts
-    # share an iteration while the queue is long, and each has its own while it is short. Where both would make a gap
-    # longer than is promised, decode steps weigh nothing: their requests would rather have them once more.
+    # share an iteration while the queue is long, and each has its own while it is short. Decode steps weigh nothing
+    # where both prompts would make a gap longer than is promised.
     if view.slo.ttft_ms == inf:
         return False
     longer_ms = composer.longer_ms(request, min(request.tokens, composer.tokens_left))
