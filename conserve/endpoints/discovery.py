@@ -147,7 +147,7 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
     if 300 <= reply.status < 400:
         raise redirected(reply, httpx.URL(f"{base_url}{route}"), route)
     lacking = reply.status in LACKS_ROUTE
-    if reply.status == httpx.codes.TOO_MANY_REQUESTS or (reply.status >= 500 and not lacking):
+    if is_in_trouble(reply.status):
         raise troubled(client, route, reply)
     if reply.status != 200:
         unlisted = "; for one server without a list of models, --model names it" if lacking else ""
@@ -195,6 +195,11 @@ class CoServingReport:
         return identity if self.resumes else f"{identity} from the beginning"
 
 
+def is_in_trouble(status: int) -> bool:
+    """True for the status of a server or a proxy that is in trouble or busy, which says nothing of a route."""
+    return status in BUSY or (status >= 500 and status not in LACKS_ROUTE)
+
+
 async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
     """The report of ConServe's plug-in; None if the server has none.
 
@@ -205,7 +210,7 @@ async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
     reply = await any_reply(client, LAST_REPORT)
     if reply.status == NO_REPORT_YET:
         reply = await healthy_reply(client, REPORT)
-    if reply.status in BUSY or (reply.status >= 500 and reply.status not in LACKS_ROUTE):
+    if is_in_trouble(reply.status):
         raise troubled(client, REPORT, reply)
     try:
         return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None

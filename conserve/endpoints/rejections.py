@@ -49,6 +49,7 @@ class Rejections:
         """Forget what is known: the server is another one."""
         self._in_a_row.clear()
         self._answered.clear()
+        self._unpaid_since = None
 
     def answered(self, call: Call) -> None:
         """Note that a row was answered."""
