@@ -238,8 +238,9 @@ def report(
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
     for job_id, reason in done.refused.items():
         output.say(f"refused: {reason}", job=job_id)
-    for job_id in (job_id for job_id, state in done.jobs.items() if state == REMOVED):
-        output.say(f"{job_id}: removed meanwhile, with its answers", job=job_id)
+    for job_id, state in done.jobs.items():
+        if state == REMOVED:
+            output.say(f"{job_id}: removed meanwhile, with its answers", job=job_id)
     say_how_they_stand(settings, [reading for reading in ours if reading.id not in told])
     if done.no_json:
         output.say(

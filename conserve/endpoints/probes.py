@@ -60,9 +60,9 @@ def smallest_body(route: Url, *, reasons: bool = False) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}], **limit}
     if route is Url.COMPLETIONS:
         return {"prompt": text, "max_tokens": 1}
-    return (
-        {"input": text} if route is Url.EMBEDDINGS else {"input": text, "max_output_tokens": 16}
-    )  # its least
+    if route is Url.EMBEDDINGS:
+        return {"input": text}
+    return {"input": text, "max_output_tokens": 16}  # OpenAI takes no fewer
 
 
 def has_route(status: int) -> bool:

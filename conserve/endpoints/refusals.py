@@ -116,10 +116,7 @@ def status_named(error: Mapping[str, Any]) -> int | None:
 
 def unwrapped(reply: WholeResponse) -> WholeResponse:
     """The response, with the status that its error names: some gateways send the errors of others with a 200."""
-    try:
-        body = msgspec.json.decode(reply.content)
-    except UNREADABLE:
-        return reply
+    body = decoded(reply.content)
     error = body.get("error") if isinstance(body, dict) and not any(map(body.get, OF_ANSWERS)) else None
     status = status_named(error) if reply.status == httpx.codes.OK and isinstance(error, dict) else None
     return reply if status is None else reply._replace(status=status)
@@ -127,24 +124,30 @@ def unwrapped(reply: WholeResponse) -> WholeResponse:
 
 def error_message(content: bytes) -> str:
     """The message in the body of an error, or the beginning of the body."""
-    try:
-        body = msgspec.json.decode(content)
-    except UNREADABLE:
-        return excerpt(content)
-    inner = body.get("error", body) if isinstance(body, dict) else body
-    message = inner.get("message") if isinstance(inner, dict) else inner
+    error = error_in(content)
+    message = error.get("message") if isinstance(error, dict) else error
     return one_line(message) if isinstance(message, str) else excerpt(content)
 
 
 def error_names(content: bytes) -> frozenset[str]:
     """The code and the type in the body of an error, as far as they are texts."""
-    try:
-        body = msgspec.json.decode(content)
-    except UNREADABLE:
-        return frozenset()
-    inner = body.get("error", body) if isinstance(body, dict) else None
-    found = (inner.get("code"), inner.get("type")) if isinstance(inner, dict) else ()
+    error = error_in(content)
+    found = (error.get("code"), error.get("type")) if isinstance(error, dict) else ()
     return frozenset(name for name in found if isinstance(name, str))
+
+
+def error_in(content: bytes) -> Any:
+    """The error in a body, which may be the body itself; None if that is unreadable."""
+    body = decoded(content)
+    return body.get("error", body) if isinstance(body, dict) else body
+
+
+def decoded(content: bytes) -> Any:
+    """The JSON value of a body; None if it is unreadable."""
+    try:
+        return msgspec.json.decode(content)
+    except UNREADABLE:
+        return None
 
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
