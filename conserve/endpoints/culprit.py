@@ -43,7 +43,7 @@ class Standing(Enum):
 
 @dataclass(slots=True)
 class RouteHealth:
-    """What is known of a server on one route."""
+    """Record of a server's answers on one route."""
 
     standing: Standing = Standing.UNKNOWN
     rows_answered: bool = False  # with this key and this model

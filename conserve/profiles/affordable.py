@@ -65,7 +65,7 @@ class Costs:
         return self._at(max(least, int(np.argmax(enough))), missing)
 
     def _at(self, index: int, missing: int) -> Affordable:
-        """What is affordable with the batches up to `index`."""
+        """Reach, number and time of the missing batches if those up to `index` are measured."""
         share = missing / max(1.0, float(self.fitted[index]))
         return Affordable(
             reach_ms=inf if index == len(self.ms) - 1 else float(self.ms[index]),

@@ -196,7 +196,7 @@ def test_a_column_of_polars_that_arrow_lacks_is_named(opened: conserve.Store, ki
 
 
 def test_values_of_a_relation_that_arrow_or_parquet_lacks_are_their_text(opened: conserve.Store) -> None:
-    """As in a job of the same query that the command line submits."""
+    """Values are those of a job that the command line submits with the same query."""
     sql = (
         "select 340282366920938463463374607431768211455::uhugeint as n, '101'::bit as b, "
         "'12:30:00+02'::timetz as t, interval 90 minute as i, 7 as plain"

@@ -1167,16 +1167,22 @@ def test_many_rows_that_a_server_dies_with_are_one_incident() -> None:
     virtual_time.run(run())
 
 
+async def begun(*, up: bool, others: bool) -> Fleet:
+    """Start a fleet of A, with `others` of B too; A is `up` or not from then on."""
+    servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
+    fleet = fleet_of(*servers)
+    await fleet.start()
+    await asyncio.sleep(0.1)
+    servers[0].up = up
+    return fleet
+
+
 @pytest.mark.parametrize(("up", "others", "losses"), [(False, True, 1), (True, True, 0), (True, False, 0)])
 def test_a_row_counts_the_servers_that_went_down_with_it_and_not_those_that_answer_again(
     up: bool, others: bool, losses: int
 ) -> None:
     async def run() -> None:
-        servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
-        fleet = fleet_of(*servers)
-        await fleet.start()
-        await asyncio.sleep(0.1)
-        servers[0].up = up
+        fleet = await begun(up=up, others=others)
         server, row = fleet.servers.by_url[A], errand()
         judged = fleet._judge(row, server, EndpointUnavailable("broken connection"))
         with nullcontext() if others else pytest.raises(EndpointUnavailable):
@@ -1200,11 +1206,7 @@ def test_a_row_with_which_a_server_was_lost_goes_back_to_the_store_and_not_to_an
     up: bool, others: bool, state: str, losses: int
 ) -> None:
     async def run() -> None:
-        servers = [ModelledServer(url) for url in (A, B)[: 1 + others]]
-        fleet = fleet_of(*servers)
-        await fleet.start()
-        await asyncio.sleep(0.1)
-        servers[0].up = up
+        fleet = await begun(up=up, others=others)
         server, row = fleet.servers.by_url[A], errand()
         with pytest.raises(ServerLost):
             await fleet._judge(row, server, ServerLost("gone"))

@@ -690,7 +690,7 @@ class Places:
         return answer
 
     async def ask(self, row_s: int) -> type[object]:
-        """What comes of a row that takes so many seconds, once it has a place."""
+        """Send a row that takes so many seconds once it has a place; returns the type of its end."""
         call = Call(key="1", url=Url.CHAT, body={"messages": [], "seed": row_s})
         try:
             return type(await self.endpoint.complete(call))

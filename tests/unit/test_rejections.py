@@ -218,7 +218,7 @@ def test_a_faulty_answer_while_small_requests_meet_a_limit_is_no_lost_server(sta
 
 
 def test_a_limit_of_tokens_that_is_told_as_a_lack_of_credit_is_waited_for() -> None:
-    """As Qwen's API tells it, in OpenAI's words; rows are answered within a minute."""
+    """Qwen's API tells such a limit in OpenAI's words, and answers rows again within a minute."""
     waits = [EndpointBusy, EndpointBusy, Completion]
     assert Limited(429).ask(*["unpaid", "unpaid", "good"] * 3, after_s=50.0) == waits * 3
     assert Limited(429).ask(*["unpaid"] * 4, after_s=50.0) == [*[EndpointBusy] * 3, EndpointUnusable]

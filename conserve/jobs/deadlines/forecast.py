@@ -48,7 +48,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Jobs of one priority: those with a deadline in its order, and those without one. What no course changes."""
+    """Jobs of one priority, the same for all courses: those with a deadline in its order, and those without one."""
 
     dated: Sequence[QueuedJob]
     undated: Sequence[QueuedJob]

@@ -11,7 +11,7 @@ from conserve.store.books import choice
 
 @dataclass(slots=True)
 class GroupWindow:
-    """What the claims of a group know of its rows; without shares all jobs are one group, None."""
+    """Rows that a group's claims may choose from; without shares all jobs are one group, None."""
 
     group: Group | None
     lookahead: Lookahead | None = None  # once several jobs had rows to choose from

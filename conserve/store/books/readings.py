@@ -60,7 +60,7 @@ ADDITIONS = (
     (WITH_DEADLINES, ", deadline,", ", null as deadline,"),
     (WITH_MODELS, "model, tags", "null as model, null as tags"),
 )
-"""What versions of the store added to `JOBS`: first version, text, and the text in its place for older stores."""
+"""Additions to `JOBS` by versions of the store: first version, text, and the text in its place for older stores."""
 
 UNTAKEN = """
     select next_position from job where id = :job_id
