@@ -17,7 +17,7 @@ from conserve.errors import (
     EngineDied,
     RequestRejected,
 )
-from conserve.jobs.harvest.retry import decide
+from conserve.jobs.harvest.retry import RowHistory, decide
 from tests.warned import OF_VLLM
 
 pytestmark = [pytest.mark.engine, *OF_VLLM]
@@ -58,8 +58,8 @@ def test_what_may_pass_counts_as_an_attempt(error: Exception) -> None:
     found = row_error(error)
     assert type(found) is EndpointFault
     assert str(found) in (str(error), str(error.args[0]))
-    again, last = (decide(found, faults=faults, max_attempts=5, alone=False) for faults in (0, 4))
-    assert (again.error_type, again.counts, again.hold_s) == (None, True, 0.0)
+    again, last = (decide(found, RowHistory(faults=faults), max_attempts=5) for faults in (0, 4))
+    assert (again.error_type, again.is_failure, again.hold_s) == (None, True, 0.0)
     assert last.error_type == "endpoint_fault"
 
 

@@ -13,10 +13,10 @@ from conserve.errors import StoreInUse
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.release import LOOK_S, Release, waited
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import leases
@@ -68,7 +68,7 @@ class Machine:
 
     def finish(self) -> None:
         self.ledger.write(
-            Outbox(finished=[Finished(w.epoch, *w.key, result(w.row.position)) for w in self.held])
+            Outcomes(finished=[Finished(w.epoch, *w.key, result(w.row.position)) for w in self.held])
         )
 
 

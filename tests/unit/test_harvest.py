@@ -40,10 +40,10 @@ from conserve.jobs.harvest import flights, retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import IDLE_S, Harvester
 from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -547,11 +547,11 @@ def test_a_stop_in_the_moment_in_which_a_row_lands_is_a_stop(
 
 async def last_write_waits(harvesting: Harvester, rows: int, idle: threading.Event) -> None:
     """Return once the write of so many rows waits for the store's thread, which is busy until `idle`."""
-    while len(harvesting._recording.outbox.finished) < rows:
+    while len(harvesting._recording.outcomes.finished) < rows:
         await asyncio.sleep(0)
     harvesting._thread.submit(idle.wait)
     harvesting._recording.full.set()
-    while harvesting._recording.outbox:
+    while harvesting._recording.outcomes:
         await asyncio.sleep(0)
 
 
@@ -621,13 +621,13 @@ def test_a_long_answer_is_saved_ever_more_rarely(
 ) -> None:
     """Each save writes all tokens: every 64 of them, these would be half a million."""
     queue_up("long")
-    saved, save = list[int](), OutboxWriter.save
+    saved, save = list[int](), WriteBehind.save
 
-    def noted(self: OutboxWriter, work: ReadyRow, tokens: Sequence[int]) -> None:
+    def noted(self: WriteBehind, work: ReadyRow, tokens: Sequence[int]) -> None:
         saved.append(len(tokens))
         save(self, work, tokens)
 
-    monkeypatch.setattr(OutboxWriter, "save", noted)
+    monkeypatch.setattr(WriteBehind, "save", noted)
     harvest(store, FakeEndpoint(Script(token_ms=2, tokens=8192)))
     assert saved[:9] == [*range(64, 577, 64)]
     assert all(64 < later - earlier <= earlier / 8 for earlier, later in pairwise(saved[8:]))
@@ -1315,9 +1315,9 @@ def test_rows_that_end_within_a_quarter_of_a_second_are_written_together(
         working = harvester(store, Timed(64))
         write = working._ledger.write
 
-        def noted(outbox: Outbox) -> None:
-            written.append(len(outbox.finished))
-            write(outbox)
+        def noted(outcomes: Outcomes) -> None:
+            written.append(len(outcomes.finished))
+            write(outcomes)
 
         working._ledger.write = noted  # type: ignore[method-assign]
         await working.run(asyncio.Event())
@@ -1641,7 +1641,7 @@ def test_answers_that_wait_to_be_written_when_the_store_goes_away_are_not_comput
         stopped_jobs, commit = working._ledger.stopped_jobs, journal.commit
 
         def look() -> set[str]:
-            if working._recording.outbox.finished and not away:
+            if working._recording.outcomes.finished and not away:
                 away.append(True)
                 raise StoreError("the disk is gone")
             return stopped_jobs()

@@ -27,13 +27,13 @@ from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest import turned_away, workload
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.release import Release
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -111,11 +111,11 @@ class Party:
 
     def finish(self, *works: ReadyRow, failed: bool = False, **values: int) -> None:
         finished = [Finished(w.epoch, *w.key, result(w.row.position, failed=failed, **values)) for w in works]
-        self.ledger.write(Outbox(finished=finished))
+        self.ledger.write(Outcomes(finished=finished))
 
     def put_back(self, *works: ReadyRow, **decision: object) -> None:
         returned = [(work, RetryDecision(**decision)) for work in works]  # type: ignore[arg-type]
-        self.ledger.write(Outbox(returned=returned))
+        self.ledger.write(Outcomes(returned=returned))
 
 
 @pytest.fixture
@@ -280,9 +280,9 @@ def test_a_job_that_another_harvester_ended_is_no_longer_told_of(
     ("decision", "available_at", "failures", "deaths", "suspect", "retries"),
     [
         ({}, 0.0, 0, 0, False, 0),
-        ({"after_s": 4.0, "counts": True}, 1004.0, 1, 0, False, 1),
+        ({"after_s": 4.0, "is_failure": True}, 1004.0, 1, 0, False, 1),
         ({"suspect": True}, 0.0, 0, 0, True, 0),
-        ({"suspect": True, "counts": True}, 0.0, 1, 1, True, 1),
+        ({"suspect": True, "is_failure": True}, 0.0, 1, 1, True, 1),
     ],
 )
 def test_a_row_that_is_returned_waits_as_was_decided(
@@ -306,18 +306,18 @@ def test_a_row_that_is_returned_waits_as_was_decided(
     assert live(store, job_id) == {1: None} | dict.fromkeys((0, 2, 3), works[0].epoch)
 
 
-def test_everything_in_an_outbox_is_written_at_once(store: Store, party: Party, job_id: str) -> None:
+def test_outcomes_of_all_kinds_are_written_at_once(store: Store, party: Party, job_id: str) -> None:
     """Tokens first, so that a row that is returned keeps them; the lease ends with its last row."""
     works = party.claim()
     saved = SavedTokens(works[0].epoch, *works[0].key, saved_tokens.pack_tokens([7]), "model")
-    outbox = Outbox(
+    outcomes = Outcomes(
         finished=[Finished(works[1].epoch, *works[1].key, result(1))],
         returned=[(works[0], RetryDecision()), (works[2], RetryDecision())],
         saved={works[0].key: saved},
     )
-    assert outbox
-    assert outbox.epochs == {works[0].epoch: 3}
-    party.ledger.write(outbox)
+    assert outcomes
+    assert outcomes.epochs == {works[0].epoch: 3}
+    party.ledger.write(outcomes)
     assert select(store, "select position, epoch, tokens_by from request order by 1") == [
         (0, None, "model"),
         (2, None, None),
@@ -331,14 +331,14 @@ def test_everything_in_an_outbox_is_written_at_once(store: Store, party: Party, 
 
 
 @pytest.mark.parametrize("part", ["finished", "returned", "saved"])
-def test_an_outbox_is_empty_if_all_of_it_is(part: str) -> None:
-    outbox = Outbox()
-    assert not outbox
-    {"finished": outbox.finished.append, "returned": outbox.returned.append}.get(
+def test_outcomes_are_empty_if_all_kinds_are(part: str) -> None:
+    outcomes = Outcomes()
+    assert not outcomes
+    {"finished": outcomes.finished.append, "returned": outcomes.returned.append}.get(
         part,
-        lambda _: outbox.saved.update({("j", 1): None}),  # type: ignore[dict-item]
+        lambda _: outcomes.saved.update({("j", 1): None}),  # type: ignore[dict-item]
     )(None)  # type: ignore[arg-type]
-    assert outbox
+    assert outcomes
 
 
 def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
@@ -349,7 +349,7 @@ def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
     lease = leased(store)
     journalled = []
     for position in positions(lease):
-        recorder.write(outbox_of(lease, [position]))
+        recorder.write(outcomes_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1, 0]
     assert select(store, "select num_rows, created_at from shard") == [(2, 1000.0), (2, 1000.0)]
@@ -364,7 +364,7 @@ def test_results_of_several_harvesters_fill_a_shard_together(
     lease = leased(store)
     journalled = []
     for recorder, position in zip(recorders, positions(lease), strict=False):
-        recorder.write(outbox_of(lease, [position]))
+        recorder.write(outcomes_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1]
 
@@ -373,7 +373,7 @@ def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id:
     recorder = Recorder(store, Clock())
     lease = leased(store)
     for these, left in (([0, 1, 2], 3), ([3], 0)):
-        recorder.write(outbox_of(lease, these))
+        recorder.write(outcomes_of(lease, these))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 
@@ -389,10 +389,10 @@ def test_shards_that_an_outage_kept_back_are_written_one_at_a_time(
     with monkeypatch.context() as away:
         away.setattr(shards, "compact_full", unreachable)
         for positions in ([0, 1], [2, 3], [4, 5, 6]):
-            recorder.write(outbox_of(lease, positions))
+            recorder.write(outcomes_of(lease, positions))
     clock.now += 30.0
     for left in (5, 3, 1, 1):
-        recorder.write(Outbox())
+        recorder.write(Outcomes())
         assert select(store, "select count(*) from journal") == [(left,)]
     assert not recorder.behind
 
@@ -417,7 +417,7 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     recorder = Recorder(store, clock, monotonic=clock)
     for name in ("theirs", "ours", "more"):
         add_job(store, name, rows=2)
-        recorder.write(outbox_of(leased(store, only=[name]), range(2)))
+        recorder.write(outcomes_of(leased(store, only=[name]), range(2)))
     while recorder.compact():
         pass
     assert select(store, "select distinct job_id from journal") == [("theirs",)]
@@ -435,9 +435,9 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     assert len(caplog.records) == 1
 
 
-def outbox_of(lease: Lease, positions: Sequence[int]) -> Outbox:
+def outcomes_of(lease: Lease, positions: Sequence[int]) -> Outcomes:
     """Answers to these rows."""
-    return Outbox(finished=[Finished(lease.epoch, lease.job_id, p, result(p)) for p in positions])
+    return Outcomes(finished=[Finished(lease.epoch, lease.job_id, p, result(p)) for p in positions])
 
 
 def test_a_completed_job_is_written_one_shard_at_a_time(
@@ -446,7 +446,7 @@ def test_a_completed_job_is_written_one_shard_at_a_time(
     monkeypatch.setattr(shards, "SHARD_ROWS", 2)
     recorder = Recorder(store, Clock())
     add_job(store, rows=5)
-    recorder.write(outbox_of(leased(store), range(5)))
+    recorder.write(outcomes_of(leased(store), range(5)))
     assert job(store).state is JobState.COMPLETED
     for left in (3, 1, 0):
         assert select(store, "select count(*) from journal") == [(left,)]
@@ -462,12 +462,12 @@ def test_a_job_that_comes_back_before_its_last_shards_waits_for_full_ones(
     add_job(store, rows=6)
     lease = leased(store)
     ends = [Finished(lease.epoch, "job-1", p, result(p, failed=p == 5)) for p in range(6)]
-    recorder.write(Outbox(finished=ends))
+    recorder.write(Outcomes(finished=ends))
     shards.retry_failed(store, "job-1", now=0.0)
     assert recorder.compact()
     assert not recorder.compact()
     assert select(store, "select position from journal") == [(4,)]
-    recorder.write(outbox_of(leased(store), [5]))
+    recorder.write(outcomes_of(leased(store), [5]))
     assert select(store, "select count(*) from journal") == [(0,)]
 
 
@@ -658,7 +658,7 @@ def test_a_lease_of_another_owner_that_has_the_same_epoch_is_left_alone(
     assert party.ledger.renew({epoch}) == set()
     party.put_back(works[0])
     saved = SavedTokens(epoch, job_id, 1, b"1234", "model")
-    party.ledger.write(Outbox(saved={works[1].key: saved}))
+    party.ledger.write(Outcomes(saved={works[1].key: saved}))
     party.finish(works[2])
     assert (party.tally.late, party.tally.done) == (1, 0)
     assert live(store, job_id) == dict.fromkeys(range(4), epoch)
@@ -817,13 +817,13 @@ def test_results_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
     monkeypatch.setattr(shards, "compact", away)
     recorder = Recorder(store, clock, monotonic=clock)
     lease = leased(store)
-    recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
+    recorder.write(Outcomes(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
     assert [record.getMessage() for record in caplog.records] == [
         "results stay in the database for now: the bucket is away"
     ]
     for seconds, left in ((29.9, 4), (0.1, 0)):
         clock.now += seconds
-        recorder.write(Outbox())
+        recorder.write(Outcomes())
         assert select(store, "select count(*) from journal") == [(left,)]
     assert tries == [1000.0, 1030.0]
 
@@ -1005,13 +1005,13 @@ def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store,
     recorder = Recorder(store, Clock())
     lease = leased(store)
     ends = [Finished(lease.epoch, job_id, p, result(p, failed=p > 1)) for p in range(4)]
-    recorder.write(Outbox(finished=ends))
+    recorder.write(Outcomes(finished=ends))
     assert recorder.compact()
     assert select(store, "select count(*) from journal") == [(0,)]
     shards.retry_failed(store, job_id, now=0.0)
     lease = leased(store)
     for position, left in ((2, 1), (3, 0)):
-        recorder.write(outbox_of(lease, [position]))
+        recorder.write(outcomes_of(lease, [position]))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 
@@ -1045,7 +1045,7 @@ class Busy:
     def end(self, position: int, tokens: int, *, at: float) -> None:
         self.clock.now = at
         ended = result(position, prompt_tokens=tokens, completion_tokens=tokens, cached_tokens=tokens)
-        self.recorder.write(Outbox(finished=[Finished(self.lease.epoch, "job-1", position, ended)]))
+        self.recorder.write(Outcomes(finished=[Finished(self.lease.epoch, "job-1", position, ended)]))
 
     @property
     def harvested(self) -> tuple[float, float]:
@@ -1120,7 +1120,9 @@ def test_an_observer_hears_of_results_that_moved_and_of_no_others(store: Store, 
         with pytest.MonkeyPatch.context() as patch:
             if ended == other:
                 patch.setattr(shards, "compact", lambda *_, **__: None)
-            recorder.write(Outbox(finished=[Finished(lease.epoch, ended, p, result(p)) for p in range(rows)]))
+            recorder.write(
+                Outcomes(finished=[Finished(lease.epoch, ended, p, result(p)) for p in range(rows)])
+            )
     assert heard == [(job_id, [0, 1, 2, 3])]
 
 

@@ -23,12 +23,12 @@ from conserve.errors import (
 )
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
-from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.outcome import failure, success
-from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
+from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, RowHistory, backoff_s, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_json_answer
+from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Order, Task
 from conserve.store.books.catalog import JobRecord, Source
@@ -272,6 +272,9 @@ def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() 
     assert made.call.body.keys() == {"echo", "messages"}
 
 
+ALONE = RowHistory(alone=True)
+
+
 @pytest.mark.parametrize(
     ("error", "decision"),
     [
@@ -281,40 +284,38 @@ def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() 
         (EndpointUnavailable("gone"), RetryDecision(hold_s=1.0)),
         (EndpointFailing("500"), RetryDecision(hold_s=1.0)),
         (ServerLost("gone"), RetryDecision(after_s=1.0, lost=True)),
-        (EndpointFault("garbage"), RetryDecision(after_s=1.0, counts=True)),
+        (EndpointFault("garbage"), RetryDecision(after_s=1.0, is_failure=True)),
     ],
 )
 def test_an_error_is_judged_by_what_it_says_about_the_row(
     error: RequestRejected | EndpointFault, decision: RetryDecision
 ) -> None:
-    assert decide(error, faults=0, max_attempts=2, alone=True) == decision
+    assert decide(error, ALONE, max_attempts=2) == decision
 
 
 def test_a_row_that_is_refused_as_busy_beside_others_waits_alone() -> None:
     busy = EndpointBusy("wait", retry_after_s=7.0)
-    decisions = [decide(busy, faults=0, max_attempts=2, alone=True, refusals=n) for n in (2, 3, 6, 7, 99)]
+    decisions = [decide(busy, replace(ALONE, refusals=n), max_attempts=2) for n in (2, 3, 6, 7, 99)]
     assert [one.hold_s for one in decisions] == [7.0, 0, 0, 0, 0]
     assert [one.after_s for one in decisions] == [0, 7.0, 8.0, 16.0, 60.0]
-    assert not any(one.counts or one.error_type for one in decisions)
+    assert not any(one.is_failure or one.error_type for one in decisions)
 
 
 def test_as_many_faults_fail_a_row_as_it_has_attempts() -> None:
-    decisions = [decide(EndpointFault("x"), faults=n, max_attempts=3, alone=False) for n in range(3)]
+    decisions = [decide(EndpointFault("x"), RowHistory(faults=n), max_attempts=3) for n in range(3)]
     assert [decision.error_type for decision in decisions] == [None, None, "endpoint_fault"]
     assert [decision.after_s for decision in decisions] == [1.0, 2.0, 0.0]
 
 
 def test_a_fault_of_an_attempt_that_got_on_does_not_count() -> None:
-    decision = decide(EndpointFault("cut"), faults=99, max_attempts=1, alone=True, gained=True)
+    decision = decide(EndpointFault("cut"), replace(ALONE, faults=99, gained=True), max_attempts=1)
     assert decision == RetryDecision(after_s=1.0)
-    later = decide(EndpointFault("cut"), faults=0, max_attempts=1, alone=True, gained=True, attempts=4)
+    later = decide(EndpointFault("cut"), replace(ALONE, gained=True, attempts=4), max_attempts=1)
     assert later == RetryDecision(after_s=8.0)
     for error in (EndpointBusy("x"), EndpointUnavailable("x"), EngineDied("x")):
-        unlike = decide(error, faults=0, max_attempts=1, alone=False)
-        assert decide(error, faults=0, max_attempts=1, alone=False, gained=True, attempts=4) == unlike
-    refused = decide(
-        RequestRejected("no", kind="too_long"), faults=0, max_attempts=1, alone=True, gained=True
-    )
+        unlike = decide(error, RowHistory(), max_attempts=1)
+        assert decide(error, RowHistory(gained=True, attempts=4), max_attempts=1) == unlike
+    refused = decide(RequestRejected("no", kind="too_long"), replace(ALONE, gained=True), max_attempts=1)
     assert refused.error_type == "too_long"
 
 
@@ -322,21 +323,21 @@ def test_only_an_answer_clears_a_suspect() -> None:
     """Else the row that kills a server would run beside others again, as soon as the server is back."""
     for error in (EndpointBusy("x"), EndpointUnavailable("x"), EngineDied("x")):
         for suspect in (True, False):
-            decision = decide(error, faults=0, max_attempts=2, alone=True, suspect=suspect)
+            decision = decide(error, replace(ALONE, suspect=suspect), max_attempts=2)
             assert decision.suspect == (suspect or isinstance(error, EngineDied))
-    assert not decide(EndpointFault("x"), faults=0, max_attempts=2, alone=True, suspect=True).suspect
+    assert not decide(EndpointFault("x"), replace(ALONE, suspect=True), max_attempts=2).suspect
 
 
 def test_a_suspect_fails_for_the_servers_that_it_had_alone() -> None:
     def judged(**named: Any) -> RetryDecision:
-        return decide(ServerLost("gone"), faults=0, max_attempts=1, alone=True, max_deaths=3, **named)
+        return decide(ServerLost("gone"), replace(ALONE, **named), max_attempts=1, max_deaths=3)
 
     assert judged(deaths=9, suspect=False) == RetryDecision(after_s=1.0, lost=True)
     again = judged(deaths=1, suspect=True, attempts=4)
-    assert again == RetryDecision(after_s=1.0, lost=True, suspect=True, counts=True)
+    assert again == RetryDecision(after_s=1.0, lost=True, suspect=True, is_failure=True)
     assert judged(deaths=2, suspect=True) == RetryDecision(error_type="engine_died")
     faulty = ServerLost("500", kind="endpoint_fault")
-    found = decide(faulty, faults=0, max_attempts=9, alone=True, deaths=2, suspect=True, max_deaths=3)
+    found = decide(faulty, replace(ALONE, deaths=2, suspect=True), max_attempts=9, max_deaths=3)
     assert found == RetryDecision(error_type="endpoint_fault")
     for suspect in (True, False):
         further = judged(deaths=2, suspect=suspect, gained=True)
@@ -345,8 +346,8 @@ def test_a_suspect_fails_for_the_servers_that_it_had_alone() -> None:
 
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     for error in (EndpointBusy("x"), EndpointUnavailable("x")):
-        decision = decide(error, faults=99, max_attempts=1, alone=True)
-        assert (decision.error_type, decision.counts) == (None, False)
+        decision = decide(error, replace(ALONE, faults=99), max_attempts=1)
+        assert (decision.error_type, decision.is_failure) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -354,16 +355,16 @@ def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     [
         (0, False, RetryDecision(suspect=True)),
         (9, False, RetryDecision(suspect=True)),
-        (0, True, RetryDecision(suspect=True, counts=True)),
+        (0, True, RetryDecision(suspect=True, is_failure=True)),
         (1, True, RetryDecision(error_type="engine_died")),
     ],
 )
 def test_only_a_row_that_was_alone_is_blamed_for_an_engines_death(
     deaths: int, alone: bool, decision: RetryDecision
 ) -> None:
-    died = EngineDied("gone")
-    assert decide(died, faults=9, deaths=deaths, max_attempts=1, alone=alone) == decision
-    blamed = decide(died, faults=9, deaths=deaths, max_attempts=1, alone=alone, max_deaths=deaths + 2)
+    died, row = EngineDied("gone"), RowHistory(faults=9, deaths=deaths, alone=alone)
+    assert decide(died, row, max_attempts=1) == decision
+    blamed = decide(died, row, max_attempts=1, max_deaths=deaths + 2)
     assert blamed.error_type is None
 
 
@@ -414,9 +415,8 @@ def test_a_hold_grows_to_the_longest_wish_of_a_burst() -> None:
     hold = Hold(clock, lambda _: None)
 
     def refused(retry_after_s: float | None) -> str | None:
-        wish_s = decide(
-            error := EndpointBusy("x", retry_after_s=retry_after_s), faults=0, max_attempts=1, alone=False
-        ).hold_s
+        error = EndpointBusy("x", retry_after_s=retry_after_s)
+        wish_s = decide(error, RowHistory(), max_attempts=1).hold_s
         return hold.begin(error, wish_s)
 
     assert [refused(s) for s in (1.0, 30.0, 20.0)] == [*(f"x; trying again in {s} s" for s in (1, 30)), None]
@@ -508,13 +508,13 @@ def test_trouble_goes_to_the_warnings_and_its_end_does_not() -> None:
 
 def test_a_write_proves_that_the_store_works() -> None:
     outage = Outage(lambda _: None)
-    written: list[Outbox] = []
+    written: list[Outcomes] = []
 
-    async def write(outbox: Outbox) -> None:
-        written.append(outbox)
+    async def write(outcomes: Outcomes) -> None:
+        written.append(outcomes)
 
     async def run() -> list[float]:
-        writer, waits = OutboxWriter(write, outage), []
+        writer, waits = WriteBehind(write, outage), []
         for _ in range(2):
             waits += [outage.begin(StoreError("gone")) for _ in range(2)]
             await writer.flush()
@@ -522,7 +522,7 @@ def test_a_write_proves_that_the_store_works() -> None:
         await writer.flush()
         return [*waits, outage.begin(StoreError("gone"))]
 
-    assert asyncio.run(run()) == [1.0, 2.0, 4.0, 8.0, 1.0], "an empty outbox proves nothing"
+    assert asyncio.run(run()) == [1.0, 2.0, 4.0, 8.0, 1.0], "no outcome proves nothing"
     assert len(written) == 1
 
 

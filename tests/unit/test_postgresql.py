@@ -38,9 +38,9 @@ from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
 from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -884,7 +884,7 @@ def test_a_harvester_with_leases_waits_for_no_compaction_of_another_process(stor
     recorder = Recorder(store)
     with store.alone("compact job-1") as alone:
         assert alone
-        recorder.write(Outbox(finished=[Finished(lease.epoch, "job-1", n, result(n)) for n in range(4)]))
+        recorder.write(Outcomes(finished=[Finished(lease.epoch, "job-1", n, result(n)) for n in range(4)]))
         assert not recorder.compact()
         assert recorder.behind
         assert select(store, "select count(*) from journal") == [(4,)]

@@ -69,7 +69,7 @@ HARVESTER = Drawing(
         Arrow("feed", "work", "rows"),
         Arrow("work", "endpoint", "request", -10),
         Arrow("endpoint", "work", "answer, tokens", 10, other=True),
-        Arrow("work", "record", "the outbox", other=True),
+        Arrow("work", "record", "outcomes", other=True),
         Arrow("record", "store", "a transaction"),
         Arrow("watch", "store", "renews,\nevery 20 s"),
     ),

@@ -1,4 +1,4 @@
-"""Rows in flight: a task each sends the row to the endpoint and puts its outcome into the outbox."""
+"""Rows in flight: a task each sends the row to the endpoint and hands its outcome to write-behind."""
 
 import asyncio
 import logging
@@ -17,11 +17,11 @@ from conserve.errors import (
 )
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
-from conserve.jobs.harvest.outbox import OutboxWriter
 from conserve.jobs.harvest.outcome import failure, lacks_json, success
-from conserve.jobs.harvest.retry import RetryDecision, decide
+from conserve.jobs.harvest.retry import RetryDecision, RowHistory, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import WriteBehind
 from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import unpack_tokens
 
@@ -41,7 +41,7 @@ class Flight:
     saved: int  # how many of them the store has, or is about to have
     alone: bool = True  # no other row was in flight meanwhile
     lost: bool = False  # its lease is gone, so its outcome is dropped
-    ended: bool = False  # its outcome is in the outbox
+    ended: bool = False  # its outcome waits to be written
     task: "asyncio.Task[None] | None" = None
 
     @property
@@ -67,7 +67,7 @@ class Flights:
     def __init__(
         self,
         endpoint: Endpoint,
-        recording: OutboxWriter,
+        recording: WriteBehind,
         tally: Tally,
         *,
         hold: Hold,
@@ -159,7 +159,7 @@ class Flights:
             self._save_tokens(flight)
 
     async def _work(self, flight: Flight) -> None:
-        """Send one row and put its outcome into the outbox."""
+        """Send one row and hand on its outcome."""
         work = flight.work
         assert work.call is not None
         on_tokens = self._token_saver(flight) if work.can_resume else None
@@ -203,7 +203,7 @@ class Flights:
         return on_tokens
 
     def _save_tokens(self, flight: Flight) -> None:
-        """Put the row's tokens into the outbox if the store has not got them all."""
+        """Hand on the row's tokens if the store has not got them all."""
         if flight.work.can_resume and len(flight.tokens) > flight.saved:
             flight.saved = len(flight.tokens)
             self._recording.save(flight.work, flight.tokens)
@@ -211,23 +211,21 @@ class Flights:
     def _judge(self, flight: Flight, error: EndpointError) -> None:
         """Fail the row or put it back, as the retry policy says."""
         work = flight.work
-        decision = decide(
-            error,
+        history = RowHistory(
+            attempts=work.row.attempts,
             faults=work.row.failures - work.row.deaths,
             deaths=work.row.deaths,
-            max_attempts=self._max_attempts,
+            refusals=self._refusals_of(work) if isinstance(error, EndpointBusy) else 0,
+            suspect=work.row.suspect,
             alone=flight.alone,
             gained=flight.gained,
-            attempts=work.row.attempts,
-            max_deaths=self._max_deaths,
-            suspect=work.row.suspect,
-            refusals=self._refusals_of(work) if isinstance(error, EndpointBusy) else 0,
         )
+        decision = decide(error, history, max_attempts=self._max_attempts, max_deaths=self._max_deaths)
         if decision.error_type is not None:
             self._end(flight, failure(work, decision.error_type, str(error), now=self._clock()))
             return
         self._tally.retried += 1
-        if isinstance(error, EndpointFault) and not decision.counts:
+        if isinstance(error, EndpointFault) and not decision.is_failure:
             self._warn(work, error)
         self._save_tokens(flight)
         self._end(flight, decision)
@@ -243,7 +241,7 @@ class Flights:
         return self._refused[key].times
 
     def _end(self, flight: Flight, outcome: Result | RetryDecision) -> None:
-        """Put the outcome of a row in flight into the outbox; a row ends once."""
+        """Hand on the outcome of a row in flight; a row ends once."""
         assert not flight.ended, f"row {flight.work.row.position} of {flight.work.job_id} ended twice"
         flight.ended = True
         if isinstance(outcome, Result):

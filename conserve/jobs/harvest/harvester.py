@@ -1,6 +1,6 @@
 """The harvester: leases rows, keeps an endpoint busy with them, and makes every answer durable once.
 
-    feed ──> flights (one task a row) ──> outbox ──> recorder (journal, a transaction a batch) ──> shards
+    feed ──> flights (one task a row) ──> write-behind ──> recorder (journal, a transaction a batch) ──> shards
                        ^
               watch: renew leases, notice pause and cancel, take back rows of dead owners
 
@@ -29,7 +29,6 @@ from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
 from conserve.jobs.harvest.outage import Outage
-from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
@@ -37,6 +36,7 @@ from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.time_left import QueueProgress
 from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.store.database.connection import UNDONE, code
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import Listener
@@ -124,7 +124,7 @@ class Harvester:
         self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
         self._suspects = SuspectTurns(store, only=only, clock=clock, monotonic=self.monotonic)
         self._hold = Hold(self.monotonic, say, warn=warn)
-        self._recording = OutboxWriter(self._write, self._outage)
+        self._recording = WriteBehind(self._write, self._outage)
         self._flights = Flights(
             self.endpoint,
             self._recording,
@@ -258,7 +258,7 @@ class Harvester:
 
     async def _put_down(self, failed: BaseException | None) -> None:
         """Withdraw the rows in flight, save their tokens and give them back."""
-        # In an outage of the store the outbox waits for the next session. The outcomes in a write that failed are
+        # In an outage of the store outcomes wait for the next session. The outcomes in a write that failed are
         # dropped, since they may have been written; rows whose outcome was not are done again.
         self._calls.end()
         await self._flights.withdraw_all()
@@ -376,9 +376,9 @@ class Harvester:
             await self._notes.look()
             self._sweeps.look(now)
 
-    async def _write(self, outbox: Outbox) -> None:
-        await self._in_store(self._ledger.write, outbox)
-        if any(decision.suspect for _, decision in outbox.returned):
+    async def _write(self, outcomes: Outcomes) -> None:
+        await self._in_store(self._ledger.write, outcomes)
+        if any(decision.suspect for _, decision in outcomes.returned):
             self._suspects.look_soon()
 
     async def _in_store(self, function: Callable[..., T], *arguments: object) -> T:

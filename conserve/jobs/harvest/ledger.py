@@ -10,13 +10,13 @@ from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreForbidde
 from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turned_away import TurnedAway
 from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.window.group_window import GroupWindow
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
@@ -308,11 +308,11 @@ class Ledger:
             catalog.rebind(tx, list(catalog.of_other_models(tx, self.model, self._only)), self.model)
         self._rebind = False
 
-    def write(self, outbox: Outbox) -> None:
-        """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
-        self._tally.count(self.recorder.write(outbox))
+    def write(self, outcomes: Outcomes) -> None:
+        """Make outcomes durable and count them, even if the flush that asked for it was cancelled."""
+        self._tally.count(self.recorder.write(outcomes))
         if self._shares is not None:
-            settle(self._shares, outbox)
+            settle(self._shares, outcomes)
 
     def renew(self, epochs: set[int]) -> set[int]:
         """Renew these leases, then end the leases that are over; returns the epochs that still exist."""

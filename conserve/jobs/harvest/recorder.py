@@ -1,4 +1,4 @@
-"""Makes an outbox durable: one transaction, which `journal.commit` ends."""
+"""Makes outcomes durable: one transaction, which `journal.commit` ends."""
 
 import logging
 import time
@@ -8,9 +8,9 @@ from typing import Any
 from conserve.errors import StoreError, StoreForbidden, StoreUnreachable
 from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.store.books import catalog, harvested, journal, leases, queue, saved_tokens, shards, spans
 from conserve.store.books.journal import Committed, Counted
 from conserve.store.books.queue import Returned
@@ -23,7 +23,7 @@ FORBIDDEN_S = 600.0  # between two attempts to write into the folder of a job th
 
 
 class Recorder:
-    """Writes outboxes to the store; runs in the store's thread."""
+    """Writes outcomes to the store; runs in the store's thread."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class Recorder:
         if self._idle_since is None:
             self._idle_since = self._monotonic()
 
-    def write(self, outbox: Outbox) -> Committed:
-        """Write the outbox in one transaction, then one shard where enough results have gathered."""
+    def write(self, outcomes: Outcomes) -> Committed:
+        """Write outcomes in one transaction, then one shard where enough results have gathered."""
         now, at, since = self._clock(), self._monotonic(), time.perf_counter()
         with self._store.write() as tx:
-            if outbox.saved or outbox.returned:
-                self._lock(tx, outbox)
-            if outbox.saved:
-                saved_tokens.save_tokens(tx, list(outbox.saved.values()), owner=self._owner)
-            if outbox.returned:
-                rows = [returned(*row, now) for row in outbox.returned]
+            if outcomes.saved or outcomes.returned:
+                self._lock(tx, outcomes)
+            if outcomes.saved:
+                saved_tokens.save_tokens(tx, list(outcomes.saved.values()), owner=self._owner)
+            if outcomes.returned:
+                rows = [returned(*row, now) for row in outcomes.returned]
                 queue.put_rows_back(tx, rows, owner=self._owner)
-                leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
-            committed = journal.commit(tx, outbox.finished, now=now, ends=True, owner=self._owner)
+                leases.end_if_empty(tx, {work.epoch for work, _ in outcomes.returned})
+            committed = journal.commit(tx, outcomes.finished, now=now, ends=True, owner=self._owner)
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens += computed(committed)
         self._note(now, at)
@@ -78,12 +78,12 @@ class Recorder:
         self.compact()
         return committed
 
-    def _lock(self, tx: Any, outbox: Outbox) -> None:
-        """Lock the leases of an outbox whose parts would lock some each, then its jobs if retries are counted."""
-        spans.locked(tx, {*outbox.epochs, *(saved.epoch for saved in outbox.saved.values())})
-        if any(decision.counts for _, decision in outbox.returned):
-            ended = {finished.job_id for finished in outbox.finished}
-            catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outbox.returned})
+    def _lock(self, tx: Any, outcomes: Outcomes) -> None:
+        """Lock the leases of outcomes whose kinds would lock some each, then their jobs if retries are counted."""
+        spans.locked(tx, {*outcomes.epochs, *(saved.epoch for saved in outcomes.saved.values())})
+        if any(decision.is_failure for _, decision in outcomes.returned):
+            ended = {finished.job_id for finished in outcomes.finished}
+            catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outcomes.returned})
 
     def _note(self, now: float, at: float) -> None:
         """Write down the tokens since the last note, if it is time; never raises. `at`: `now`, monotonic.
@@ -189,7 +189,7 @@ def returned(work: ReadyRow, decision: RetryDecision, now: float) -> Returned:
         job_id=work.job_id,
         position=work.row.position,
         available_at=now + decision.after_s if decision.after_s else 0.0,
-        failed=decision.counts,
+        failed=decision.is_failure,
         suspect=decision.suspect,
         lost=decision.lost,
     )

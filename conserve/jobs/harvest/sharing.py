@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from conserve.errors import EndpointFault, EngineDied
-from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.workload import ReadyRow
+from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.window.shares import Group, Shares
 
 FAILED_ATTEMPTS = (EndpointFault.kind, EngineDied.kind)
@@ -25,19 +25,19 @@ def claim_by_shares(shares: Shares, groups: Sequence[Group], limit: int, claim_o
     return works
 
 
-def settle(shares: Shares, outbox: Outbox) -> None:
+def settle(shares: Shares, outcomes: Outcomes) -> None:
     """Count the tokens of rows that have ended, the charge of attempts that failed, and nothing of other rows.
 
     A row that times out holds a place of the endpoint for as long as many others.
     """
-    for finished in outbox.finished:
+    for finished in outcomes.finished:
         row, result = (finished.job_id, finished.position), finished.result
         if result.error_type in FAILED_ATTEMPTS:
             shares.stands(row)
         else:
             shares.settled(row, result.prompt_tokens + result.completion_tokens)
-    for work, decision in outbox.returned:
-        if decision.counts:
+    for work, decision in outcomes.returned:
+        if decision.is_failure:
             shares.stands(work.key)
         else:
             shares.settled(work.key, 0)

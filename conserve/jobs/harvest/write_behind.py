@@ -1,4 +1,4 @@
-"""The outbox: outcomes of rows, gathered in the event loop until `recorder` makes them durable in batches."""
+"""Write-behind: outcomes of rows, gathered in the event loop until `recorder` makes them durable in batches."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ FLUSH_S = 0.25  # longest wait of a result for others; a crash costs at most tha
 
 
 @dataclass(slots=True)
-class Outbox:
+class Outcomes:
     """Outcomes and saved tokens that wait for the next transaction."""
 
     finished: list[Finished] = field(default_factory=list)
@@ -32,18 +32,18 @@ class Outbox:
 
     @property
     def epochs(self) -> Counter[int]:
-        """Number of rows that end with this outbox, by lease."""
+        """Number of rows that end with these outcomes, by lease."""
         rows = Counter(f.epoch for f in self.finished)
         rows.update(work.epoch for work, _ in self.returned)
         return rows
 
 
-class OutboxWriter:
-    """Fills an outbox and has it written; `write` makes an outbox durable."""
+class WriteBehind:
+    """Gathers outcomes and has them written; `write` makes them durable."""
 
-    def __init__(self, write: Callable[[Outbox], Coroutine[Any, Any, None]], outage: Outage) -> None:
+    def __init__(self, write: Callable[[Outcomes], Coroutine[Any, Any, None]], outage: Outage) -> None:
         self._write, self._outage = write, outage
-        self.outbox = Outbox()
+        self.outcomes = Outcomes()
         self.full = asyncio.Event()
         self.unwritten_rows: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
         self.writing = asyncio.Lock()  # held for a write and until `unwritten_rows` knows of it
@@ -51,35 +51,35 @@ class OutboxWriter:
     @property
     def is_at_work(self) -> bool:
         """True if outcomes are being written or wait for it."""
-        return bool(self.outbox) or self.writing.locked()
+        return bool(self.outcomes) or self.writing.locked()
 
     def finish(self, work: ReadyRow, result: Result) -> None:
         """Add the result of a row."""
-        self.outbox.saved.pop(work.key, None)
-        self.outbox.finished.append(Finished(work.epoch, *work.key, result))
-        if len(self.outbox.finished) >= FLUSH_ROWS:
+        self.outcomes.saved.pop(work.key, None)
+        self.outcomes.finished.append(Finished(work.epoch, *work.key, result))
+        if len(self.outcomes.finished) >= FLUSH_ROWS:
             self.full.set()
 
     def put_back(self, work: ReadyRow, decision: RetryDecision) -> None:
         """Add a row that returns to the queue."""
-        self.outbox.returned.append((work, decision))
+        self.outcomes.returned.append((work, decision))
 
     def save(self, work: ReadyRow, tokens: Sequence[int]) -> None:
         """Add the tokens generated so far for a row, which replace earlier ones."""
         assert work.call is not None
-        self.outbox.saved[work.key] = SavedTokens(
+        self.outcomes.saved[work.key] = SavedTokens(
             work.epoch, *work.key, saved_tokens.pack_tokens(tokens), work.call.identity or ""
         )
 
     async def run(self) -> None:
-        """Write the outbox whenever it is full, or after `FLUSH_S`."""
+        """Write the outcomes whenever enough have gathered, or after `FLUSH_S`."""
         while True:
             await elapsed_or_set(self.full, FLUSH_S)
             self.full.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the outbox; its rows are unwritten no more.
+        """Write the outcomes; their rows are unwritten no more.
 
         A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
         and its rows would be done again.
@@ -88,15 +88,15 @@ class OutboxWriter:
             await self._flush()
 
     async def _flush(self) -> None:
-        outbox, self.outbox = self.outbox, Outbox()
-        if not outbox:
+        outcomes, self.outcomes = self.outcomes, Outcomes()
+        if not outcomes:
             return
-        writing = asyncio.ensure_future(self._write(outbox))
+        writing = asyncio.ensure_future(self._write(outcomes))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
             await asyncio.gather(writing, return_exceptions=True)
             raise
         self._outage.forget()
-        self.unwritten_rows.subtract(outbox.epochs)
+        self.unwritten_rows.subtract(outcomes.epochs)
         self.unwritten_rows += Counter()  # drops leases that have come to zero
