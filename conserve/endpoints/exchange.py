@@ -17,6 +17,8 @@ from conserve.hosts import about_login, about_query, without_login
 MIB = 1 << 20
 CONNECT_S = 10.0
 SILENT_S = 1800.0  # longest time without a byte: an offline request may wait long behind online traffic
+IN_ONE_PIECE = httpx.Timeout(SILENT_S, connect=CONNECT_S, read=None)
+"""Of an answer whose first byte comes with its last: `AnswerLimits.seconds` alone bounds the wait for it."""
 KEPT_OPEN = 64  # connections kept open between requests
 REST_S = 4.0  # of a connection between two requests: vLLM ends it after 5 s, under a request of that moment
 COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message

@@ -24,6 +24,7 @@ from conserve.endpoints.discovery import (
     vllm_version,
 )
 from conserve.endpoints.exchange import (
+    IN_ONE_PIECE,
     SILENT_S,
     AnswerLimits,
     AnswerMemory,
@@ -312,7 +313,10 @@ class HttpEndpoint:
                     await self._see_that_it_is_the_same(call)
                 await stack.enter_async_context(asyncio.timeout(self._limits.seconds))
                 sent_at = asyncio.get_running_loop().time()
-                sending = self._client.stream("POST", call.url, json=body, headers=trace_headers(call))
+                silence = httpx.USE_CLIENT_DEFAULT if body.get("stream") else IN_ONE_PIECE
+                sending = self._client.stream(
+                    "POST", call.url, json=body, headers=trace_headers(call), timeout=silence
+                )
                 answer = await stack.enter_async_context(sending)
             if answer.status_code != httpx.codes.OK:
                 waited_s = asyncio.get_running_loop().time() - sent_at

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from conserve.endpoints.exchange import AnswerLimits, kept_alive, open_client
+from conserve.endpoints.exchange import SILENT_S, AnswerLimits, kept_alive, open_client
 from conserve.endpoints.handing import TURN_S
 from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
@@ -762,6 +762,38 @@ def test_an_answer_may_take_an_hour_unless_something_else_was_said() -> None:
     with pytest.raises(EndpointFault) as error:
         bounded(Endless(b" ", 10), AnswerLimits(), coserving=False)
     assert seconds(error) == pytest.approx(3600, abs=1)
+
+
+@pytest.mark.parametrize("coserving", [True, False])
+def test_an_answer_in_one_piece_may_be_silent_for_all_of_its_time(coserving: bool) -> None:
+    """Its first byte comes with its last: a time-out between bytes would be a second limit."""
+    waits: list[float | None] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return LISTED
+        if request.url.path == "/v1/conserve" and coserving:
+            return httpx.Response(200, json=COSERVING)
+        if request.method == "GET":
+            return httpx.Response(404)
+        if (answer := small(request)) is None:
+            waits.append(request.extensions["timeout"]["read"])
+            answer = httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+        return answer
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        try:
+            await endpoint.complete(CHAT, None)
+            if coserving:
+                with suppress(EndpointError):
+                    await endpoint.complete(CHAT, lambda _: None)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(go())
+    assert waits == ([None, SILENT_S] if coserving else [None])
 
 
 def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
