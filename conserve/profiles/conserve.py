@@ -44,13 +44,14 @@ class PaperModel(LinearModel):
 
 
 class ConServeModel(LinearModel):
-    """The paper's form with four terms that its residuals call for; each coefficient may be zero.
+    """The paper's form with five terms that its residuals call for; each coefficient may be zero.
 
     - `causal` and `attention` in place of k2: a chunk attends to all of its context but, with a causal mask,
       only to half of itself, and kernels round the diagonal up to their tiles.
     - `request`: block tables, input preparation and sampling cost the same for one token as for a thousand.
     - `prefill`: the further cost of starting one more chunk.
     - `reread`: a chunk reads its context once for every tile of its queries, a decode step only once.
+    - `several`: a lone token runs through kernels for vectors; with a second one all products are of matrices.
     """
 
     name = "conserve"
@@ -63,7 +64,9 @@ class ConServeModel(LinearModel):
         "prefill": "per prefill chunk in the batch",
         "reread": "per context token of a prefill chunk, beyond k4",
         "constant": "k5, per iteration",
+        "several": "per iteration of more than one token",
     }
+    added: ClassVar = frozenset({"several"})
 
     @staticmethod
     def columns(sums: Any) -> tuple[Any, ...]:
@@ -76,12 +79,17 @@ class ConServeModel(LinearModel):
             sums.prefills,
             sums.prefill_context,
             1,
+            sums.tokens > 1,
         )
 
     def _with(self, batch: Batch, context: int) -> Parabola:
-        compute, causal, attention, memory, request, prefill, reread, _ = self._weights
+        compute, causal, attention, memory, request, prefill, reread, _, several = self._weights
         return Parabola(
             causal,
             compute + attention * context + memory,
-            self.predict(batch) + (memory + reread) * context + request + prefill,
+            self.predict(batch)
+            + (memory + reread) * context
+            + request
+            + prefill
+            + several * (batch.tokens <= 1),
         )

@@ -75,20 +75,21 @@ class LinearModel(ABC):
 
     name: ClassVar[str]
     terms: ClassVar[Mapping[str, str]]  # name of each coefficient -> its meaning
+    added: ClassVar[frozenset[str]] = frozenset()  # terms that earlier versions did not know: 0 if left out
 
     def __init__(self, coefficients: Mapping[str, float]) -> None:
         """`coefficients` in ms per unit of their terms: one for each of `terms`, none negative."""
-        if set(coefficients) != set(self.terms):
+        if set(coefficients) | self.added != set(self.terms):
             raise ValueError(f"{self.name} has the coefficients {', '.join(self.terms)}")
         if not all(isfinite(value) and value >= 0 for value in coefficients.values()):
             raise ValueError(f"a coefficient of {self.name} is negative or not a number")
-        self.coefficients = {name: float(coefficients[name]) for name in self.terms}
+        self.coefficients = {name: float(coefficients.get(name, 0.0)) for name in self.terms}
         self._weights = tuple(self.coefficients.values())
 
     @classmethod
     def of(cls, *weights: float) -> Self:
-        """The model with these coefficients, in the order of `terms`."""
-        return cls(dict(zip(cls.terms, weights, strict=True)))
+        """The model with these coefficients, in the order of `terms`; those that were `added` may be left out."""
+        return cls(dict(zip(cls.terms, weights, strict=len(weights) != len(cls.terms) - len(cls.added))))
 
     @staticmethod
     @abstractmethod
