@@ -47,7 +47,7 @@ class Clocks:
 
 def clock(first: Clocks, last: Clocks, newest_s: float | None) -> Finding:
     """Compare the system's clock with the monotonic one, and with the newest time in the store."""
-    fix = "let NTP keep this machine's clock (timedatectl set-ntp true): leases expire by it"
+    fix = "let NTP keep this machine's clock (timedatectl set-ntp true): deadlines and forecasts go by it"
     jumped_s = first.jumped_s(last)
     if abs(jumped_s) > JUMP_S:
         return Finding(
