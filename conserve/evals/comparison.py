@@ -14,9 +14,12 @@ from conserve.evals.verdict import SuiteVerdict, Verdict, blind, judge, scoreles
 
 IGNORED = ("conserve",)  # its version changes no answer
 QUESTIONS = (
-    "data", "task", "dataset", "scorer", "judge", "judge_model", "seed", "limit", "epochs",
+    "data", "task", "params", "dataset", "scorer", "judge", "judge_model", "judge_endpoint",
+    "seed", "limit", "epochs",
 )  # fmt: skip
 """Facts about what a suite asks and how it scores, not about what answers; lm-eval's tasks have a fact each."""
+LATER = ("params", "scorer", "judge_model", "judge_endpoint")
+"""Facts that nights of earlier versions lack."""
 
 
 class SuiteMetric(NamedTuple):
@@ -169,7 +172,7 @@ def differences(before: RunRecord, after: RunRecord) -> list[FactDifference]:
             continue
         for fact in sorted(suite.facts.keys() | other.facts.keys()):
             values = other.facts.get(fact), suite.facts.get(fact)
-            if values[0] != values[1] and fact not in IGNORED:
+            if differs(fact, *values) and fact not in IGNORED:
                 found.setdefault((fact, *values), []).append(suite.name)
     return [
         FactDifference(fact, earlier, later, tuple(suites))
@@ -177,9 +180,15 @@ def differences(before: RunRecord, after: RunRecord) -> list[FactDifference]:
     ]
 
 
+def differs(fact: str, before: str | None, after: str | None) -> bool:
+    """True if a fact differs. A fact that one night's version did not record is no difference."""
+    return before != after and not (fact in LATER and None in (before, after))
+
+
 def asks_alike(one: SuiteRecord, other: SuiteRecord) -> bool:
-    """True if two nights of a suite asked the same questions and scored the answers alike."""
-    return questions_of(one) == questions_of(other)
+    """True if two nights of a suite asked the same questions and scored the answers alike, as far as both know."""
+    before, after = questions_of(one), questions_of(other)
+    return not any(differs(fact, before.get(fact), after.get(fact)) for fact in before.keys() | after.keys())
 
 
 def questions_of(suite: SuiteRecord) -> dict[str, str]:

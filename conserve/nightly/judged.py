@@ -16,11 +16,13 @@ from conserve.jobs.requests.rendering import template_names
 from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import ASKING, Options, asking_of
 from conserve.nightly.questions import Answer, Questions, digest_of, whole
+from conserve.nightly.redacted import address_of
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
 from conserve.nightly.targets import check_target
 
 ANSWER = "answer_of_model"
+SAME = "the same"  # model or address as the suite's
 OWN = ("judge",)
 OF_JUDGE = (
     *ASKING, "model", "endpoint", "engine_args", "pattern", "field", "scale", "grades",
@@ -43,12 +45,12 @@ class JudgeScores:
         options = Options(night.suite, night.folder, own=OWN)
         judge = Judge(options)
         asked = Questions(night, options)
-        facts = asked.facts | {"judge": digest_of(judge.asking)}
+        target = judge.target(night.target)
+        facts = asked.facts | judge.facts(target)
         if all(one.text is None for one in asked.answers()):
             unjudged = (judge.item(one, None) for one in asked.answers())
             return SuiteOutcome(items=unjudged, facts=facts, job_ids=asked.job_ids, origins=asked.origins)
         key = f"judge-{digest_of(answers_digest(asked), judge.asking)}"
-        target = judge.target(night.target)
         job = night.submitted(key, to_judge(asked), target=target, **judge.asking)
         night.answered(job)
 
@@ -57,7 +59,6 @@ class JudgeScores:
             for one in asked.answers():
                 yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 
-        facts["judge_model"] = target.model or "the same"
         job_ids = [*asked.job_ids, job.id]
         return SuiteOutcome(items=items(), facts=facts, job_ids=job_ids, origins=asked.origins)
 
@@ -102,6 +103,21 @@ class Judge:
         return ModelTarget(
             name="judge", model=model, endpoint=endpoint, engine_args=self.table.texts("engine_args")
         )
+
+    def facts(self, target: ModelTarget) -> dict[str, str]:
+        """Facts about the model that judges, what it is asked, and how its answer becomes a score.
+
+        Its address is a fact only where no model is named: the same model may move.
+        """
+        found = {
+            "judge": digest_of(self.asking),
+            "judge_model": target.model or SAME,
+            "scorer": digest_of(self.table.text("pattern"), self._field, self._scale, self._grades),
+        }
+        if target.model is None:
+            address = address_of(self.table.text("endpoint") or "")
+            found["judge_endpoint"] = address.partition("?")[0] or SAME
+        return found
 
     def item(self, answer: Answer, verdict: Mapping[str, Any] | None) -> Item:
         """Item of an answer and the judge's verdict. Without a verdict it has no score, and an error."""

@@ -190,7 +190,14 @@ def many_nights(facts: Sequence[Mapping[str, str]]) -> list[RunRecord]:
 
 
 @pytest.mark.parametrize(
-    "fact", ["data", "task gsm8k", *in_full("scorer", "judge", "limit", "epochs", "dataset")]
+    "fact",
+    [
+        "data",
+        "task gsm8k",
+        "params",
+        "judge_endpoint",
+        *in_full("scorer", "judge", "limit", "epochs", "dataset"),
+    ],
 )
 def test_other_questions_begin_a_history_anew(fact: str, tmp_path: Path) -> None:
     runs = many_nights([{fact: "1"}] * 6 + [{fact: "2"}] * 4)
@@ -202,6 +209,16 @@ def test_other_questions_begin_a_history_anew(fact: str, tmp_path: Path) -> None
     assert f"Since {runs[6].id}" in page.read_text()
     (night,) = json.loads(report.stdout)["nights"]
     assert [score["run"] for score in night["scores"]] == [run.id for run in runs[6:]]
+
+
+def test_a_history_goes_on_over_nights_that_lack_facts_of_later_versions() -> None:
+    new = {"params": "1", "scorer": "1", "judge_model": "the same", "judge_endpoint": "http://judge"}
+    runs = many_nights([{"judge": "1"}] * 6 + [{"judge": "1", **new}] * 4)
+    done = gate("--against", "history")
+    assert done.returncode == 6
+    assert f"since {runs[6].id}" in done.stderr
+    assert "differs" not in gate("--against", runs[0].id).stderr
+    assert "its history begins" not in done.stderr
 
 
 @pytest.mark.parametrize("fact", ["model", *in_full("engine", "flags", "vllm")])
@@ -606,3 +623,5 @@ def test_where_no_question_has_an_answer_there_is_nothing_to_judge(tmp_path: Pat
     )
     done = night(file)
     assert "judged: score 0 (0 to 0.793), 1 items, 1 without an answer (scripted rejection)" in done.stderr
+    (suite,) = keeping.resolve(home(), "last").suites
+    assert {"judge", "judge_model", "judge_endpoint", "scorer"} <= suite.facts.keys(), "as of any night"

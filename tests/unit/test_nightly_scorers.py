@@ -10,6 +10,7 @@ import pytest
 
 import conserve
 from conserve.errors import SettingsError, UsageError
+from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.nightly import keeping, trials
 from conserve.nightly.harness.options import typed
@@ -373,6 +374,36 @@ def test_a_judge_s_field_without_a_number_is_no_score(text: str, tmp_path: Path)
     judge = judge_of(tmp_path, "field = 'score'")
     assert judge.score(text) is None
     assert judge.score('{"score": 0.5}') == 0.5
+
+
+def facts_of_judge(folder: Path, entry: str = "", *, of_suite: str | None = None) -> dict[str, str]:
+    judge = judge_of(folder, entry)
+    return judge.facts(judge.target(ModelTarget(endpoint=of_suite)))
+
+
+@pytest.mark.parametrize(
+    "entry", ["scale = 5", "field = 'score'", "pattern = '(\\d)'", "grades = { B = 0.5 }"]
+)
+def test_how_a_judge_s_answer_becomes_a_score_is_a_fact(entry: str, tmp_path: Path) -> None:
+    before, after = facts_of_judge(tmp_path), facts_of_judge(tmp_path, entry)
+    assert {fact for fact in before if before[fact] != after[fact]} == {"scorer"}
+    assert before == facts_of_judge(tmp_path, "scale = 1"), "as without it"
+
+
+def test_a_judge_without_a_name_is_known_by_its_address(tmp_path: Path) -> None:
+    here, there = (
+        facts_of_judge(tmp_path, f"endpoint = 'http://me:secret@{host}/v1?api_key=secret'")
+        for host in ("one", "two")
+    )
+    assert (here["judge_endpoint"], there["judge_endpoint"]) == ("http://***@one/v1", "http://***@two/v1")
+    assert "secret" not in str(here)
+    named, moved = (
+        facts_of_judge(tmp_path, f"model = 'm'\nendpoint = 'http://{host}/v1'") for host in ("one", "two")
+    )
+    assert named == moved
+    assert named["judge_model"] == "m"
+    ours = facts_of_judge(tmp_path, of_suite="http://one/v1")
+    assert (ours["judge_model"], ours["judge_endpoint"]) == ("the same", "the same")
 
 
 @pytest.mark.parametrize(
