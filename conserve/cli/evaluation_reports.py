@@ -23,7 +23,7 @@ DIGESTS = {
 }
 UNENDED = "Cannot tell: it has not ended; go on with it, or wait for its process: conserve eval run FILE"
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1; or EVALUATION:last.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 Against = Annotated[
     str | None,
@@ -72,6 +72,7 @@ def compare(
     context: Context = ctx.obj
     home = context.settings().home
     first, second = two_runs(home, before, after)
+    tell_whose(home, after, second)
     found = document(home, second, first.id, flips_of=flips or (100 if as_json else 0))
     if as_json:
         output.data_json({name: found[name] for name in ("headline", "comparison", "flips")})
@@ -96,17 +97,20 @@ def gate(
 ) -> None:
     """Exit with 6 if a run is worse, with 7 if that cannot be told, else with 0."""
     from conserve.evals.verdict import Verdict
+    from conserve.nightly import keeping
 
     if fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on takes {' or '.join(FAIL_ON)}, not {fail_on!r}")
+    context: Context = ctx.obj
+    evaluation, word = keeping.parted(context.settings().home, run)
     try:
         found = document_of(ctx, run, against)
     except UsageError:
-        if run != "last" or (since := first_unended(ctx)) is None:
+        if word != "last" or (since := first_unended(ctx, evaluation)) is None:
             raise
         found = {}
     else:
-        since = begun_since(ctx, found) if run == "last" else None
+        since = begun_since(ctx, found) if word == "last" else None
     if since is not None:
         found |= {"run": {"id": since.id}, "headline": UNENDED, "comparison": None}
     if as_json:
@@ -127,12 +131,12 @@ def begun_since(ctx: typer.Context, found: dict[str, Any]) -> "RunRecord | None"
     return keeping.begun_since(home, keeping.read(home, found["run"]["id"]))
 
 
-def first_unended(ctx: typer.Context) -> "RunRecord | None":
-    """The first night of all, if it has not ended."""
+def first_unended(ctx: typer.Context, evaluation: str | None) -> "RunRecord | None":
+    """The first night of all, or of an evaluation, if it has not ended."""
     from conserve.nightly import keeping
 
     context: Context = ctx.obj
-    known = keeping.runs(context.settings().home)
+    known = keeping.runs(context.settings().home, evaluation)
     return known[-1] if known and known[-1].ended_at is None else None
 
 
@@ -150,8 +154,21 @@ def document_of(ctx: typer.Context, run: str, against: str | None) -> dict[str, 
     context: Context = ctx.obj
     home = context.settings().home
     found = keeping.resolve(home, run)
+    tell_whose(home, run, found)
     at_least_one_suite(found)
     return document(home, found, against_of(home, found, against, plan_of(found.plan).against))
+
+
+def tell_whose(home: Path, wanted: str, found: "RunRecord") -> None:
+    """Say of which evaluation `last` is, where the store has runs of several."""
+    from conserve.nightly import keeping
+
+    others = [run.evaluation for run in keeping.runs(home) if run.evaluation != found.evaluation]
+    if others and wanted.partition("~")[0] == "last":
+        output.say(
+            f"{wanted} is a run of {found.evaluation!r}; for one of another evaluation write its name too: "
+            f"conserve eval report {others[-1]}:{wanted}"
+        )
 
 
 def tell(found: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.evaluation_reports import compare, gate, report
+from conserve.cli.evaluation_reports import Run, compare, gate, report, tell_whose
 from conserve.cli.evaluation_setup import init, schedule
 from conserve.cli.signals import ended_in_order
 
@@ -126,7 +126,7 @@ def scores_of(run: dict[str, Any]) -> str:
 
 def name(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Id, name, last, last~1.")],
+    run: Run,
     given: Annotated[str, typer.Argument(metavar="NAME", help="Name to give, as baseline.")],
 ) -> None:
     """Name a run, to compare with it later; retention spares a named run.
@@ -138,6 +138,7 @@ def name(
     context: Context = ctx.obj
     home = context.settings().home
     found = keeping.resolve(home, run)
+    tell_whose(home, run, found)
     keeping.name(home, found, given)
     output.say(f"{found.id} is {given} from now on")
     if "limit" in found.overrides:

@@ -82,15 +82,23 @@ def unfinished(home: Path, evaluation: str) -> RunRecord | None:
 def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunRecord:
     """Run of this id, beginning of an id, or name; "last", and "last~2" for the second before it.
 
-    "last" is the newest run that ended; those before it are of the same evaluation. A run to compare with is of
-    the evaluation of the run `beside` it; raises `UsageError` for one of another.
+    "last" is the newest run that ended; those before it are of the same evaluation. "EVALUATION:last" is the newest
+    of that evaluation. A run to compare with is of the evaluation of the run `beside` it; raises `UsageError` for
+    one of another.
     """
-    known = runs(home, None if beside is None else beside.evaluation)
+    evaluation, word = parted(home, wanted)
+    if beside is not None and evaluation not in (None, beside.evaluation):
+        raise UsageError(
+            f"{wanted} is of {evaluation!r} and {beside.id} of {beside.evaluation!r}; "
+            "compare runs of one evaluation"
+        )
+    known = runs(home, evaluation if beside is None else beside.evaluation)
     ended = [run for run in known if run.state in (RunState.FINISHED, RunState.FAILED)]
     if not ended:
-        raise UsageError("no evaluation has ended yet; run: conserve eval run nightly.toml")
-    word, tilde, back = wanted.partition("~")
-    if word == "last" and (not tilde or (back.isascii() and back.isdigit())):
+        of = "no evaluation" if evaluation is None else f"no run of {evaluation!r}"
+        raise UsageError(f"{of} has ended yet; run: conserve eval run nightly.toml")
+    newest, tilde, back = word.partition("~")
+    if newest == "last" and (not tilde or (back.isascii() and back.isdigit())):
         mine = [run for run in ended if run.evaluation == ended[-1].evaluation]
         place = int(back or 0)
         if place >= len(mine):
@@ -99,14 +107,14 @@ def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunR
             )
         return mine[-1 - place]
     marks = nights.names(home)
-    exact = matching(known, marks, wanted)
-    if beside is not None and not exact and (others := matching(runs(home), marks, wanted)):
+    exact = matching(known, marks, word)
+    if beside is not None and not exact and (others := matching(runs(home), marks, word)):
         raise UsageError(
             f"{others[0].id} is of {others[0].evaluation!r} and {beside.id} of {beside.evaluation!r}; "
             "compare runs of one evaluation"
         )
-    if len(exact) != 1 or not wanted:
-        what = "is no run" if not exact else f"may be {exact[0].id} or {exact[1].id}"
+    if len(exact) != 1 or not word:
+        what = "is no run" if len(exact) < 2 else f"may be {exact[0].id} or {exact[1].id}"
         given = sorted({name for run in known for name in marks.get(run.id, ())})
         near = [] if exact else get_close_matches(wanted, ["last", *given], n=1)
         meant = "".join(f" (did you mean {one}?)" for one in near)
@@ -116,6 +124,14 @@ def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunR
     if beside is not None and exact[0].state in (RunState.RUNNING, RunState.GIVEN_UP):
         raise UsageError(f"{exact[0].id} has not ended; compare with a run that has: conserve eval list")
     return exact[0]
+
+
+def parted(home: Path, wanted: str) -> tuple[str | None, str]:
+    """Evaluation and run of "EVALUATION:RUN"; None and the whole of other text, as of a name with a colon."""
+    evaluation, colon, word = wanted.partition(":")
+    if not colon or any(wanted in names for names in nights.names(home).values()):
+        return None, wanted
+    return (evaluation, word) if runs(home, evaluation) else (None, wanted)
 
 
 def is_named(home: Path, wanted: str, *, beside: RunRecord) -> bool:
@@ -166,7 +182,8 @@ def history(home: Path, run: RunRecord) -> list[RunRecord]:
 
 def name(home: Path, run: RunRecord, given: str) -> None:
     """Give a run a name, which another run of its evaluation loses."""
-    if not given.isprintable() or not given.strip() or given.partition("~")[0] in NAME_TAKEN:
+    taken = given.rpartition(":")[2].partition("~")[0] in NAME_TAKEN
+    if not given.isprintable() or not given.strip() or taken:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
     if any(one.id == given for one in runs(home)):
         raise UsageError(f"{given!r} is the id of a run; choose a word as baseline")

@@ -364,6 +364,8 @@ def test_a_fault_of_a_suite_is_found_before_the_first_row(
 
 def test_runs_have_names() -> None:
     first = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    with pytest.raises(UsageError, match="'' is no run"):
+        keeping.resolve(home(), "")
     last = nightly_files.kept(home(), RIGHT, began_at=1e9 + 1)
     assert keeping.resolve(home(), "last~1") == first
     assert keeping.resolve(home(), first.id) == first
@@ -379,7 +381,7 @@ def test_runs_have_names() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             keeping.resolve(home(), wrong)
-    for wrong in ("last", "history", first.id, " "):
+    for wrong in ("last", "small:last~1", "history", first.id, " "):
         with pytest.raises(UsageError):
             keeping.name(home(), last, wrong)
     with pytest.raises(UsageError, match="has not ended"):
@@ -420,6 +422,51 @@ def test_a_name_is_of_one_evaluation() -> None:
         keeping.resolve(home(), "baseline")
     found = commands.conserve("eval", "compare", theirs[0].id, ours[1].id)
     assert "compare runs of one evaluation" in found.stderr
+
+
+def test_the_last_run_is_of_the_evaluation_that_is_named() -> None:
+    """Two nights at once: the one that begins first ends last, and is worse."""
+    for evaluation, scores, began_at in (
+        ("long", RIGHT, 1e9),
+        ("long", WRONG, 2e9),
+        ("short", RIGHT, 1e9 + 60),
+        ("short", RIGHT, 2e9 + 60),
+    ):
+        nightly_files.kept(home(), scores, began_at=began_at, evaluation=evaluation)
+    newest = gate("--against", "last~1")
+    assert newest.returncode == 0
+    assert "last is a run of 'short'; " in newest.stderr
+    assert "conserve eval report long:last" in newest.stderr
+
+    def of_long(command: str, *words: str) -> Done:
+        done = commands.conserve("eval", command, *words)
+        assert "is a run of" not in done.stderr
+        return done
+
+    assert of_long("gate", "long:last", "--against", "long:last~1").returncode == 6
+    assert "worse" in of_long("compare", "long:last~1", "long:last").stdout
+    assert of_long("gate", "long:last", "--against", "short:last").returncode == 2
+    long = keeping.resolve(home(), "long:last")
+    assert keeping.resolve(home(), f"long:{long.id}") == long
+    assert of_long("name", "long:last", "baseline").returncode == 0
+    commands.conserve("eval", "name", "last", "baseline")
+    assert keeping.resolve(home(), "long:baseline") == long
+    for wrong in ("lon:last", "long:short", "long:", f"short:{long.id}"):
+        with pytest.raises(UsageError, match=r"is no run|may be"):
+            keeping.resolve(home(), wrong)
+    keeping.name(home(), long, "short:final")
+    assert keeping.resolve(home(), "short:final") == long, "a name may have a colon"
+
+
+def test_a_night_of_an_evaluation_that_has_not_ended_is_not_judged_by_another(file: Path) -> None:
+    nightly_files.kept(home(), RIGHT, began_at=1e9, evaluation="other")
+    assert night(file, endpoint="http://127.0.0.1:9").returncode == 1
+    assert "last is a run of 'other'; " in gate().stderr
+    first = commands.conserve("eval", "gate", "small:last")
+    assert first.returncode == 7
+    assert "it has not ended; go on with it" in first.stdout
+    nightly_files.kept(home(), RIGHT, began_at=1e9)
+    assert "it has not ended" in commands.conserve("eval", "gate", "small:last").stdout
 
 
 def test_the_first_name_is_told_how_to_give() -> None:
