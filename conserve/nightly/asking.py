@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,15 +93,15 @@ def unanswered(job_id: str, state: JobState) -> str:
 class Answering:
     """Answers jobs, target by target. One engine is up at a time.
 
-    `work_s` counts the time in which it answered, `harm` is that of live requests beside a server's rows.
+    `work_s` counts the time in which it answered, `live_latencies` are of live requests beside a server's rows.
     """
 
-    def __init__(self, settings: Settings, *, progress: bool) -> None:
-        self._settings, self._progress = settings, progress
+    def __init__(self, settings: Settings, *, progress: bool, say: Callable[[str], None]) -> None:
+        self._settings, self._progress, self._say = settings, progress, say
         self._engine: Engine | None = None
         self._target: ModelTarget | None = None
         self.work_s = 0.0
-        self.harm: LiveLatencies | None = None
+        self.live_latencies: LiveLatencies | None = None
 
     def answer(self, wanted: Sequence[AskedJob]) -> None:
         """Answer jobs, those of the engine that is up first."""
@@ -113,7 +113,8 @@ class Answering:
         if target.answered_by == "serve":
             begun = time.monotonic()
             for job_id in job_ids:
-                self.harm = await_served(Job(self._settings, job_id), self._settings, self.harm)
+                job = Job(self._settings, job_id)
+                self.live_latencies = await_served(job, self._settings, self.live_latencies, self._say)
             self.work_s += time.monotonic() - begun
             return
         arguments = RunArguments(engine=self._ready(target), progress=self._progress)

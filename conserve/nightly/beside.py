@@ -1,11 +1,10 @@
 """Waiting for jobs that a server answers beside its live requests, and what these notice of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conserve.api.job import Job
 from conserve.config import Settings
-from conserve.errors import JobRefused
 from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.services import running
 from conserve.store.books.states import JobState
@@ -14,22 +13,26 @@ LOOK_S = 30.0
 ANSWER_S = 5.0
 
 
-def await_served(job: Job, settings: Settings, harm: LiveLatencies | None) -> LiveLatencies | None:
-    """Wait until a server has answered a job; returns the harm that was seen meanwhile, with the harm before.
+def await_served(
+    job: Job, settings: Settings, live_latencies: LiveLatencies | None, say: Callable[[str], None]
+) -> LiveLatencies | None:
+    """Wait until a job that a server answers has ended, however it ends; says once that it is paused.
 
-    Raises `JobRefused` if the job ends otherwise.
+    Returns the live latencies that were seen meanwhile, with those of before.
     """
+    told = False
     while True:
         try:
-            state = job.wait(timeout_s=LOOK_S)
+            ended = job.wait(timeout_s=LOOK_S).final
         except TimeoutError:
-            state = None
+            ended = False
         for said in answers(settings):
-            harm = worst(harm, said)
-        if state is JobState.COMPLETED:
-            return harm
-        if state is not None:
-            raise JobRefused(f"job {job.id} is {state}; put its rows back with: conserve retry {job.id}")
+            live_latencies = worst(live_latencies, said)
+        if ended:
+            return live_latencies
+        if not told and job.status is JobState.PAUSED:
+            say(f"job {job.id} is paused, and is waited for; let it go on with: conserve resume {job.id}")
+            told = True
 
 
 def answers(settings: Settings) -> list[Mapping[str, Any]]:

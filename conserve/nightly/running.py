@@ -73,7 +73,7 @@ def check(plan: NightlyPlan, folder: Path) -> None:
 def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:
     """Run all suites that have not ended; each is kept as it ends. Errors of a suite end that suite alone."""
     plan = overridden(plan_of(run.plan), run.overrides)
-    answering = Answering(settings, progress=progress)
+    answering = Answering(settings, progress=progress, say=say)
     before_s = run.work_s
     try:
         for target in plan.targets:
@@ -84,7 +84,7 @@ def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) ->
         answering.close()
     state = RunState.FAILED if any(suite.error for suite in run.suites) else RunState.FINISHED
     run = replace(in_order(run, plan), state=state, ended_at=time.time(), work_s=before_s + answering.work_s)
-    run = replace(run, harm=answering.harm or run.harm)
+    run = replace(run, harm=answering.live_latencies or run.harm)
     keeping.write(settings.home, run)
     return run
 

@@ -14,11 +14,12 @@ from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed, UsageError
 from conserve.evals.comparison import SuiteMetric, SuiteScores, compared, unpaired
 from conserve.evals.outcome import Item
+from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.evals.verdict import SuiteVerdict, Verdict
-from conserve.nightly import keeping
-from conserve.nightly.asking import SuiteNight
+from conserve.nightly import beside, keeping
+from conserve.nightly.asking import Answering, AskedJob, SuiteNight
 from conserve.nightly.comparing import mean
 from conserve.nightly.harness import lm_eval_suite
 from conserve.nightly.harness.inspect_suite import with_failed
@@ -27,6 +28,7 @@ from conserve.nightly.questions import Answer, whole
 from conserve.nightly.samples import own_names
 from conserve.nightly.scored import check_names, metric_of
 from conserve.nightly.starting import NightlyWishes, text_of
+from conserve.store.books.states import JobState
 from conserve.store.sql.bound import check_names as check_score_names
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
@@ -114,6 +116,27 @@ def test_a_job_that_is_stopped_in_the_night_has_no_scores(verb: str, says: str, 
     night = SuiteNight(load(), stop, run_id="r", label="sql", suite=suite, target=target, folder=tmp_path)
     with pytest.raises(JobRefused, match=says):
         night.answered(job)
+
+
+def test_a_job_that_a_server_does_not_answer_ends_its_suite_alone() -> None:
+    """The wait for it ends without an error; `SuiteNight.answered` names the command that goes on with it."""
+    job = conserve.open().submit([{"text": "a"}], prompt="{{ text }}")
+    job.cancel()
+    answering = Answering(load(), progress=False, say=print)
+    answering.answer([AskedJob(job.id, ModelTarget(answered_by="serve"))])
+    assert answering.live_latencies is None
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.EXPIRED])
+def test_a_paused_job_that_a_server_would_answer_is_told_once(
+    state: JobState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "answers", lambda settings: [])
+    said: list[str] = []
+    job = Mock(id="j", status=JobState.PAUSED, wait=Mock(side_effect=[TimeoutError, TimeoutError, state]))
+    assert beside.await_served(job, load(), None, said.append) is None
+    (once,) = said
+    assert once.endswith("conserve resume j")
 
 
 def test_a_missing_row_gives_its_place_to_no_other() -> None:
