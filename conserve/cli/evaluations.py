@@ -52,6 +52,7 @@ def run(
 ) -> None:
     """Run all suites of a file; after a kill, go on with the run that was begun."""
     from conserve.nightly import evaluating, running
+    from conserve.nightly.report.document import skipped_document
 
     context: Context = ctx.obj
     given = {"model": model, "endpoint": endpoint, "limit": limit}
@@ -59,6 +60,8 @@ def run(
     asking = running.Asking(file=file, overrides=overrides, anew=new)
     if check:
         plan = evaluating.checked(asking)
+        if as_json:
+            output.data_json({"evaluation": plan.name, "suites": list(plan.standards())})
         output.say(f"{file}: {output.count(len(plan.standards()), 'suite')}, no fault")
         return
     with context.store() as store:
@@ -66,6 +69,8 @@ def run(
     with ended_in_order():
         done = evaluating.evaluate(context.settings(), asking, output.say)
     if done is None:
+        if as_json:
+            output.data_json(skipped_document())
         return
     found, unwritten = evaluating.reported(context.settings(), done, output.say)
     if as_json:

@@ -564,9 +564,20 @@ def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> 
     with held(home(), "small", "queue", print) as hold:
         assert hold == "ours"
         done = night(file)
-    assert done.returncode == 0
+        found = json.loads(night(file, "--json").stdout)
+    assert (done.returncode, done.stdout) == (0, "")
     assert "this one is skipped" in done.stderr
     assert not keeping.runs(home())
+    assert (found["run"], found["comparison"]) == (None, None)
+    assert found["headline"] == "Skipped: an earlier run is still going."
+    assert night(file).returncode == 0
+    assert json.loads(commands.conserve("eval", "report", "--json").stdout).keys() == found.keys()
+
+
+def test_a_check_without_a_fault_is_a_document_too(file: Path) -> None:
+    done = night(file, "--check", "--json")
+    assert json.loads(done.stdout) == {"evaluation": "small", "suites": ["sql"]}
+    assert night(file, "--check").stdout == ""
 
 
 def test_a_damaged_record_or_file_hides_no_other() -> None:

@@ -38,6 +38,18 @@ def document(home: Path, run: RunRecord, against: str, *, flips_of: int = 100) -
     }
 
 
+def skipped_document() -> Document:
+    """Document of a night that was skipped, since an earlier run was still going."""
+    return {
+        "run": None,
+        "comparison": None,
+        "headline": "Skipped: an earlier run is still going.",
+        "flips": [],
+        "flips_against": None,
+        "nights": [],
+    }
+
+
 def before_of(home: Path, run: RunRecord, found: Comparison) -> RunRecord | None:
     """Run whose answers are shown beside this one's: the other run, or the night before."""
     if found.before == HISTORY:
