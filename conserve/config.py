@@ -13,7 +13,7 @@ from conserve.errors import SettingsError
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
 UNSET = "none"  # takes back what a weaker source sets
-MAY_BE_UNSET = ("model", "endpoint", "endpoints")
+MAY_BE_UNSET = ("data", "model", "endpoint", "endpoints", "metrics_port", "otlp_endpoint")
 SQLITE = "sqlite:///"
 UTILITY = 0.9
 LOG_FORMATS = ("text", "json")
@@ -284,7 +284,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{path} sets {name!r}, which is no setting; there are {', '.join(known)}")
     for name in {"home", "models"} & values.keys():  # relative to this file
         values[name] = path.parent / Path(str(values[name])).expanduser()
-    if "data" in values and "://" not in str(values["data"]):
+    if "data" in values and "://" not in str(values["data"]) and values["data"] != UNSET:
         values["data"] = str(path.parent / Path(str(values["data"])).expanduser())
     return values
 

@@ -12,6 +12,7 @@ from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.cli.serve_flags import checkpointing
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE
+from conserve.jobs.telemetry.otlp import DISABLED
 
 if TYPE_CHECKING:
     from conserve.bench.presets import Preset
@@ -34,7 +35,10 @@ def own_plan(
     from conserve.bench.servers.servers import ServersPlan
 
     flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
-    own = keyed(replace(settings, home=home.absolute(), store=None))  # never the user's queue
+    # Never the user's queue, the place of its files, its metrics page or its traces.
+    own = keyed(
+        replace(settings, home=home.absolute(), store=None, data=None, metrics_port=None, otlp_endpoint=None)
+    )
     return ServersPlan(
         settings=own,
         section=section(settings, names),
@@ -50,4 +54,6 @@ def own_plan(
 
 def logged_harvester(settings: Settings, url: str, *more: str) -> "ProcessCommand":
     """Command of a harvester whose words go to a file in its home: its rows are no job of the user's."""
-    return replace(harvester_command(settings, url, *more), log=settings.home / "harvester.log")
+    command = harvester_command(settings, url, *more)
+    untraced = {**command.environment, DISABLED: "true"}  # whatever OpenTelemetry's own variables name
+    return replace(command, log=settings.home / "harvester.log", environment=untraced)

@@ -346,10 +346,11 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
     """Command of `conserve harvest` on this store."""
     from conserve.engine.service import ProcessCommand, python
 
-    # The server's model and this store win over the environment's.
+    # The server's model and this store, with the place of its files, win over those of variables and files.
     environment = {
         "CONSERVE_MODEL": UNSET,
         "CONSERVE_STORE": settings.store_url,
+        "CONSERVE_DATA": settings.data or UNSET,
         GIVEN: again(),
         HARVEST_KEY: settings.harvest_key or "",
         **harvesters_telemetry(settings),

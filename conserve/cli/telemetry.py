@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
-from conserve.config import Settings
+from conserve.config import UNSET, Settings
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ def servers_logging() -> dict[str, str]:
 def harvesters_telemetry(settings: Settings) -> dict[str, str]:
     """Variables of the harvester beside a server: its metrics page and its traces."""
     port, url = settings.metrics_port, settings.otlp_endpoint
-    page = {"CONSERVE_METRICS_PORT": str(port), "CONSERVE_METRICS_HOST": settings.metrics_host}
-    return {**(page if port is not None else {}), **({"CONSERVE_OTLP_ENDPOINT": url} if url else {})}
+    return {
+        "CONSERVE_METRICS_PORT": UNSET if port is None else str(port),
+        "CONSERVE_METRICS_HOST": settings.metrics_host,
+        "CONSERVE_OTLP_ENDPOINT": url or UNSET,
+    }
 
 
 class Telemetry:

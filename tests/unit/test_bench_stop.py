@@ -172,6 +172,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
                 f"conserve.bench.{module}.StockServer", partial(StockServer, transport=transport)
             )
         monkeypatch.setattr("conserve.bench.servers.place.Service", SlowService)
+        monkeypatch.setattr(rows.OfflineQueue, "taken", lambda self: True)  # by a harvester of no process
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)
         monkeypatch.setattr(compare, "play", world.warm)

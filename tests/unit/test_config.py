@@ -51,6 +51,25 @@ def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, st
     assert settings.home == tmp_path / "project" / "store", "paths are relative to the file that names them"
 
 
+def test_what_a_weaker_source_sets_is_taken_back_by_variables_and_files(
+    sources: tuple[Path, dict[str, str]],
+) -> None:
+    cwd, environ = sources
+    said = {"data": "s3://team/conserve", "metrics_port": "9108", "otlp_endpoint": "http://collector:4318"}
+    lines = "".join(f"{name} = 'none'\n" for name in said)
+    (cwd / "conserve.toml").write_text(lines)
+    (Path(environ["XDG_CONFIG_HOME"]) / "conserve" / "conserve.toml").write_text(
+        "".join(f"{name} = {value!r}\n" for name, value in said.items())
+    )
+    unset = dict.fromkeys(said)
+    assert {name: getattr(load({}, environ, cwd), name) for name in said} == unset
+    (cwd / "conserve.toml").unlink()
+    assert load({}, environ, cwd).metrics_port == 9108
+    variables = {f"CONSERVE_{name.upper()}": "none" for name in said}
+    found = load({}, {**environ, **variables}, cwd)
+    assert {name: getattr(found, name) for name in said} == unset
+
+
 def test_an_endpoint_is_taken_back_and_a_refusal_names_who_set_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,9 +33,12 @@ from conserve.bench.tune import Parameter, TriedValue, Tuning
 from conserve.cli import output
 from conserve.cli.bench_plan import own_plan
 from conserve.cli.tune import TuneFlags, confirm
-from conserve.config import Settings
-from conserve.errors import EndpointUnusable, InputError
+from conserve.config import Settings, load
+from conserve.errors import ConserveError, EndpointUnusable, InputError
+from conserve.jobs.telemetry.otlp import is_wanted
+from conserve.store.database.store import Store
 from tests import virtual_time
+from tests.store_rows import leased
 
 MACHINE = BenchMachine.demo()
 HARMS = Parameter("harm", 0.01, 1.0, lambda share: {"harm": round(share, 2)})
@@ -46,6 +49,9 @@ class EndlessQueue:
 
     def waiting(self) -> int:
         return 1_000_000
+
+    def taken(self) -> bool:
+        return True
 
 
 class FakeServers:
@@ -84,6 +90,7 @@ class Measured:
         self.designs: list[Design] = []
         self.sources: list[Source] = []
         self.fails: str | None = None  # beginning of the policies whose requests time out
+        self.offline_tokens: int | None = None  # of each block; None for those of `block`
 
     async def __call__(
         self,
@@ -117,6 +124,8 @@ class Measured:
 
     def _block(self, policy: str, trace: Trace, block_s: float) -> Block:
         whole = block(policy, trace, block_s)
+        if self.offline_tokens is not None:
+            whole = replace(whole, offline_tokens=self.offline_tokens)
         if self.fails is None or not policy.startswith(self.fails):
             return whole
         return replace(whole, answers=tuple(replace(one, status=RequestEnd.TIMEOUT) for one in whole.answers))
@@ -331,6 +340,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(compare, "play_apart", play_apart)
     monkeypatch.setattr(Deployment, "follow", follow)
     monkeypatch.setattr(servers, "ServerPlace", ReadyPlace)
+    monkeypatch.setattr(rows.OfflineQueue, "taken", lambda self: True)  # by a harvester of no process
     yield found
     assert len({*warmed}) == len(warmed)
     assert not {*warmed} & {*found}
@@ -396,6 +406,50 @@ def test_harvesters_of_a_comparison_write_into_their_own_folder(tmp_path: Path) 
     command = plan.harvester(plan.settings, "http://127.0.0.1:1", "--steady")
     assert command.log == tmp_path / "store" / "harvester.log"
     assert "--steady" in command.words
+
+
+def test_servers_of_a_comparison_leave_the_users_files_metrics_and_traces_alone(tmp_path: Path) -> None:
+    """A port that the user's harvester has would end theirs, and a bucket would keep their files for ever."""
+    theirs = {"data": "s3://team/conserve", "metrics_port": 9108, "otlp_endpoint": "http://collector:4318"}
+    (tmp_path / "conserve.toml").write_text(
+        "".join(f"{name} = {value!r}\n" for name, value in theirs.items())
+    )
+    variables = {"CONSERVE_HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path)}
+    users = load({}, variables, tmp_path)
+    assert theirs == {name: getattr(users, name) for name in theirs}
+    plan = own_plan(users, [], PAIR.policies, CPU, tmp_path / "store", seed=0)
+    for own in (plan.settings, servers.stock_settings(plan.settings, "non-preemptive")):
+        environment = plan.harvester(own, "http://127.0.0.1:1").environment
+        found = load({"home": own.home}, {**variables, **environment}, tmp_path)
+        assert (found.store_url, found.data) == (own.store_url, None)
+        assert (found.metrics_port, found.otlp_endpoint) == (None, None)
+        assert not is_wanted(found, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", **environment})
+
+
+def test_a_block_of_rows_that_no_harvester_took_is_dropped(
+    tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be told as one in which the policy found no time for rows."""
+    monkeypatch.setattr(EndlessQueue, "taken", lambda self: False)
+    plan = own_plan(Settings(home=tmp_path), [], PAIR.policies, CPU, tmp_path / "store", seed=0)
+    field = servers.Servers(plan, PAIR)
+    asyncio.run(field.played("online-only/planned"))
+    with pytest.raises(ConserveError, match=r"no offline row of conserve was sent .* harvester: nothing"):
+        asyncio.run(field.played("conserve"))
+    log = tmp_path / "store" / "harvester.log"
+    log.parent.mkdir()
+    log.write_text("conserve: the first\nconserve: cannot listen at 127.0.0.1:9108\n")
+    with pytest.raises(ConserveError, match="harvester: conserve: cannot listen at"):
+        asyncio.run(field.played("conserve"))
+
+
+def test_a_queue_knows_whether_a_row_was_taken(tmp_path: Path) -> None:
+    queue = rows.make_rows(Settings(home=tmp_path), replace(CPU, offline_rows=3), 0)
+    assert (queue.waiting(), queue.taken()) == (3, False)
+    store = Store.open(queue.settings)
+    assert len(leased(store).rows) == 3
+    store.close()
+    assert (queue.waiting(), queue.taken()) == (0, True)
 
 
 def test_each_turn_begins_with_live_requests_that_count_for_nothing(
@@ -589,6 +643,14 @@ def test_live_requests_that_fail_beside_rows_are_told_as_such(
     assert not confirmed
     said = "on the engine live requests beside rows failed, or were not answered in time; trying less"
     assert said in capsys.readouterr().err
+
+
+def test_a_promise_beside_which_no_row_computed_is_not_confirmed(tmp_path: Path, measured: Measured) -> None:
+    """Live requests beside no row are compared with themselves."""
+    measured.offline_tokens = 0
+    with pytest.raises(ConserveError, match=r"no token of a row was computed .* nothing is confirmed"):
+        confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    assert FakeServers.made[0].ended
 
 
 def test_after_four_values_it_is_not_confirmed(tmp_path: Path, measured: Measured) -> None:

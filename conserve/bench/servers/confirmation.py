@@ -18,6 +18,7 @@ from conserve.bench.sizing import Offered
 from conserve.bench.traces import together
 from conserve.bench.tune import TriedValue, Tuning, latencies, words
 from conserve.engine.vllm.settings import PREEMPTION
+from conserve.errors import ConserveError
 
 SMALLER = 0.7  # factor on a value that the engine did not keep
 TRIES = 4
@@ -99,8 +100,13 @@ class Confirmation:
         def of(policy: str) -> list[Block]:
             return [block for block in measurement.blocks if block.policy == policy]
 
-        alone = latencies(of(ONLINE_ONLY_PLANNED)).as_reference()
-        return excess(latencies(of(design.policies[1])), alone, self._tuning.promised)
+        alone, beside = latencies(of(ONLINE_ONLY_PLANNED)).as_reference(), of(design.policies[1])
+        if not any(block.offline_tokens for block in beside):
+            raise ConserveError(
+                "no token of a row was computed beside the live requests, so nothing is confirmed; "
+                "give longer blocks (--block-s) or a lower --rate"
+            )
+        return excess(latencies(beside), alone, self._tuning.promised)
 
     def _design(self, found: TriedValue) -> Design:
         promises = found.promises

@@ -52,6 +52,13 @@ class ServerPlace:
         """True from the start to the end of the processes."""
         return self._running is not None
 
+    @property
+    def harvester_said(self) -> str:
+        """Last line of the harvester's log; `nothing` without one."""
+        log = self._harvester.log if self._harvester is not None else None
+        lines = log.read_text(errors="replace").splitlines() if log is not None and log.exists() else []
+        return lines[-1] if lines else "nothing"
+
     async def begin(self) -> None:
         """Start the server, or let it go on; returns once it answers. Raises `ConserveError`."""
         if self._running is None:

@@ -54,6 +54,10 @@ class OfflineQueue:
         """Rows that no harvester has taken yet."""
         return sum(job.waiting for job in read_jobs(self.settings, now=time.time()))
 
+    def taken(self) -> bool:
+        """True once a harvester has taken a row."""
+        return any(job.waiting < job.rows for job in read_jobs(self.settings, now=time.time()))
+
     def add(self) -> None:
         """Queue the next file."""
         submit_rows(self.settings, self.files.nth(self.queued))

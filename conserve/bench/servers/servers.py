@@ -127,11 +127,19 @@ class Servers:
         return Turn(place.server, target, next(self._seeds), first=place.first_turn())
 
     async def played(self, policy: str) -> None:
-        """Raise `ConserveError` if the rows of this policy's server ran out in the block."""
-        if runs_offline(policy) and not await asyncio.to_thread(self._queue(policy).waiting):
+        """Raise `ConserveError` if the rows of this policy's server ran out in the block, or never began."""
+        if not runs_offline(policy):
+            return
+        if not await asyncio.to_thread(self._queue(policy).waiting):
             raise ConserveError(
                 f"the offline rows of {policy} ran out within a block, which is dropped; "
                 "give fewer or shorter blocks (--rounds, --block-s)"
+            )
+        if not await asyncio.to_thread(self._queue(policy).taken):
+            said = self._stock.get(policy, self._plugged).harvester_said
+            raise ConserveError(
+                f"no offline row of {policy} was sent to its server, so the block is dropped; the last words of "
+                f"its harvester: {said}"
             )
 
     async def end(self) -> None:
