@@ -12,7 +12,15 @@ import typer
 
 from conserve.bench.names import MECHANISMS
 from conserve.cli import output
-from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized, row_lengths
+from conserve.cli.bench_flags import (
+    known_profiler,
+    limits,
+    make_design,
+    promised,
+    refuse_own,
+    resized,
+    row_lengths,
+)
 from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.context import Context
@@ -194,10 +202,6 @@ def bench(
         )
     if preset not in PRESETS:
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
-    if offline is not None and endpoint is not None:
-        raise SettingsError(
-            "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
-        )
     context: Context = ctx.obj
     if endpoint is None and not simulated:
         refuse_ours(engine_flags(context.settings(), words[1:]), "conserve bench")
@@ -205,6 +209,8 @@ def bench(
         raise typer.Exit(sweeping(context, words, SweepFlags.of(ctx.params), as_json=as_json))
     if endpoint is None:
         require_engine(OR_A_SERVER)
+    else:
+        refuse_own(words, offline, kv_checkpoint)
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     settings = context.settings(model=words[0] if words else None)

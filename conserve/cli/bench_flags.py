@@ -1,10 +1,12 @@
 """Flags of `conserve bench`, checked: SLO, tolerance and design of the comparison."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from conserve.cli.serve_flags import milliseconds
+from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -14,6 +16,23 @@ if TYPE_CHECKING:
     from conserve.bench.profiler import Promise
 
 MEAN_OF = 1000  # offline rows, for the mean one
+
+
+def refuse_own(words: Sequence[str], offline: str | None, kv_checkpoint: str) -> None:
+    """Raise for what a server that runs already has of its own, and a comparison on it cannot set."""
+    if offline is not None:
+        raise SettingsError(
+            "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
+        )
+    if kv_checkpoint != ADAPTIVE:
+        raise SettingsError(
+            f"--kv-checkpoint {kv_checkpoint} goes with a server of the benchmark's own; start that one with it, "
+            "or compare conserve/recompute"
+        )
+    if words:
+        raise SettingsError(
+            f"--endpoint names a server with a model and flags of its own; leave out: {shlex.join(words)}"
+        )
 
 
 def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":

@@ -221,6 +221,25 @@ def test_no_empty_folder_is_left_where_no_server_answers(tmp_path: Path, folder:
     assert (tmp_path / folder).is_dir(), "it is the user's"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["smollm2-demo", "--gama", "1,1,9,9"], "leave out: smollm2-demo --gama 1,1,9,9"),
+        (["--kv-checkpoint", "off"], "--kv-checkpoint off goes with a server of the benchmark's own"),
+        (["--offline", "64,8"], "--offline goes with a server of the benchmark's own"),
+    ],
+)
+def test_a_server_that_runs_already_has_its_model_flags_and_checkpoints(
+    stopped: Run, tmp_path: Path, words: list[str], said: str
+) -> None:
+    world = World()
+    done = stopped(world, "--endpoint", "http://host", *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not world.blocks
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_the_blocks_before_the_servers_death_are_kept(stopped: Run, tmp_path: Path, own: bool) -> None:
     done = stopped(World(dies_in=3), *([] if own else ["--endpoint", "http://host"]))
