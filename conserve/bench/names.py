@@ -1,6 +1,6 @@
 """Names of the compared policies, and what a server has to be told for each. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,8 @@ ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)  # of `--endpo
 RECOMPUTE, OFF = "recompute", "off"
 PROMPT = "prompt"  # preemption of `conserve` where none is named
 HARM, HARM_PERCENT = "harm", 10  # `conserve/harm` promises what `conserve serve` does without an SLO
+
+PROMISED = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}  # entry of the section for each
 
 MECHANISMS = {
     "scheduler": "iterations are planned by the SLO; without it, rows fill the token budget behind live requests",
@@ -118,3 +120,15 @@ def wanted(
     if batches:
         said["batching"] = "on" if regime.full_batches else OFF
     return said
+
+
+def promise_flags(promises: Mapping[str, float]) -> str:
+    """Promises, which are `harm` or `ttft_ms` and `tbt_ms`, as flags of `conserve serve`."""
+    if "harm" in promises:
+        return f"--harm {100 * promises['harm']:g}%"
+    return f"--ttft-slo {promises['ttft_ms']:.0f}ms --tbt-slo {promises['tbt_ms']:.1f}ms"
+
+
+def promise_entries(promises: Mapping[str, float]) -> dict[str, Any]:
+    """The same promises as entries of the engine's section."""
+    return {PROMISED[name]: value for name, value in promises.items()}

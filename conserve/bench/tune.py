@@ -8,12 +8,12 @@ simulated engine, by hygen section 4.2, and the one with the larger harvest is t
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from conserve.bench.beside import rows_beside
 from conserve.bench.bound import Mix
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY
+from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY, promise_entries, promise_flags
 from conserve.bench.profiler import Promise, RunLatencies, excess, search
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
@@ -98,7 +98,7 @@ class Tuning:
         """Plays the live requests with this value of the parameter, and notes the harvest."""
 
         async def run(value: float) -> RunLatencies:
-            promises = section(parameter.promises(value))
+            promises = promise_entries(parameter.promises(value))
             blocks = self.simulator.play(CONSERVE, self.blocks, promises=promises)
             found = latencies(blocks)
             self.runs.append(self._candidate(parameter, value, blocks, found))
@@ -127,25 +127,12 @@ class Tuning:
         )
 
 
-def section(promises: Mapping[str, float]) -> dict[str, Any]:
-    """Entries of the engine's section."""
-    named = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}
-    return {named[name]: value for name, value in promises.items()}
-
-
 def latencies(blocks: Sequence[Block]) -> RunLatencies:
     """TTFTs and TBTs of all blocks."""
     return RunLatencies.heard([answer for block in blocks for answer in block.answers])
 
 
-def words(promises: Mapping[str, float]) -> str:
-    """Promises as flags of `conserve serve`."""
-    if "harm" in promises:
-        return f"--harm {100 * promises['harm']:g}%"
-    return f"--ttft-slo {promises['ttft_ms']:.0f}ms --tbt-slo {promises['tbt_ms']:.1f}ms"
-
-
 def sentence(run: TriedValue) -> str:
     """Line of progress on a test run."""
     kept = "kept" if run.excess <= 1 else f"exceeded by {run.excess - 1:.0%}"
-    return f"{words(run.promises)}: {kept}, {run.rows_per_s:.2f} rows/s"
+    return f"{promise_flags(run.promises)}: {kept}, {run.rows_per_s:.2f} rows/s"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import refuse_ours
@@ -111,11 +112,11 @@ def tune(
     require_engine()
     machine = machine_of(settings, words[0])
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
-    tuning = start(machine, blocks, promised, block_s, seed)
+    tuning = prepared(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
     if found.excess > 1:
         output.say(
-            f"no promise keeps {named(promised)}; the nearest, {flags(found)}, exceeds it by "
+            f"no promise keeps {named(promised)}; the nearest, {promise_flags(found.promises)}, exceeds it by "
             f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
@@ -178,10 +179,10 @@ def blocks_of(
     return blocks
 
 
-def start(
+def prepared(
     machine: "BenchMachine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
 ) -> "Tuning":
-    """The search on a simulated engine."""
+    """The search on a simulated engine, whose live requests alone are played already."""
     from conserve.bench.simulated import Simulator
     from conserve.bench.tune import Tuning
 
@@ -213,8 +214,8 @@ def confirm(
 def refused(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:
     """Sentence where the engine kept none of the values, from the one found to the last one tried."""
     return (
-        f"the engine kept {named(promised)} with none of the values tried, from {flags(found)} down to "
-        f"{flags(tried)}: nothing is kept; allow more harm, or give a lower --rate"
+        f"the engine kept {named(promised)} with none of the values tried, from {promise_flags(found.promises)} "
+        f"down to {promise_flags(tried.promises)}: nothing is kept; allow more harm, or give a lower --rate"
     )
 
 
@@ -225,13 +226,6 @@ def expected(found: "TriedValue") -> dict[str, float]:
         "prompt_tokens_per_s": found.prompt_tokens_per_s,
         "decode_tokens_per_s": found.decode_tokens_per_s,
     }
-
-
-def flags(found: "TriedValue") -> str:
-    """The promises as flags of `conserve serve`."""
-    from conserve.bench.tune import words
-
-    return words(found.promises)
 
 
 def named(promised: "Any") -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from conserve.bench.names import promise_entries, promise_flags
 from conserve.cli import output
 from conserve.cli.serve_files import own_name
 from conserve.cli.serve_flags import recording_at
@@ -13,12 +14,6 @@ from conserve.config import Settings
 from conserve.errors import InputError, SettingsError
 from conserve.jobs.harvest.services import FOLDER
 from conserve.whole import write_whole
-
-SECTION = {
-    "harm": "harm",
-    "ttft_ms": "ttft_slo_ms",
-    "tbt_ms": "tbt_slo_ms",
-}  # promise -> entry of the section
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +30,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flags(self) -> str:
         """Flags of `conserve serve` that promise the same."""
-        if "harm" in self.promises:
-            return f"--harm {100 * self.promises['harm']:g}%"
-        return f"--ttft-slo {self.promises['ttft_ms']:.0f}ms --tbt-slo {self.promises['tbt_ms']:.1f}ms"
+        return promise_flags(self.promises)
 
 
 def tuned_file(settings: Settings, model: str) -> Path:
@@ -80,7 +73,7 @@ def tuned_promises(settings: Settings, model: str, *, given: tuple[str | None, .
     day = time.strftime("%Y-%m-%d", time.localtime(found.measured_at))
     how = "on the engine" if found.confirmed else "simulated"
     output.say(f"promised as tuned on {day} ({how}) for {', '.join(found.kept)}: {found.flags}")
-    return {SECTION[name]: value for name, value in found.promises.items()}
+    return promise_entries(found.promises)
 
 
 def recorded(

@@ -18,10 +18,11 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
+from conserve.bench.names import promise_flags
 from conserve.bench.profiler import Promise, RunLatencies, excess, harmed
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Arrival, Trace
-from conserve.bench.tune import Tuning, latencies, words
+from conserve.bench.tune import Tuning, latencies
 from conserve.cli import tuned
 from conserve.cli.serve_flags import milliseconds
 from conserve.cli.tune import blocks_of, conclude, tune
@@ -151,7 +152,7 @@ def test_what_the_engine_refuses_is_not_kept(
     monkeypatch.setattr("conserve.cli.tune.machine_of", lambda settings, model: MACHINE)
     monkeypatch.setattr("conserve.cli.tune.blocks_of", lambda *given: tuning(Engine()).blocks)
     monkeypatch.setattr(
-        "conserve.cli.tune.start", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
+        "conserve.cli.tune.prepared", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
     )
     monkeypatch.setattr("conserve.cli.tune.confirm", confirm)
     context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))
@@ -223,9 +224,8 @@ def test_requests_that_fail_alone_are_no_reference() -> None:
 
 
 def test_promises_are_flags_of_serve() -> None:
-    assert words({"harm": 0.23}) == "--harm 23%"
-    assert words({"ttft_ms": 1500.0, "tbt_ms": 92.4}) == "--ttft-slo 1500ms --tbt-slo 92.4ms"
-    assert TUNED.flags == "--harm 23%"
+    assert promise_flags({"harm": 0.23}) == TUNED.flags == "--harm 23%"
+    assert promise_flags({"ttft_ms": 1500.0, "tbt_ms": 92.4}) == "--ttft-slo 1500ms --tbt-slo 92.4ms"
 
 
 # Recorded arrivals

@@ -8,7 +8,7 @@ from pathlib import Path
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED
+from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED, promise_flags
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import excess
@@ -16,7 +16,7 @@ from conserve.bench.servers.servers import Servers
 from conserve.bench.servers.sweep import MakePlan
 from conserve.bench.sizing import Offered
 from conserve.bench.traces import together
-from conserve.bench.tune import TriedValue, Tuning, latencies, words
+from conserve.bench.tune import TriedValue, Tuning, latencies
 from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import ConserveError
 
@@ -82,7 +82,7 @@ class Confirmation:
 
         A round has a block of the search for each engine of the server, from the busiest on.
         """
-        self._say(f"confirming {words(found.promises)} on the engine")
+        self._say(f"confirming {promise_flags(found.promises)} on the engine")
         blocks, engines = self._tuning.blocks, await servers.deployment.engines()
         busiest = cycle(blocks[::-1])
         rounds = [together([*islice(busiest, engines)]) for _ in range(self._rounds)]
