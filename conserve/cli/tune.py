@@ -239,7 +239,8 @@ def conclude(settings: Settings, tuned: Tuned, *, keep: bool, as_json: bool) -> 
 
     path: Path | None = write(settings, tuned) if keep else None
     if as_json:
-        output.data_json({**msgspec.to_builtins(tuned), "file": str(path) if path else None})
+        moment = {"measured_at": output.iso(tuned.measured_at)}
+        output.data_json({**msgspec.to_builtins(tuned), **moment, "file": str(path) if path else None})
     else:
         hour = 3600 * tuned.expected["rows_per_s"]
         output.data(

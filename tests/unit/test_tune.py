@@ -334,6 +334,12 @@ def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
     assert len(kept) >= 4
 
 
+def test_the_folder_of_a_models_arrivals_is_the_one_that_the_page_describes(tmp_path: Path) -> None:
+    """`record_arrivals` of a vllm serve of one's own is written there by hand."""
+    folder = tuned.arrivals_folder(Settings(home=tmp_path), "/data/my_models/a.b-1_c/")
+    assert folder == tmp_path / "serving" / "arrivals" / "data-my-models-a.b-1-c"
+
+
 def test_engines_that_share_a_server_write_files_of_their_own(tmp_path: Path) -> None:
     assert arrivals_at(None, 0) is None
     recordings = [arrivals_at(tmp_path / "8000.csv", number) for number in (0, 1)]
@@ -408,6 +414,7 @@ def test_a_dry_run_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert conclude(settings, TUNED, keep=False, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["promises"], document["file"]) == ({"harm": 0.23}, None)
+    assert document["measured_at"] == "2025-11-23T12:13:20+00:00"
     assert not list(tmp_path.rglob("*.json"))
 
 
