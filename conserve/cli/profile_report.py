@@ -68,10 +68,9 @@ def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, A
 
 
 def heading(profile: "Profile") -> list[str]:
-    key = profile.key
     how = f"{profile.how} {profile.measured_at}".strip()
     size = f", {len(profile.samples)} batches in {profile.seconds:.0f} s" if profile.samples else ""
-    lines = [f"{profile.name}: {how}{size}", f"{key.device}; {key.engine}; {key.dtype}; {key.parallelism}"]
+    lines = [f"{profile.name}: {how}{size}", profile.key.summary]
     if words := range_words(profile):
         lines.append(f"measured: {', '.join(words)}; longer iterations and contexts (~) are extrapolated")
     if profile.noise is not None:

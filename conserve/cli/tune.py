@@ -1,6 +1,7 @@
 """`conserve tune`: the promise that harvests most, for a model, its live traffic, and what may be harmed."""
 
 import asyncio
+import shlex
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import refuse_ours
-from conserve.cli.sweep import machine_of, simulator
+from conserve.cli.sweep import simulator
 from conserve.cli.tuned import Tuned, arrivals_folder, write
 from conserve.config import Settings
 from conserve.engine.vllm.compat.installed import require_engine
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from conserve.bench.profiler import Promise
     from conserve.bench.traces import Trace
     from conserve.bench.tune import TriedValue, Tuning
+    from conserve.profiles.profile import Profile
 
 EXAMPLE = """
 conserve tune Qwen/Qwen2.5-7B-Instruct --harm-ttft p99=5% --harm-tbt p99=5%
@@ -50,7 +52,16 @@ def tune(
     ctx: typer.Context,
     model: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL [VLLM FLAGS]", help="As for conserve serve; it has to be profiled."),
+        typer.Argument(
+            metavar="MODEL [VLLM FLAGS]",
+            help="As for conserve serve; it has to be profiled (conserve profile --served).",
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|DIGEST", help="Latency profile of the search; the model's newest by default."
+        ),
     ] = None,
     trace: Annotated[
         str | None,
@@ -96,7 +107,7 @@ def tune(
     Test runs are on simulated time, with the real scheduler and the model's latency profile; the engine itself
     confirms what they find.
     """
-    from conserve.api.running import engine_flags
+    from conserve.bench.machine import BenchMachine
     from conserve.bench.presets import PRESETS
     from conserve.bench.profiler import harmed
 
@@ -107,10 +118,9 @@ def tune(
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
     context: Context = ctx.obj
     settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
-    if not (simulated_only or dry_run):
-        refuse_ours(engine_flags(settings, words[1:]), "conserve tune")
+    check_flags(settings, words[1:], confirmed=not (simulated_only or dry_run))
     require_engine()
-    machine = machine_of(settings, words[0])
+    machine = BenchMachine.of(profile_of(settings, words, profile))
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = prepared(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
@@ -140,6 +150,39 @@ def tune(
     raise typer.Exit(
         conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
     )
+
+
+def check_flags(settings: Settings, flags: list[str], *, confirmed: bool) -> None:
+    """Raise for flags that no server of `conserve tune` can have, or that none has as none is started."""
+    from conserve.api.running import engine_flags
+
+    if confirmed:
+        refuse_ours(engine_flags(settings, flags), "conserve tune")
+    elif flags:
+        raise SettingsError(
+            "--simulated-only and --dry-run start no server, and a simulated engine has the flags of its profile "
+            f"(--profile); leave out: {shlex.join(flags)}"
+        )
+
+
+def profile_of(settings: Settings, words: list[str], wanted: str | None) -> "Profile":
+    """Profile that the search is on: the one wanted, or the newest of the model, which others stand beside.
+
+    `words` are the model and flags of vLLM. Raises `ProfileError`.
+    """
+    from conserve.profiles.book import Book
+
+    book = Book(settings.profiles_folder)
+    found = book.named(wanted or words[0], command=f"conserve profile --served {shlex.join(words)}")
+    how = f"{found.how} {found.measured_at}".strip()
+    output.say(f"on the profile {found.key.digest} of {found.name}, {how}: {found.key.summary}")
+    older = [one for one in book.all() if one.name == found.name and one.key != found.key]
+    for other in older if wanted is None else []:
+        differences = "; ".join(found.key.differences(other.key))
+        output.say(
+            f"an older one is of another engine ({differences}); take it with --profile {other.key.digest}"
+        )
+    return found
 
 
 def blocks_of(

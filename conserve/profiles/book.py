@@ -56,8 +56,11 @@ class Book:
         """All readable profiles, the newest last."""
         return sorted(self._readable(), key=lambda profile: profile.measured_at)
 
-    def named(self, name: str) -> Profile:
-        """A profile by file, by derived name, or the newest of a model; raises `ProfileError`."""
+    def named(self, name: str, *, command: str | None = None) -> Profile:
+        """A profile by file, by derived name, or the newest of a model; raises `ProfileError`.
+
+        `command` makes a missing one.
+        """
         if Path(name).is_file():
             return profiles.read(Path(name))
         if (DERIVED / f"{name}.json").is_file():
@@ -72,7 +75,8 @@ class Book:
             raise ProfileMissing(f"there is no file {name}; name a profile's file, or a model")
         known = dict.fromkeys([*(profile.name for profile in self.all()), *derived_names()])
         raise ProfileMissing(
-            f"there is no profile of {name}; there are: {', '.join(known)}; run: conserve profile {name}"
+            f"there is no profile of {name}; there are: {', '.join(known)}; "
+            f"run: {command or f'conserve profile {name}'}"
         )
 
     def _readable(self) -> Iterator[Profile]:

@@ -40,6 +40,11 @@ class ProfileKey:
         """Twelve characters for file names."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
 
+    @property
+    def summary(self) -> str:
+        """Device, engine, number format and parallelism in words."""
+        return f"{self.device}; {self.engine}; {self.dtype}; {self.parallelism}"
+
     def differences(self, other: "ProfileKey") -> list[str]:
         """The differences in words: "device: H100 there, H200 here"."""
         names = [f.name for f in fields(self) if f.name != "flags"]

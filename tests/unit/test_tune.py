@@ -25,11 +25,14 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Tuning, latencies
 from conserve.cli import tuned
 from conserve.cli.serve_flags import milliseconds
-from conserve.cli.tune import blocks_of, conclude, tune
+from conserve.cli.tune import blocks_of, conclude, profile_of, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
-from conserve.errors import EndpointUnusable, InputError, Overloaded, SettingsError
+from conserve.errors import EndpointUnusable, InputError, Overloaded, ProfileMissing, SettingsError
+from conserve.profiles.book import Book
+from conserve.profiles.profile import FittedModel, Profile, ProfileKey
+from tests.commands import conserve
 from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = BenchMachine.demo()
@@ -149,7 +152,7 @@ def test_what_the_engine_refuses_is_not_kept(
     def confirm(settings: Any, wanted: Any, search: Any, found: Any) -> Any:
         return replace(found, value=0.7 * found.value), kept
 
-    monkeypatch.setattr("conserve.cli.tune.machine_of", lambda settings, model: MACHINE)
+    Book(tmp_path / "profiles").save(measured("a/model"))
     monkeypatch.setattr("conserve.cli.tune.blocks_of", lambda *given: tuning(Engine()).blocks)
     monkeypatch.setattr(
         "conserve.cli.tune.prepared", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
@@ -158,12 +161,12 @@ def test_what_the_engine_refuses_is_not_kept(
     context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))
     with pytest.raises(typer.Exit) as ended:
         tune(
-            context, ["a/model"], None, None, 1.0, None, "p99=10%", simulated_only=False, dry_run=False,
+            context, ["a/model"], None, None, None, 1.0, None, "p99=10%", simulated_only=False, dry_run=False,
             preset="full", rounds=3, block_s=30.0, seed=0, as_json=False,
         )  # fmt: skip
     said = capsys.readouterr()
     assert ended.value.exit_code == code
-    assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("*.json")))
+    assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("tuned/*.json")))
     if not kept:
         assert "kept p99 TBT +10% with none of the values tried, from --harm" in said.err
 
@@ -226,6 +229,67 @@ def test_requests_that_fail_alone_are_no_reference() -> None:
 def test_promises_are_flags_of_serve() -> None:
     assert promise_flags({"harm": 0.23}) == TUNED.flags == "--harm 23%"
     assert promise_flags({"ttft_ms": 1500.0, "tbt_ms": 92.4}) == "--ttft-slo 1500ms --tbt-slo 92.4ms"
+
+
+# The profile
+
+
+def measured(name: str = "a/model", day: int = 1, **key: str) -> Profile:
+    """A profile of an engine like that of the demo model, but for these parts of its key."""
+    engine = ProfileKey(
+        **{
+            "model": "m",
+            "dtype": "bfloat16",
+            "device": "H100",
+            "parallelism": "tp=4",
+            "engine": "vllm 1",
+            **key,
+        }
+    )
+    return Profile(
+        name=name,
+        key=engine,
+        how="measured",
+        measured_at=f"2026-01-{day:02}T00:00:00Z",
+        seconds=1.0,
+        limits=None,
+        models={"conserve": FittedModel(coefficients=MACHINE.model.coefficients)},
+    )
+
+
+def test_the_search_names_its_profile_and_the_others_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest may be of `conserve run`, or of another machine that shares the store."""
+    settings = Settings(home=tmp_path)
+    book = Book(settings.profiles_folder)
+    older, newest = measured(day=1), measured(day=2, device="A10", parallelism="tp=1")
+    for one in (older, newest, measured("its/other", day=3, dtype="float16")):
+        book.save(one)
+    assert profile_of(settings, ["a/model"], None).key == newest.key
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        f"on the profile {newest.key.digest} of a/model, measured 2026-01-02T00:00:00Z: "
+        "A10; vllm 1; bfloat16; tp=1"
+    )
+    assert second == (
+        "an older one is of another engine (device: H100 there, A10 here; parallelism: tp=4 there, tp=1 here); "
+        f"take it with --profile {older.key.digest}"
+    )
+    assert profile_of(settings, ["a/model"], older.key.digest).key == older.key
+    assert "H100; vllm 1" in capsys.readouterr().err
+
+
+def test_a_model_without_a_profile_is_profiled_as_it_is_served(tmp_path: Path) -> None:
+    with pytest.raises(ProfileMissing, match=r"run: conserve profile --served a/model -tp 4$"):
+        profile_of(Settings(home=tmp_path), ["a/model", "-tp", "4"], None)
+
+
+@pytest.mark.parametrize("flag", ["--simulated-only", "--dry-run"])
+def test_a_search_that_starts_no_server_refuses_flags_of_one(flag: str) -> None:
+    done = conserve("tune", "a/model", flag, "--rates", "0.5")
+    assert done.returncode == 2
+    assert "leave out: --rates 0.5" in done.stderr
 
 
 # Recorded arrivals
