@@ -245,7 +245,7 @@ def serve(
     }
     section |= shares(harm, receipt, push_slo_scale, live_prefixes)
     if tuned:
-        section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
+        section |= tuned_promises(settings, words, given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
     if not preemption or not (lets_rows_leave(policy) or allow_control):
         section["preemption"] = OFF

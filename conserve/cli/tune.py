@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from conserve.api.running import engine_flags
 from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
@@ -120,7 +121,8 @@ def tune(
     settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
     check_flags(settings, words[1:], confirmed=not (simulated_only or dry_run))
     require_engine()
-    machine = BenchMachine.of(profile_of(settings, words, profile))
+    searched = profile_of(settings, words, profile)
+    machine = BenchMachine.of(searched)
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = prepared(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
@@ -130,7 +132,7 @@ def tune(
             f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
-    confirmed = False
+    confirmed, of_engine = False, None
     if not (simulated_only or dry_run):
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried, confirmed = confirm(settings, wanted, tuning, found)
@@ -138,6 +140,7 @@ def tune(
             output.say(refused(found, tried, promised))
             raise typer.Exit(exits.FAILED)
         found = found if tried.value == found.value else asyncio.run(tuning.measure(tried))
+        of_engine = engine_flags(settings, [*PRESETS[preset].engine_flags, *words[1:]])
     tuned = Tuned(
         model=words[0],
         promises=dict(found.promises),
@@ -146,6 +149,9 @@ def tune(
         expected=expected(found),
         confirmed=confirmed,
         measured_at=time.time(),
+        engine_flags=of_engine,
+        engine=searched.key.summary,
+        profile=searched.key.digest,
     )
     raise typer.Exit(
         conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
@@ -154,8 +160,6 @@ def tune(
 
 def check_flags(settings: Settings, flags: list[str], *, confirmed: bool) -> None:
     """Raise for flags that no server of `conserve tune` can have, or that none has as none is started."""
-    from conserve.api.running import engine_flags
-
     if confirmed:
         refuse_ours(engine_flags(settings, flags), "conserve tune")
     elif flags:
@@ -296,5 +300,8 @@ def conclude(settings: Settings, tuned: Tuned, *, keep: bool, as_json: bool) -> 
             f"{tuned.expected['decode_tokens_per_s']:,.0f} decode tokens/s"
         )
     if path is not None:
-        output.say(f"kept for conserve serve {tuned.model} --tuned: {path}")
+        flags = (tuned.engine_flags or [])[
+            len(engine_flags(settings, [])) :
+        ]  # the settings' come by themselves
+        output.say(f"kept for conserve serve {shlex.join([tuned.model, *flags])} --tuned: {path}")
     return exits.DONE

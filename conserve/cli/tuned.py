@@ -1,16 +1,19 @@
 """Promises that `conserve tune` has found for a model: a file in the store, read by `conserve serve --tuned`."""
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from conserve.api.running import engine_flags
 from conserve.bench.names import promise_entries, promise_flags
 from conserve.cli import output
 from conserve.cli.serve_files import own_name
 from conserve.cli.serve_flags import recording_at
-from conserve.config import Settings
+from conserve.config import Settings, model_name
+from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.errors import InputError, SettingsError
 from conserve.jobs.harvest.services import FOLDER
 from conserve.whole import write_whole
@@ -26,6 +29,10 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     expected: dict[str, float]
     confirmed: bool  # on the engine itself
     measured_at: float  # s since 1970
+    # Earlier versions kept none of these.
+    engine_flags: list[str] | None = None  # of vLLM, where the engine confirmed it; None if none was started
+    engine: str | None = None  # of the profile that the search was on, in words
+    profile: str | None = None  # the digest of that one
 
     @property
     def flags(self) -> str:
@@ -58,22 +65,44 @@ def read(settings: Settings, model: str) -> Tuned:
     """The promises of a model; raises `InputError`."""
     path = tuned_file(settings, model)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Tuned)
+        found = msgspec.json.decode(path.read_bytes(), type=Tuned)
     except FileNotFoundError as error:
         raise InputError(f"nothing was tuned for {model} yet; run: conserve tune {model}") from error
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}); run: conserve tune {model}") from error
+    if model_name(found.model) != model_name(model):  # whose files have one name
+        raise InputError(f"{path} was tuned for {found.model}, not for {model}; run: conserve tune {model}")
+    return found
 
 
-def tuned_promises(settings: Settings, model: str, *, given: tuple[str | None, ...]) -> dict[str, Any]:
-    """Entries of the engine's section for `--tuned`, said in a sentence; raises `ConserveError`."""
+def tuned_promises(settings: Settings, words: list[str], *, given: tuple[str | None, ...]) -> dict[str, Any]:
+    """Entries of the engine's section for `--tuned`, said in a sentence; raises `ConserveError`.
+
+    `words` are the model and flags of vLLM, which those of the tuned engine are compared with.
+    """
     if any(flag is not None for flag in given):
         raise SettingsError("--tuned brings its own promises; leave out --ttft-slo, --tbt-slo and --harm")
-    found = read(settings, model)
+    found = read(settings, words[0])
     day = time.strftime("%Y-%m-%d", time.localtime(found.measured_at))
     how = "on the engine" if found.confirmed else "simulated"
-    output.say(f"promised as tuned on {day} ({how}) for {', '.join(found.kept)}: {found.flags}")
+    of = f": {found.engine}" if found.engine else ""
+    output.say(f"promised as tuned on {day} ({how}{of}) for {', '.join(found.kept)}: {found.flags}")
+    if found.engine_flags is not None and not are_alike(
+        found.engine_flags, engine_flags(settings, words[1:])
+    ):
+        output.warn(
+            f"it was tuned with other flags of vLLM: {shlex.join(found.engine_flags) or 'none'}; "
+            f"for the ones given here run: conserve tune {shlex.join(words)}"
+        )
     return promise_entries(found.promises)
+
+
+def are_alike(one: list[str], other: list[str]) -> bool:
+    """True for the same flags of vLLM, in whatever order."""
+    first, second = (
+        sorted((flag.name, flag.key, *flag.values) for flag in given_flags(words)) for words in (one, other)
+    )
+    return first == second
 
 
 def recorded(

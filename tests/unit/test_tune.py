@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec import structs
 
 from conserve.bench import recorded
 from conserve.bench.answers import LoadAnswer, RequestEnd
@@ -161,13 +162,18 @@ def test_what_the_engine_refuses_is_not_kept(
     context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))
     with pytest.raises(typer.Exit) as ended:
         tune(
-            context, ["a/model"], None, None, None, 1.0, None, "p99=10%", simulated_only=False, dry_run=False,
+            context, ["a/model", "-tp", "4"], None, None, None, 1.0, None, "p99=10%",
+            simulated_only=False, dry_run=False,
             preset="full", rounds=3, block_s=30.0, seed=0, as_json=False,
         )  # fmt: skip
     said = capsys.readouterr()
     assert ended.value.exit_code == code
     assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("tuned/*.json")))
-    if not kept:
+    if kept:
+        found = tuned.read(Settings(home=tmp_path), "a/model")
+        key = measured("a/model").key
+        assert (found.engine_flags, found.engine, found.profile) == (["-tp", "4"], key.summary, key.digest)
+    else:
         assert "kept p99 TBT +10% with none of the values tried, from --harm" in said.err
 
 
@@ -441,16 +447,69 @@ def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path:
 def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(home=tmp_path)
     with pytest.raises(InputError, match="nothing was tuned for a/model yet; run: conserve tune a/model"):
-        tuned_promises(settings, "a/model", given=(None, None, None))
+        tuned_promises(settings, ["a/model"], given=(None, None, None))
     assert conclude(settings, TUNED, keep=True, as_json=False) == 0
     said = capsys.readouterr()
     assert "--harm 23% keeps p99 TTFT +5% (confirmed on the engine)" in said.out
     assert "2.00 rows/s, 7,200 an hour: 900 prompt tokens/s and 60 decode tokens/s" in said.out
     assert "kept for conserve serve a/model --tuned" in said.err
-    assert tuned_promises(settings, "a/model", given=(None, None, None)) == {"harm": 0.23}
+    assert tuned_promises(settings, ["a/model"], given=(None, None, None)) == {"harm": 0.23}
     assert "(on the engine) for p99 TTFT +5%: --harm 23%" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="leave out --ttft-slo, --tbt-slo and --harm"):
-        tuned_promises(settings, "a/model", given=(None, "50ms", None))
+        tuned_promises(settings, ["a/model"], given=(None, "50ms", None))
+
+
+def test_a_result_of_an_earlier_version_is_promised_with_any_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says neither its engine nor its flags."""
+    settings = Settings(home=tmp_path)
+    path = tuned.write(settings, TUNED)
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({name: kept[name] for name in TUNED.__struct_fields__[:7]}))
+    assert tuned_promises(settings, ["a/model", "-tp", "4"], given=()) == {"harm": 0.23}
+    assert "(on the engine) for" in (said := capsys.readouterr().err)
+    assert "warning" not in said
+
+
+def test_a_promise_that_was_tuned_with_other_flags_is_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(home=tmp_path, engine_args="--seed 7")
+    flags = ["--seed", "7", "-tp", "4", "--max-model-len", "8192"]
+    found = structs.replace(TUNED, engine_flags=flags, engine="H100; vllm 1; bfloat16; tp=4")
+    conclude(settings, found, keep=True, as_json=False)
+    assert "kept for conserve serve a/model -tp 4 --max-model-len 8192 --tuned: " in capsys.readouterr().err
+    alike = ["--max-model-len=8192", "--tensor-parallel-size", "4"]
+    assert tuned_promises(settings, ["a/model", *alike], given=()) == {"harm": 0.23}
+    said = capsys.readouterr().err
+    assert "(on the engine: H100; vllm 1; bfloat16; tp=4) for" in said
+    assert "warning" not in said
+    assert tuned_promises(settings, ["a/model", "-tp", "2"], given=()) == {"harm": 0.23}
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "warning: it was tuned with other flags of vLLM: --seed 7 -tp 4 --max-model-len 8192; "
+        "for the ones given here run: conserve tune a/model -tp 2"
+    )
+
+
+def test_the_promise_of_another_model_whose_file_has_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    tuned.write(settings, TUNED)
+    with pytest.raises(
+        InputError, match="was tuned for a/model, not for a-model; run: conserve tune a-model"
+    ):
+        tuned_promises(settings, ["a-model"], given=())
+
+
+def test_a_folder_is_the_same_model_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(home=tmp_path / "home")
+    tuned.write(settings, structs.replace(TUNED, model="./m"))
+    assert tuned.read(settings, "m/").model == "./m"
 
 
 def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
@@ -462,7 +521,7 @@ def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
         }
     )
     tuned.write(settings, found)
-    assert tuned_promises(settings, "a/model", given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
+    assert tuned_promises(settings, ["a/model"], given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
 
 
 @pytest.mark.parametrize("tbt_ms", [0.3, 80.0, 2224.8, 12_345.6])
