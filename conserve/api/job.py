@@ -91,10 +91,11 @@ class Job:
     ) -> Outcome:
         """Run the job's rows until none is left, and return what this run did.
 
-        `model` starts an engine for this run, `endpoint` names an OpenAI-compatible server, `engine` is an
-        `Engine` that stays up. Without any of them the settings decide. Failed rows raise nothing; a job that is
-        paused, cancelled or refused raises `JobRefused`. Ctrl-C, or cancelling, saves the rows in flight first;
-        the next run, in this process or another, goes on from there.
+        `endpoint` names an OpenAI-compatible server, `engine` is an `Engine` that stays up. `model` is the one to
+        ask the server for; without a server an engine is started for it, for this run. What is not given is as in
+        the settings: `endpoint="none"` starts an engine although they name a server. Failed rows raise nothing; a
+        job that is paused, cancelled or refused raises `JobRefused`. Ctrl-C, or cancelling, saves the rows in
+        flight first; the next run, in this process or another, goes on from there.
         """
         arguments = RunArguments(
             model=model,

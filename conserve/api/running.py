@@ -156,7 +156,8 @@ def given(address: str) -> str:
     where = source_of("endpoint", address)
     if where.startswith("--"):
         return f"{where} was given"
-    return f"{where} sets an endpoint; use the engine in spite of it: --endpoint {UNSET}"
+    back = f"--endpoint {UNSET} (Python: endpoint={UNSET!r})"
+    return f"{where} sets an endpoint; use the engine in spite of it: {back}"
 
 
 def make_endpoint(

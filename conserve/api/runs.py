@@ -25,7 +25,7 @@ from conserve.api.running import (
     unfinished_rows,
 )
 from conserve.api.waiting import in_thread, outlast
-from conserve.config import Settings
+from conserve.config import UNSET, Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
@@ -58,7 +58,7 @@ class RunArguments:
         return replace(
             store,
             model=self.model or store.model,
-            endpoint=self.endpoint or store.endpoint,
+            endpoint=None if self.endpoint == UNSET else self.endpoint or store.endpoint,
             api_key=self.api_key or store.api_key,
         )
 

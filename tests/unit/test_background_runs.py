@@ -11,7 +11,7 @@ import conserve
 from conserve.api import runs
 from conserve.api.display import SilentDisplay
 from conserve.api.portal import portal
-from conserve.api.running import Outcome
+from conserve.api.running import Outcome, ProfileFlags, check_endpoint
 from conserve.errors import SettingsError
 
 QUESTIONS = [{"q": "a"}, {"q": "b"}]
@@ -26,6 +26,16 @@ def job(monkeypatch: pytest.MonkeyPatch) -> conserve.Job:
 
 def run_of(job: conserve.Job) -> Any:
     return runs.under_way[job._settings.store_url, job.id]
+
+
+def test_a_run_takes_the_endpoint_of_the_settings_back(job: conserve.Job) -> None:
+    flags = ["--max-model-len", "64"]
+    with pytest.raises(SettingsError, match=r"CONSERVE_ENDPOINT sets an endpoint; .*endpoint='none'"):
+        job.run(engine_args=flags)
+    asked = runs.RunArguments(endpoint="none", engine_args=flags).settings(job._settings)
+    check_endpoint(asked, flags, ProfileFlags())
+    assert asked.endpoint is None
+    assert runs.RunArguments(model="one").settings(job._settings).endpoint == "fake:?tokens=4"
 
 
 def test_a_run_that_was_stopped_leaves_no_error_to_later_waits(job: conserve.Job) -> None:
