@@ -211,6 +211,14 @@ def test_a_limit_beyond_what_the_database_holds_is_refused(store: Store, flag: s
         make(store, "ben", **named)
 
 
+@pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])
+def test_a_limit_of_a_key_for_live_requests_alone_is_refused(store: Store, flag: str) -> None:
+    refused = conserve("keys", "add", "ann", "--live", flag, "1000")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{flag} limits batches, and this key is for live requests alone" in refused.stderr
+    assert conserve("keys", "add", "ann", "--live", "--batch", flag, "1000").returncode == 0
+
+
 def test_a_key_has_256_random_bits_and_any_text_may_be_asked_about(store: Store) -> None:
     key = make(store, "ann")
     assert len(key) == len(keys.PREFIX) + 43, "of six bits each"

@@ -57,6 +57,10 @@ def add(
     for flag, limit in (("--limit-rows", limit_rows), ("--limit-tokens", limit_tokens)):
         if limit is not None and limit > MOST:
             raise UsageError(f"{flag} is at most {MOST:,}; leave it out for no limit")
+        if limit is not None and not batch:
+            raise UsageError(
+                f"{flag} limits batches, and this key is for live requests alone; leave it out, or give --batch too"
+            )
     if tx.scalar(select(api_key.c.seq).where(api_key.c.name == name)) is not None:
         raise UsageError(f"there is or was a key {name!r}; choose another name, or run: conserve keys list")
     made = PREFIX + secrets.token_urlsafe(32)
