@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from conserve.api.running import Outcome
+from conserve.cli import fleet_report
 from conserve.evals.records import MeanScore, RunRecord, SuiteRecord
+from conserve.jobs.requests.preview import Preview
 from conserve.jobs.requests.rehearsal import Rehearsal
 from conserve.profiles.profile import Profile
 from tools.docs import mechanisms, queue_drawings
@@ -138,9 +140,21 @@ def test_reasons_on_the_page_of_modes_are_the_programs_own() -> None:
     ],
 )
 def test_the_page_of_shapes_has_every_field(title: str, kind: type) -> None:
-    section = (DOCS / "reference/json.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    documented = set(re.findall(r'"(\w+)"', section))
+    documented = set(re.findall(r'"(\w+)"', section_of_shapes(title)))
     assert {field.name for field in fields(kind)} - documented - INTERNAL == set()
+
+
+def section_of_shapes(title: str) -> str:
+    """Section of the page of JSON shapes."""
+    return (DOCS / "reference/json.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_page_of_shapes_has_previews_and_every_state_of_a_server() -> None:
+    documented = set(re.findall(r'"(\w+)"', section_of_shapes("Submit")))
+    assert {*Preview._fields, "tokens"} - documented == set()
+    states = {*fleet_report.WORST_FIRST, *fleet_report.COLOURS, fleet_report.NOT_FED, fleet_report.GONE}
+    listed = set(re.findall(r"`([a-z ]+)`", " ".join(section_of_shapes("Fleet").split())))
+    assert states - listed == set()
 
 
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
