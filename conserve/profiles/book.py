@@ -43,7 +43,7 @@ class Book:
         """
         path = max(self.folder.glob(f"*-{key.digest}.json"), key=lambda p: p.stat().st_mtime, default=None)
         if path is not None:
-            found = profiles.read(path)
+            found = profiles.read(path, command=command)
             found.require(key, command=command)
             return found
         nearest = min(

@@ -19,6 +19,7 @@ from conserve.profiles.points import IterationLimits, Point
 from conserve.whole import write_whole
 
 FORMAT = 1
+MEASURE = "conserve profile MODEL (with --served if conserve serve is to use it)"
 MODELS: Mapping[str, type[LinearModel]] = {
     model.name: model for model in (ConServeModel, PaperModel, HyGenModel)
 }
@@ -167,9 +168,9 @@ def write(profile: Profile, path: Path) -> None:
     write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", durable=True)
 
 
-def read(path: Path) -> Profile:
-    """Read a profile's file; raises `ProfileDamaged`."""
-    fix = "measure it again with: conserve profile MODEL"
+def read(path: Path, *, command: str = MEASURE) -> Profile:
+    """Read a profile's file; raises `ProfileDamaged`, which names the command that measures it again."""
+    fix = f"measure it again with: {command}"
     try:
         document = msgspec.json.decode(path.read_bytes(), type=dict)
     except OSError as error:
