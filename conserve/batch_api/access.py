@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from conserve.batch_api import refusals
-from conserve.batch_api.api import CALLER, ApiCaller
 from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.reads import Reads
+from conserve.batch_api.state import CALLER, ApiCaller
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback, is_proxied
 from conserve.store.books import keys

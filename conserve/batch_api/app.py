@@ -12,12 +12,12 @@ from starlette.routing import Route
 
 from conserve.batch_api import batches, files, metrics, openapi, refusals
 from conserve.batch_api.access import FREE, Access, KeyRing, StoreHere
-from conserve.batch_api.api import Api
 from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.polls import Polls
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
+from conserve.batch_api.state import ApiState
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries, StepThread
 from conserve.errors import ConserveError
@@ -70,7 +70,7 @@ def application(
     moves = MoveWatch(store)
     courier, deliveries = Courier(store), Deliveries(store, moves)
     reads, foresight = Reads(store), Foresight(store)
-    api = Api(
+    api = ApiState(
         store=store,
         limits=limits,
         admissions=Admissions(store, limits),

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from conserve.batch_api import bodies, objects
-from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.bodies import CreateBatch
 from conserve.batch_api.refusals import Refused
+from conserve.batch_api.state import ApiState, caller_of
 from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
@@ -26,14 +26,14 @@ DAY_S = 86_400.0
 
 async def create(request: Request) -> Response:
     """Make a batch of an uploaded file; with the idempotency key of an earlier one, answer with that."""
-    api, key = Api.of(request), bodies.idempotency_key(request)
+    api, key = ApiState.of(request), bodies.idempotency_key(request)
     asked = await bodies.create_batch(request)
     found = await run_in_threadpool(add, api, request, asked, key)
     api.admissions.wake()
     return JSONResponse(objects.batch_object(found))
 
 
-def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> BatchRecord:
+def add(api: ApiState, request: Request, asked: CreateBatch, key: str | None) -> BatchRecord:
     """Add the batch, unless the key is known."""
     caller, now = caller_of(request), time.time()
     with api.store.write() as tx:
@@ -113,7 +113,7 @@ def required(batch: BatchRecord | None, name: str) -> BatchRecord:
 
 async def index(request: Request) -> Response:
     """List the batches of the caller's project, the newest first."""
-    api, limit = Api.of(request), bodies.limit(request, PAGE, MOST_BATCHES)
+    api, limit = ApiState.of(request), bodies.limit(request, PAGE, MOST_BATCHES)
     after, project = bodies.after(request, "batch"), caller_of(request).project
 
     def read() -> list[BatchRecord]:
@@ -128,14 +128,14 @@ async def index(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """Show a batch; one whose files are still to be written gets them."""
-    api, name = Api.of(request), bodies.named(request, "batch")
+    api, name = ApiState.of(request), bodies.named(request, "batch")
     found = await api.polls.of(caller_of(request).project, name)
     if found.batch.unfinished:
         api.deliveries.ask(found.batch.id)
     return Response(found.body, media_type=JSONResponse.media_type)
 
 
-def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
+def foreseen(api: ApiState, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
     """Batch objects with the forecasts of their jobs."""
 
     def forecast(batch: BatchRecord) -> Mapping[str, Any] | None:
@@ -147,7 +147,7 @@ def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
 
 async def cancel(request: Request) -> Response:
     """Cancel a batch; results that it has are kept."""
-    api, name = Api.of(request), bodies.named(request, "batch")
+    api, name = ApiState.of(request), bodies.named(request, "batch")
     project = caller_of(request).project
 
     def change() -> BatchRecord:
@@ -168,7 +168,7 @@ async def cancel(request: Request) -> Response:
 
 async def stream(request: Request) -> Response:
     """Send a batch whenever it has changed, as server-sent events, until it has ended."""
-    api, name = Api.of(request), bodies.named(request, "batch")
+    api, name = ApiState.of(request), bodies.named(request, "batch")
     caller = caller_of(request)
 
     def read() -> BatchRecord:

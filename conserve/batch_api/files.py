@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from conserve.batch_api import bodies, objects
-from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.refusals import Refused
+from conserve.batch_api.state import ApiState, caller_of
 from conserve.batch_api.upload import MultipartForm, Upload, form_of
 from conserve.errors import StoreUnreachable
 from conserve.store.books import uploads
@@ -28,7 +28,7 @@ MOST_FILES = 10_000  # in one page
 
 async def create(request: Request) -> Response:
     """Store an upload; with the idempotency key of an earlier one, answer with that."""
-    api, key = Api.of(request), bodies.idempotency_key(request)
+    api, key = ApiState.of(request), bodies.idempotency_key(request)
     form = form_of(request, api.limits.file_bytes)
     folder = await run_in_threadpool(uploads.make_folder, api.store)
     file_id = uploads.new_file_id()
@@ -42,7 +42,7 @@ async def create(request: Request) -> Response:
     return JSONResponse(objects.file_object(stored))
 
 
-def new_file(api: Api, form: MultipartForm, upload: Upload, key: str | None, *, now: float) -> NewFile:
+def new_file(api: ApiState, form: MultipartForm, upload: Upload, key: str | None, *, now: float) -> NewFile:
     """Record of an upload; raises `Refused` for a form without a file, or with another purpose."""
     if form.filename is None:
         raise Refused.invalid("the form has no file", param="file")
@@ -64,7 +64,7 @@ def new_file(api: Api, form: MultipartForm, upload: Upload, key: str | None, *, 
     )
 
 
-def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile, *, now: float) -> File:
+def store(api: ApiState, request: Request, file_id: str, upload: Upload, new: NewFile, *, now: float) -> File:
     """Put the file and its record in place, in this order; the earlier file if the key is known."""
     project = caller_of(request).project
     if (earlier := same_upload(api, project, new, now=now)) is not None:
@@ -88,7 +88,7 @@ def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile
     return found
 
 
-def same_upload(api: Api, project: str, new: NewFile, *, now: float) -> File | None:
+def same_upload(api: ApiState, project: str, new: NewFile, *, now: float) -> File | None:
     """The file that an earlier upload with this key made; raises `Refused` if it had other contents."""
     if new.idempotency_key is None:
         return None
@@ -112,7 +112,7 @@ def life_s(expires_at: float | None, created_at: float) -> int | None:
 
 async def index(request: Request) -> Response:
     """List the files of the caller's project."""
-    api = Api.of(request)
+    api = ApiState.of(request)
     limit = bodies.limit(request, MOST_FILES, MOST_FILES)
     oldest_first = bodies.one_of(request, "order", ("asc", "desc"), "desc") == "asc"
     purpose, after = request.query_params.get("purpose"), bodies.after(request, "file")
@@ -149,7 +149,7 @@ def found_or_refused(file: File | None, name: str) -> File:
 
 async def wanted(request: Request) -> File:
     """The file that the path names, of the caller's project."""
-    api, name = Api.of(request), bodies.named(request, "file")
+    api, name = ApiState.of(request), bodies.named(request, "file")
     project = caller_of(request).project
 
     def read() -> File | None:
@@ -167,7 +167,7 @@ async def show(request: Request) -> Response:
 async def content(request: Request) -> Response:
     """Download a file, or a range of it."""
     file = await wanted(request)
-    path = Api.of(request).store.data / file.path
+    path = ApiState.of(request).store.data / file.path
     if not await run_in_threadpool(path.is_file):
         raise Refused.missing("file", file.id)
     if isinstance(path, ObjectPath):
@@ -195,5 +195,5 @@ def attachment(file: File) -> dict[str, str]:
 async def delete(request: Request) -> Response:
     """Delete a file; a job that was made of it keeps its rows."""
     file = await wanted(request)
-    await run_in_threadpool(uploads.remove, Api.of(request).store, file)
+    await run_in_threadpool(uploads.remove, ApiState.of(request).store, file)
     return JSONResponse(objects.deleted(file))

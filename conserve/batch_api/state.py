@@ -26,7 +26,7 @@ class ApiCaller:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Api:
+class ApiState:
     """Parts that every route uses."""
 
     store: Store
@@ -41,7 +41,7 @@ class Api:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """The API that answers the request."""
+        """State of the API that answers the request."""
         found: Any = request.app.state.conserve_api
         assert isinstance(found, cls)
         return found
