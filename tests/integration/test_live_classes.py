@@ -109,7 +109,7 @@ def test_classes_that_no_request_is_of_change_no_plan(make: Make, tmp_path: Path
 
 
 def test_the_report_of_two_engines_says_all_that_one_engines_says(make: Make) -> None:
-    from conserve.engine.vllm.requests.engines import together
+    from conserve.engine.vllm.requests.data_parallel import together
 
     def fields(said: Any) -> Any:
         return {name: fields(one) for name, one in said.items()} if isinstance(said, dict) else type(said)

@@ -32,7 +32,7 @@ from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_m
 from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.requests.answers import Serving
 from conserve.engine.vllm.requests.continuation import continued
-from conserve.engine.vllm.requests.engines import most_requests
+from conserve.engine.vllm.requests.data_parallel import most_requests
 from conserve.engine.vllm.requests.faults import check_finished, engine_errors
 from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare
 from conserve.engine.vllm.requests.token_watch import in_flight

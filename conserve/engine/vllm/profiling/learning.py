@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conserve.engine.vllm.profiling.warm_up import seconds_asked_for, warm_up
-from conserve.engine.vllm.requests.engines import ask_engines, together
+from conserve.engine.vllm.requests.data_parallel import ask_engines, together
 from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.errors import ProfileMissing
 

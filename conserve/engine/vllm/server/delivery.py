@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
 from conserve.engine.runtime.delivery_delay import DeliveryDelay
-from conserve.engine.vllm.requests.engines import ask_engines
+from conserve.engine.vllm.requests.data_parallel import ask_engines
 from conserve.engine.vllm.requests.token_watch import state_of
 from conserve.engine.vllm.server.live_classes import class_of
 

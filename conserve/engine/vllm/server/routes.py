@@ -19,7 +19,7 @@ from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
-from conserve.engine.vllm.requests.engines import most_requests, number_of_engines
+from conserve.engine.vllm.requests.data_parallel import most_requests, number_of_engines
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.server.reports import LastReports

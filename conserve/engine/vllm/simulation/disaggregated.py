@@ -24,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from conserve.engine.vllm.requests.engines import together
+from conserve.engine.vllm.requests.data_parallel import together
 from conserve.engine.vllm.simulation.bare import bare_config
 from conserve.engine.vllm.simulation.engine import IDLE_S, TOKEN, Coming, SimulatedAnswer, SimulatedEngine
 from conserve.engine.vllm.simulation.handover import HandOver

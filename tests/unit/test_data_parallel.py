@@ -15,7 +15,12 @@ from conserve.cli import serve_flags
 from conserve.engine.vllm.launching.flags import engines_of
 from conserve.engine.vllm.preemption.reasons import why_not
 from conserve.engine.vllm.profiling.learning import scheduler_says
-from conserve.engine.vllm.requests.engines import ask_engines, most_requests, number_of_engines, together
+from conserve.engine.vllm.requests.data_parallel import (
+    ask_engines,
+    most_requests,
+    number_of_engines,
+    together,
+)
 from conserve.engine.vllm.settings import WORKER
 from conserve.errors import SettingsError
 from tests import virtual_time
