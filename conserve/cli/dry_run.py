@@ -58,7 +58,7 @@ async def rehearsed(
         for job in jobs:
             task = Task.from_json(read_task(settings, job.id))
             found.append(await rehearse(settings, job, task, counter.tokens, counter.refuses))
-            found[-1].refused = None if rebind else refusal(job, counter.model)
+            found[-1].refused = None if rebind else why_left_alone(job, counter.model)
         return counter, found
     finally:
         close = getattr(counter.tokens, "close", None)
@@ -66,7 +66,7 @@ async def rehearsed(
             await close()
 
 
-def refusal(job: JobReading, model: str) -> str | None:
+def why_left_alone(job: JobReading, model: str) -> str | None:
     """Reason for which a run with this model would leave the job alone; None if it would not."""
     from conserve.jobs.harvest.bound import bound_elsewhere
 
@@ -92,7 +92,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
     """Tokenizer of a model on this machine, and what the embedded engine refuses."""
     from conserve.engine.vllm.model.demo_model import is_to_convert
     from conserve.engine.vllm.model.tokenizer import folder_tokens
-    from conserve.engine.vllm.requests.refused import refusal
+    from conserve.engine.vllm.requests.refused import rejection_of
 
     tokens = folder_tokens(model, settings.models_folder, flags)
     later = "; the first run puts it there" if is_to_convert(model, settings.models_folder) else ""
@@ -101,7 +101,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
         if tokens is None
         else f"the chat template of {model} does not take them"
     )
-    return Counter(tokens, why, model_name(model), refusal)
+    return Counter(tokens, why, model_name(model), rejection_of)
 
 
 def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:

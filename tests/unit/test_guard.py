@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 
 from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.vllm.server.guard import GUARD, LIMITS, RequestGuard, with_own_key
-from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, refusal
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, why_not_allowed
 
 CLIENT, HARVESTER = "sesame", "open"
 
@@ -278,7 +278,7 @@ RESUMED = {"conserve_resume": [1, 2]}
 def test_a_client_may_lower_itself_and_nothing_else(
     caller: Caller | None, priority: int, extra: dict[str, Any], why: str | None
 ) -> None:
-    said = refusal(caller, priority, extra)
+    said = why_not_allowed(caller, priority, extra)
     assert (said is None) == (why is None)
     assert why is None or why in (said or "")
 

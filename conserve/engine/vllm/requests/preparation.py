@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.endpoints.protocol import Call, Url
 from conserve.engine.vllm.requests.faults import row_error
-from conserve.engine.vllm.requests.refused import refusal
+from conserve.engine.vllm.requests.refused import rejection_of
 from conserve.errors import EndpointError, RequestRejected
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def _parse(call: Call) -> ChatCompletionRequest | CompletionRequest:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    if (refused := refusal(call.url, call.body)) is not None:
-        raise refused
+    if (rejected := rejection_of(call.url, call.body)) is not None:
+        raise rejected
     kind = ChatCompletionRequest if call.url is Url.CHAT else CompletionRequest
     return kind.model_validate({name: value for name, value in call.body.items() if name not in IGNORED})
 

@@ -9,7 +9,7 @@ from conserve.errors import RequestRejected
 ELSEWHERE = "use an HTTP endpoint (--endpoint)"
 
 
-def refusal(url: Url, body: Mapping[str, Any]) -> RequestRejected | None:
+def rejection_of(url: Url, body: Mapping[str, Any]) -> RequestRejected | None:
     """Error of a request that the embedded engine does not answer; None if it takes the request."""
     if url not in (Url.CHAT, Url.COMPLETIONS):
         said = f"the embedded engine does not answer {url}; {ELSEWHERE}"

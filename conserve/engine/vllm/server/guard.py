@@ -71,7 +71,7 @@ class RequestGuard:
         ask = own is None and sent and wanted_by(scope, limits) is not Need.NOTHING
         found, refused = await key_of_store(scope, sent) if ask else (None, None)
         role = Role.CLIENT if found is not None else own
-        if (refused := refused or refuse(scope, role, limits)) is not None:
+        if (refused := refused or denial_of(scope, role, limits)) is not None:
             await refused(scope, receive, send)
             return
         caller = Caller(
@@ -149,7 +149,7 @@ def most_bytes(scope: Scope, limits: ApiLimits) -> int:
     return limits.file_bytes + FORM_BYTES if upload else limits.body_bytes
 
 
-def refuse(scope: Scope, role: Role | None, limits: ApiLimits) -> JSONResponse | None:
+def denial_of(scope: Scope, role: Role | None, limits: ApiLimits) -> JSONResponse | None:
     """The answer to a request whose key does not suffice for its route; None if it does."""
     method, path, wanted = method_of(scope), path_of(scope), wanted_by(scope, limits)
     if wanted is Need.NOTHING or role is Role.HARVESTER:

@@ -137,7 +137,7 @@ CALLER: ContextVar[Caller | None] = ContextVar("conserve_caller", default=None)
 """Set by the guard; None outside of a request, and on a server without the guard."""
 
 
-def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> str | None:
+def why_not_allowed(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> str | None:
     """Reason for refusing this priority or these `vllm_xargs` to the caller; None if they are allowed."""
     if caller is None or caller.role is Role.HARVESTER:
         return None
@@ -180,7 +180,7 @@ def permitting(serve: Callable[..., Any]) -> Callable[..., Any]:
         # vLLM names a model's parameters differently where it embeds.
         params = args[0] if args else rest.get("sampling_params", rest.get("pooling_params"))
         extra = getattr(params, "extra_args", None) or {}
-        why = refusal(CALLER.get(), rest.get("priority", 0), extra)
+        why = why_not_allowed(CALLER.get(), rest.get("priority", 0), extra)
         if why is not None:
             refuse(why, HTTPStatus.FORBIDDEN)
         return serve(llm, prompt, *args, **rest)
