@@ -83,7 +83,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help=f"Rows lengthen no iteration of live requests by more, e.g. 5%; {HARM:.0%} for a latency "
+            help=f"Rows add at most about this share to live latencies, e.g. 5%; {HARM:.0%} for a latency "
             "without an SLO, or off.",
         ),
     ] = None,

@@ -62,16 +62,12 @@ def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
     if "harm" in section or section["policy"] != CONSERVE:
         return []
     if (harm := slo.get("harm")) is not None:
-        most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
-        return [f"{most}; change it with --harm, or give an SLO"]
+        return [f"rows add at most about {harm:.0%} to live latencies; change it with --harm, or give an SLO"]
     if (harm := slo.get("default_harm")) is None:
         return []
-    done, other = (
-        ("delay no first token", "--ttft-slo")
-        if section["ttft_slo_ms"] is None
-        else ("lengthen no gap between tokens", "--tbt-slo")
-    )
-    return [f"rows {done} by more than {harm:.0%}; change it with --harm, or give {other}"]
+    what, slo_flag = ("TTFT", "--ttft-slo") if section["ttft_slo_ms"] is None else ("TBT", "--tbt-slo")
+    most = f"rows add at most about {harm:.0%} to the {what} of live requests"
+    return [f"{most}; change it with --harm, or give {slo_flag}"]
 
 
 def pushed(section: dict[str, Any]) -> list[str]:

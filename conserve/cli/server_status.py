@@ -282,7 +282,7 @@ def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
         return output.coloured(f"promise broken: {', '.join(broken)}", "red")
     harm = slo.get("harm")
     if harm is not None and slo["ttft_ms"] is None and slo["tbt_ms"] is None:
-        return f"iterations at most {harm:.0%} longer"
+        return f"rows add at most about {harm:.0%}"
     return attained(online["attainment"]) if measured(online) else "SLO kept -"
 
 

@@ -344,7 +344,7 @@ def test_status_shows_each_class() -> None:
     assert server_status.lines([SAID])[1:5] == [
         "  online   TTFT 90/900 ms, TBT 9/30 ms",
         "    chat     TTFT 90/280 of 300 ms, TBT 9/30 ms, SLO kept 97.5%, 4 requests since the start",
-        "    default  TTFT -, TBT -, iterations at most 10% longer, 1 request since the start",
+        "    default  TTFT -, TBT -, rows add at most about 10%, 1 request since the start",
         "  rows add about 10% at most to TTFT, which is late too often to keep its SLO; raise it, or add a server",
     ]
 

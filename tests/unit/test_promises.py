@@ -128,9 +128,7 @@ class TestDefault:
     def test_the_server_says_what_it_promises(self) -> None:
         section: dict[str, Any] = {"policy": "conserve"}
         (line,) = serve_notices.by_default({"harm": 0.1}, section)
-        assert line.startswith(
-            "rows lengthen no iteration of live requests by more than 10%; change it with --harm"
-        )
+        assert line.startswith("rows add at most about 10% to live latencies; change it with --harm")
         assert serve_notices.by_default({"harm": 0.1}, {**section, "harm": 0.1}) == []
         assert serve_notices.by_default({"harm": None}, section) == []
         assert serve_notices.by_default({"harm": 0.1}, {"policy": "priority"}) == []
@@ -138,8 +136,8 @@ class TestDefault:
     @pytest.mark.parametrize(
         ("first", "gaps", "more", "said"),
         [
-            (None, 100, {}, ("delay no first token", "--ttft-slo")),
-            (900, None, {}, ("lengthen no gap between tokens", "--tbt-slo")),
+            (None, 100, {}, ("TTFT", "--ttft-slo")),
+            (900, None, {}, ("TBT", "--tbt-slo")),
             (900, 100, {}, None),
             (None, 100, {"harm": 0.1}, None),
             (None, 100, {"harm": None}, None),
@@ -154,7 +152,9 @@ class TestDefault:
         if said is None:
             assert lines == []
         else:
-            assert lines == ["rows {} by more than 10%; change it with --harm, or give {}".format(*said)]
+            latency, flag = said
+            most = f"rows add at most about 10% to the {latency} of live requests"
+            assert lines == [f"{most}; change it with --harm, or give {flag}"]
 
 
 def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:
@@ -240,7 +240,7 @@ class TestStatus:
     def test_a_harm_alone_is_named(self) -> None:
         assert (
             server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})
-            == "iterations at most 10% longer"
+            == "rows add at most about 10%"
         )
 
 
