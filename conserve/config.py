@@ -196,6 +196,15 @@ def model_name(model: str) -> str:
         return model
 
 
+def model_beside(folder: Path, model: Any) -> Any:
+    """Path of the model in this folder of a conserve.toml; the model as given if there is no such folder."""
+    try:
+        path = folder / Path(model).expanduser()
+        return str(path) if model and path.is_dir() else model
+    except (OSError, RuntimeError, TypeError, ValueError):  # no path, or ~ of an unknown user
+        return model
+
+
 def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -204,12 +213,19 @@ def load(
     """Merge all sources into settings; `flags` that are None do not count. Raises `SettingsError`."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
+    folder = Path()  # of the file that names the model
     for path in reversed(settings_files(environ, cwd or Path.cwd())):
-        values |= read_toml(path)
+        in_file = read_toml(path)
+        folder = path.parent if "model" in in_file else folder
+        values |= in_file
     # A secret that was made from a file may end in a line break.
-    values |= {name: said for name, var in variables().items() if (said := environ.get(var, "").strip())}
-    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    stronger = {name: said for name, var in variables().items() if (said := environ.get(var, "").strip())}
+    stronger |= {name: value for name, value in (flags or {}).items() if value is not None}
+    values |= stronger
     values = {name: value for name, value in values.items() if value != UNSET or name not in MAY_BE_UNSET}
+    # To a server the model is a name, whatever lies on this machine.
+    if "model" in values.keys() - stronger.keys() and not {"endpoint", "endpoints"} & values.keys():
+        values["model"] = model_beside(folder, values["model"])
     if "home" not in values:
         values["home"] = default_home()
     return Settings(**{name: converted(name, value, environ, cwd) for name, value in values.items()})

@@ -93,6 +93,7 @@ def harvest(
     settings = context.settings(
         model=model,
         endpoint=endpoint[0] if endpoint else None,
+        endpoints=endpoints[0] if endpoints else None,
         api_key=api_key,
         harvest_key=api_key,  # a flag wins over a variable
         lease_s=lease_s,

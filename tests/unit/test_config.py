@@ -70,6 +70,26 @@ def test_what_a_weaker_source_sets_is_taken_back_by_variables_and_files(
     assert {name: getattr(found, name) for name in said} == unset
 
 
+def test_a_model_of_a_file_is_a_folder_beside_it_where_there_is_one(tmp_path: Path) -> None:
+    deep, mine = tmp_path / "deep", tmp_path / "models" / "mine"
+    deep.mkdir()
+    mine.mkdir(parents=True)
+    file = tmp_path / "conserve.toml"
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "none")}
+    for said, found in {"models/mine": str(mine), "models/other": "models/other", "~/none": "~/none"}.items():
+        file.write_text(f'model = "{said}"')
+        assert load({}, environ, deep).engine_model == found
+    file.write_text('model = "models/mine"')
+    assert load({}, {**environ, "CONSERVE_MODEL": "models/mine"}, deep).model == "models/mine"
+    assert load({"model": "models/mine"}, environ, deep).model == "models/mine"
+    for server in ({"endpoint": "http://a"}, {"endpoints": "servers.txt"}):
+        assert load(server, environ, deep).model == "models/mine", "the name that a server knows"
+    assert load({"endpoint": "none"}, environ, deep).model == str(mine)
+    file.write_text("model = 3")
+    with pytest.raises(SettingsError, match="model must be text"):
+        load({}, environ, deep)
+
+
 def test_an_endpoint_is_taken_back_and_a_refusal_names_who_set_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
