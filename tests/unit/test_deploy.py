@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,18 @@ def test_the_harvester_of_systemd_has_a_page_from_which_alerts_know_that_it_runs
     assert re.search(
         r"^CONSERVE_METRICS_PORT=\d+$", (DEPLOY / "systemd/harvest.env").read_text(), re.MULTILINE
     )
+
+
+def test_prometheus_scrapes_the_server_of_compose_and_its_harvester() -> None:
+    words = shlex.split(filled(compose()["services"]["server"]["command"]))
+    given = dict(pairwise(words))
+    assert given["--metrics-host"] == "0.0.0.0"
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
+    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
+    assert targets["conserve-harvester"] == [f"server:{given['--metrics-port']}"]
+    assert targets["conserve-server"] == ["server:8000"]
+    (known,) = {alert["expr"] for alert in alerts() if alert["alert"] == "ConserveDown"}
+    assert all(re.fullmatch(re.findall('"(.+)"', known)[0], name) for name in targets)
 
 
 def test_no_secret_has_a_value() -> None:

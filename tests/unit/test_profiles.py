@@ -160,7 +160,7 @@ def test_a_damaged_file_is_no_profile(tmp_path: Path, profile: Profile) -> None:
     edited["models"]["conserve"]["coefficients"]["compute"] *= 0.5
     for damage in (whole[:-100], whole[: len(whole) // 2], "", "[]", "{}", json.dumps(edited)):
         path.write_bytes(damage.encode() if damage else b'{"a": "\xff"}')
-        with pytest.raises(ProfileDamaged, match="conserve profile MODEL .with --served"):
+        with pytest.raises(ProfileDamaged, match=r"conserve profile MODEL \(with --served"):
             read(path)
         with pytest.raises(ProfileDamaged, match=f"; measure it again with: {COMMAND}$"):
             Book(tmp_path).find(KEY, command=COMMAND)

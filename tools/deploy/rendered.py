@@ -4,6 +4,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from gives_up(one)
         yield from ends_early(one)
         yield from cut_off(one)
+        yield from unscraped(one, objects)
     yield from torn(workloads)
     yield from false_alarms(objects)
     for one in objects:
@@ -119,6 +121,36 @@ def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) 
             pattern, job
         ):
             yield f"no alert sees that the job {job!r} is silent"
+
+
+def unscraped(workload: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A pod with a harvester whose page Prometheus does not reach, though it is to scrape the release."""
+    pod, name = template(workload), workload["metadata"]["name"]
+    words = [word for one in pod["spec"]["containers"] for word in one.get("args", [])]
+    if not {"harvest", "serve"} & set(words[:1]) or "--no-harvest" in words:
+        return
+    ports = [port for one in pod["spec"]["containers"] for port in one["ports"] if port["name"] == "metrics"]
+    if [str(port["containerPort"]) for port in ports] != words_behind("--metrics-port", words):
+        yield f"{name} has no port for the metrics of its harvester"
+        return
+    labels = pod["metadata"]["labels"].items()
+    monitors = [one for one in objects if one["kind"] == "PodMonitor"]
+    if any(one["kind"] == "ServiceMonitor" for one in objects) and not any(
+        one["spec"]["selector"]["matchLabels"].items() <= labels for one in monitors
+    ):
+        yield f"no monitor scrapes the harvester of {name}"
+    for policy in (one for one in objects if one["kind"] == "NetworkPolicy"):
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= labels and not any(
+            {"protocol": "TCP", "port": port["containerPort"]} in rule["ports"]
+            for rule in policy["spec"]["ingress"]
+            for port in ports
+        ):
+            yield f"no peer reaches the metrics of the harvester of {name}"
+
+
+def words_behind(flag: str, words: Sequence[str]) -> list[str]:
+    """Values of a flag."""
+    return [value for name, value in pairwise(words) if name == flag]
 
 
 def template(workload: Mapping[str, Any]) -> Mapping[str, Any]:
