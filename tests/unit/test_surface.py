@@ -224,8 +224,8 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_promised_seconds/tbt/mean": 0.06,
         "conserve_promise_seen_seconds/tbt/mean": 0.045,
         "conserve_way_seconds/ttft/p99": 0.007,
-        "conserve_leave_reaction_seconds/0.5": 0.005,
-        "conserve_leave_reaction_seconds/0.99": 0.014,
+        "conserve_leave_reaction_seconds/p50": 0.005,
+        "conserve_leave_reaction_seconds/p99": 0.014,
         **FORMER_NAMES,
     }
     assert len(COUNTS) == 24

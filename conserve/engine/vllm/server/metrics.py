@@ -179,10 +179,9 @@ class Report(NamedTuple):
             says = "Free KV blocks with prefixes of live requests, which rows do not take."
             yield GaugeMetricFamily("conserve_live_prefix_blocks", says, kept)
         yield from self._harm()
-        yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
-        yield from self._reactions(
-            "conserve_preemption_reaction_seconds", "Deprecated: conserve_leave_reaction_seconds."
-        )
+        yield from self._reactions("conserve_leave_reaction_seconds", REACTION, p50="p50", p99="p99")
+        former = "Deprecated: conserve_leave_reaction_seconds."
+        yield from self._reactions("conserve_preemption_reaction_seconds", former, p50="0.5", p99="0.99")
 
     def _harm_limits(self) -> Iterator[Metric]:
         """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
@@ -219,9 +218,9 @@ class Report(NamedTuple):
         classes: Mapping[str | None, Any] = self.said.get("classes") or {}
         return classes
 
-    def _reactions(self, name: str, says: str) -> Iterator[Metric]:
+    def _reactions(self, name: str, says: str, **labels: str) -> Iterator[Metric]:
         reaction = GaugeMetricFamily(name, says, labels=["quantile"])
-        for rank, quantile in (("p50", "0.5"), ("p99", "0.99")):
+        for rank, quantile in labels.items():
             reaction_ms = at(self.said, ("preemption", "reaction_ms", rank))
             if reaction_ms is not None:
                 reaction.add_metric([quantile], reaction_ms / 1e3)
