@@ -12,6 +12,7 @@ import pytest
 
 from conserve.api.running import Outcome
 from conserve.cli import fleet_report
+from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.evals.records import MeanScore, RunRecord, SuiteRecord
 from conserve.jobs.requests.preview import Preview
 from conserve.jobs.requests.rehearsal import Rehearsal
@@ -142,6 +143,17 @@ def test_reasons_on_the_page_of_modes_are_the_programs_own() -> None:
 def test_the_page_of_shapes_has_every_field(title: str, kind: type) -> None:
     documented = set(re.findall(r'"(\w+)"', section_of_shapes(title)))
     assert {field.name for field in fields(kind)} - documented - INTERNAL == set()
+
+
+def test_pages_quote_the_command_that_measures_a_profile_as_it_is_printed() -> None:
+    pages = [*(DOCS / "how-to").glob("*.md"), *(DOCS / "reference").glob("*.md")]
+    quoted = [
+        command
+        for page in pages
+        for command in re.findall(r"(?:run|measure one with): (conserve profile [^`;\n]+)", page.read_text())
+    ]
+    assert set(quoted) == {PROFILE_COMMAND}
+    assert len(quoted) >= 3
 
 
 def section_of_shapes(title: str) -> str:
