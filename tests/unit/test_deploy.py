@@ -35,6 +35,7 @@ SHELL = [line.strip() for line in PAGE.splitlines() if re.match(r" {4}\S.*\bcons
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 YAML = sorted(path for path in DEPLOY.rglob("*.yaml") if path.parent.name != "templates")
 PROGRAM = "/srv/conserve/.venv/bin/conserve"
+DOCS_TO_FILL_IN = "https://docs.example.org/conserve"  # in the file of rules
 OPERATORS = {"<", ">", ">>", "|", "||", "&&"}
 STOP_S = HARVESTER_S + DRAIN_S + SPILL_S  # the longest stop, with --kv-spill
 GIVEN = {"MODEL": "smollm2-demo", "SERVE_HOST": "0.0.0.0", "SERVE_FLAGS": "--ttft-slo 2s"}
@@ -291,6 +292,20 @@ def test_the_rendered_objects_fit_each_other(path: Path) -> None:
     assert list(faults(objects(yaml.safe_load(path.read_text())))) == []
 
 
+@pytest.mark.parametrize(
+    ("docs", "link"), [("https://a.org/b/", "https://a.org/b/how-to/alerts/#{}"), ("", None)]
+)
+def test_alerts_of_the_chart_link_to_the_site_that_it_is_told(docs: str, link: str | None) -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    given["metrics"]["docs"] = docs
+    (rules,) = (one for one in objects(given) if one["kind"] == "PrometheusRule")
+    found = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    assert len(found) == len(list(alerts()))
+    for rule in found:
+        assert rule["annotations"].get("runbook_url") == (link and link.format(rule["alert"].lower()))
+
+
 def test_the_schema_takes_what_helm_adds_to_a_dependency() -> None:
     jsonschema.Draft7Validator(schema()).validate({"global": {"region": "eu"}})
     jsonschema.Draft7Validator(schema()).validate({"server": {"resources": {"claims": [{"name": "gpu"}]}}})
@@ -371,6 +386,7 @@ def test_every_alert_has_its_lines_in_the_runbook() -> None:
     for alert in alerts():
         name = alert["alert"]
         assert alert["annotations"]["runbook"] == f"how-to/alerts.md#{name.lower()}"
+        assert alert["annotations"]["runbook_url"] == f"{DOCS_TO_FILL_IN}/how-to/alerts/#{name.lower()}"
         assert alert["labels"]["severity"] in ("warning", "critical")
         assert "**Means.** " in sections[name]
         assert "**Do.** " in sections[name]
