@@ -15,6 +15,7 @@ from tests.tiny_models import EXPERTS, LAYERS, SPREAD, TOKENIZER_FILES, WIDTHS, 
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32  # weights with one scale, where 4 bits are kept of each
+SQUARE = 128  # rows and columns of a block of FP8 weights
 PER_INT = 8  # such weights in an integer
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SOUND = 16_000  # samples a second
@@ -135,10 +136,12 @@ def build_tiny_bert(folder: Path, *, tokenizer_from: Path) -> Path:
 
 
 def build_quantised(folder: Path, *, tokenizer_from: Path, method: str) -> Path:
-    """A tiny Llama whose linear layers are kept as `method` keeps them: "int8", "gptq" or "awq"."""
+    """A tiny Llama whose linear layers are kept as `method` keeps them: one of `KEPT`."""
     from safetensors.torch import load_file, save_file
 
-    plain = build_tiny_model(folder / "plain", tokenizer_from=tokenizer_from, layers=LAYERS)
+    square = {"hidden_size": 2 * SQUARE, "intermediate_size": 2 * SQUARE, "head_dim": SQUARE // 2}
+    widths = {**WIDTHS, **square} if method == "fp8" else {}
+    plain = build_tiny_model(folder / "plain", tokenizer_from=tokenizer_from, layers=LAYERS, **widths)
     kept: dict[str, Any] = {}
     for name, weight in load_file(plain / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -148,7 +151,7 @@ def build_quantised(folder: Path, *, tokenizer_from: Path, method: str) -> Path:
             kept[name] = weight
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = SETTINGS[method]
-    if method != "int8":
+    if method in ("gptq", "awq"):
         config["dtype"] = "float16"
     (folder / "config.json").write_text(json.dumps(config))
     save_file(kept, folder / "model.safetensors")
@@ -164,6 +167,17 @@ def _int8(weight: Any) -> dict[str, Any]:
 
     scale = weight.abs().amax(1, keepdim=True) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def _fp8(weight: Any) -> dict[str, Any]:
+    """Numbers of 8 bits, (out, in), with a scale for each block of `SQUARE` by `SQUARE`."""
+    import torch
+
+    out, into = (size // SQUARE for size in weight.shape)
+    blocks = weight.reshape(out, SQUARE, into, SQUARE)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    numbers = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale_inv": scale.reshape(out, into).float()}
 
 
 def _four_bits(weight: Any) -> tuple[Any, Any]:
@@ -206,7 +220,12 @@ def _awq(weight: Any) -> dict[str, Any]:
     return {"qweight": _packed(numbers, AWQ_ORDER), "qzeros": zeros, "scales": scales}
 
 
-KEPT: dict[str, Callable[[Any], dict[str, Any]]] = {"int8": _int8, "gptq": _gptq, "awq": _awq}
+KEPT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "int8": _int8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {
@@ -222,6 +241,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [SQUARE] * 2},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }

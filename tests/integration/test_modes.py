@@ -116,7 +116,6 @@ def test_states_are_computed_again(kind: str, why_no_kv: str, demo_model: Path, 
 def test_gated_delta_nets_run_beside_live_requests(demo_model: Path, tmp_path: Path) -> None:
     """In bfloat16 alone, where stock vLLM's text too depends on what runs beside: every request ends."""
     from conserve.engine.vllm.launching.number_format import format_of
-    from tests.preempted_engine import Dice
 
     model = build_tiny_model(
         tmp_path / "model",
@@ -126,17 +125,31 @@ def test_gated_delta_nets_run_beside_live_requests(demo_model: Path, tmp_path: P
         **tiny_kinds.STATES["Qwen3Next"],
     )
     assert format_of(str(model)) is None, "vLLM is to decide"
-    asked = mixed()
     with checkpointed(model, dtype="bfloat16") as engine:
-        engine.orders.follow(Dice(0, LAYERS))
-        engine.add(*asked)
-        answers = engine.drain_losing(random.Random(0), 0.2)
-        engine.orders.follow(None)
-        assert {name: len(answer.tokens) for name, answer in answers.items()} == {
-            ask.name: ask.params.max_tokens for ask in asked
-        }
-        engine.assert_nothing_is_left()
+        assert_each_ends(engine, mixed(), seed=0)
         assert engine.scheduler.conserve()["preemption"]["why_off"] == STATE
+
+
+def assert_each_ends(engine: Any, asked: list[Any], seed: int) -> None:
+    """Check that each request gets all of its tokens, with orders to leave and losses of memory."""
+    from tests.preempted_engine import Dice
+
+    engine.orders.follow(Dice(seed, LAYERS))
+    engine.add(*asked)
+    answers = engine.drain_losing(random.Random(seed), 0.2)
+    engine.orders.follow(None)
+    assert {name: len(answer.tokens) for name, answer in answers.items()} == {
+        ask.name: ask.params.max_tokens for ask in asked
+    }
+    engine.assert_nothing_is_left()
+    engine.forget()
+
+
+def has_tiles() -> bool:
+    """True with AMX, whose kernels for numbers of 8 bits take and give no float32."""
+    from torch.cpu import _is_amx_tile_supported
+
+    return bool(_is_amx_tile_supported())
 
 
 def require_wide_vectors() -> None:
@@ -148,13 +161,27 @@ def require_wide_vectors() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "dtype"), [("int8", "float32"), ("gptq", "float16"), ("awq", "float16")])
-def test_quantised_weights(method: str, dtype: str, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["int8", "gptq", "awq"])
+def test_quantised_weights(method: str, demo_model: Path, tmp_path: Path) -> None:
     if method != "int8":
         require_wide_vectors()
+    dtype = "float16" if method != "int8" else "bfloat16" if has_tiles() else "float32"
     model = tiny_kinds.build_quantised(tmp_path / "model", tokenizer_from=demo_model, method=method)
     with checkpointed(model, dtype=dtype) as engine:
         assert_rows_leave_and_come_back(assert_undisturbed(engine, mixed()))
+
+
+@pytest.mark.full
+def test_fp8_weights_run_beside_live_requests(demo_model: Path, tmp_path: Path) -> None:
+    """In bfloat16 alone, where stock vLLM's text too depends on what runs beside: every request ends."""
+    if not has_tiles():
+        pytest.skip("vLLM's kernel for FP8 weights wants AMX, which this processor lacks")
+    model = tiny_kinds.build_quantised(tmp_path / "model", tokenizer_from=demo_model, method="fp8")
+    asked = mixed()
+    with checkpointed(model, dtype="bfloat16") as engine:
+        for seed in range(3):
+            assert_each_ends(engine, asked, seed)
+        assert_rows_leave_and_come_back(engine.scheduler.conserve())
 
 
 @pytest.mark.full
