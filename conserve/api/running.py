@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from conserve.config import UNSET, Settings, source_of
+from conserve.engine.runtime.vllm_flags import spelled_out
 from conserve.errors import SettingsError
 from conserve.hosts import about_login, without_login
 from conserve.store.books.readings import JobReading, read_jobs
@@ -104,9 +105,14 @@ def unfinished_rows(store: "Store", only: Collection[str] | None, model: str | N
         return queue.rows_left(tx, only, model)
 
 
-def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
-    """Flags of the embedded engine: those of the settings, then those of the command line."""
+def flags_as_given(settings: Settings, flags: Sequence[str]) -> list[str]:
+    """Flags of an engine as they were given: those of the settings, then those of the command line."""
     return [*shlex.split(settings.engine_args), *flags]
+
+
+def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
+    """The same with the flags of a file (`--config`) spelled out; raises `SettingsError`."""
+    return spelled_out(flags_as_given(settings, flags))
 
 
 def requested_settings(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> "RequestedSettings":

@@ -190,7 +190,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
-    from conserve.api.running import engine_flags
+    from conserve.api.running import flags_as_given
     from conserve.bench.arrivals import arrivals
     from conserve.bench.playing import Measurement, PlayWishes, on_server
     from conserve.bench.presets import PRESETS
@@ -204,7 +204,7 @@ def bench(
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
     context: Context = ctx.obj
     if endpoint is None and not simulated:
-        refuse_ours(engine_flags(context.settings(), words[1:]), "conserve bench")
+        refuse_ours(flags_as_given(context.settings(), words[1:]), "conserve bench")
     if any(value is not None for value in (sweep, cells, cell, processes)) or simulated or equal_p99:
         raise typer.Exit(sweeping(context, words, SweepFlags.of(ctx.params), as_json=as_json))
     if endpoint is None:

@@ -10,6 +10,7 @@ from conserve.cli import output
 from conserve.cli.doctor_finding import GIB, Finding
 from conserve.cli.doctor_machine import shared_memory
 from conserve.config import DEMO_MODEL, Settings
+from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.compat.installed import EngineDescription
@@ -107,10 +108,15 @@ def memory() -> Finding:
 
 def number_format(settings: Settings) -> Finding:
     """Number format of the engine, and the measured speeds that decided it."""
+    from conserve.engine.runtime.vllm_flags import spelled_out
     from conserve.engine.vllm.launching.number_format import names_format, read_config, recall
     from conserve.engine.vllm.model.demo_model import converted
 
-    if names_format(shlex.split(settings.engine_args)):
+    try:
+        named_by_flags = names_format(spelled_out(shlex.split(settings.engine_args)))
+    except SettingsError as error:
+        return Finding("format", str(error), ok=False, fix="correct CONSERVE_ENGINE_ARGS")
+    if named_by_flags:
         return Finding("format", f"as CONSERVE_ENGINE_ARGS says: {settings.engine_args}")
     named = settings.engine_model
     model = converted(settings.models_folder) if named == DEMO_MODEL else Path(named)

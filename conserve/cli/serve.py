@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conserve.api.running import engine_flags
+from conserve.api.running import engine_flags, flags_as_given
 from conserve.cli import exits, output
 from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
@@ -253,8 +253,8 @@ def serve(
         require_keys(named, settings, batches=batches, own_server=print_flags)
         section["classes"] = named
     url = url_of(host, port)
+    refuse_ours(flags_as_given(settings, words[1:]))
     flags = engine_flags(settings, words[1:])
-    refuse_ours(flags)
     checkpoint = kv_checkpoint or (ADAPTIVE if lets_rows_leave(policy) or allow_control else NO_CHECKPOINTS)
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]

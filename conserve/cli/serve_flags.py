@@ -11,7 +11,7 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.api_limits import ApiLimits
-from conserve.engine.runtime.vllm_flags import CONFIG, given_flags, names_of, value_of, words_of_file
+from conserve.engine.runtime.vllm_flags import files_of, given_flags, names_of, value_of, words_of_file
 from conserve.errors import SettingsError
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -62,11 +62,14 @@ def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:
     if "--api-key" in names_of(flags):
         raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
     _refuse_ours(flags, command)
-    file = value_of(flags, CONFIG)
-    if file is not None:
+    for file in files_of(flags):
         words = words_of_file(file)
         if "--api-key" in names_of(words):
             raise SettingsError(f"ConServe does not see the key in {file}; set CONSERVE_API_KEY instead")
+        if value_of(words, "--hf-token"):
+            raise SettingsError(
+                f"the token in {file} would stand on a command line, which all can read; set HF_TOKEN instead"
+            )
         _refuse_ours(words, command, f" (in {file})")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conserve.api.running import engine_flags
+from conserve.api.running import engine_flags, flags_as_given
 from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
@@ -132,7 +132,7 @@ def tune(
             f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
-    confirmed, of_engine = False, None
+    confirmed, of_engine, served = False, None, list[str]()
     if not (simulated_only or dry_run):
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried, confirmed = confirm(settings, wanted, tuning, found)
@@ -140,7 +140,8 @@ def tune(
             output.say(refused(found, tried, promised))
             raise typer.Exit(exits.FAILED)
         found = found if tried.value == found.value else asyncio.run(tuning.measure(tried))
-        of_engine = engine_flags(settings, [*PRESETS[preset].engine_flags, *words[1:]])
+        served = [*PRESETS[preset].engine_flags, *words[1:]]
+        of_engine = engine_flags(settings, served)
     tuned = Tuned(
         model=words[0],
         promises=dict(found.promises),
@@ -154,14 +155,14 @@ def tune(
         profile=searched.key.digest,
     )
     raise typer.Exit(
-        conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
+        conclude(settings, tuned, served, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
     )
 
 
 def check_flags(settings: Settings, flags: list[str], *, confirmed: bool) -> None:
     """Raise for flags that no server of `conserve tune` can have, or that none has as none is started."""
     if confirmed:
-        refuse_ours(engine_flags(settings, flags), "conserve tune")
+        refuse_ours(flags_as_given(settings, flags), "conserve tune")
     elif flags:
         raise SettingsError(
             "--simulated-only and --dry-run start no server, and a simulated engine has the flags of its profile "
@@ -280,8 +281,11 @@ def named(promised: "Any") -> str:
     return ", ".join(map(str, promised))
 
 
-def conclude(settings: Settings, tuned: Tuned, *, keep: bool, as_json: bool) -> int:
-    """Keep what was found, and print it; returns the exit code."""
+def conclude(settings: Settings, tuned: Tuned, served: list[str], *, keep: bool, as_json: bool) -> int:
+    """Keep what was found, and print it; returns the exit code.
+
+    `served` are the flags of vLLM that the confirming engine had beside those of the settings.
+    """
     import msgspec
 
     path: Path | None = write(settings, tuned) if keep else None
@@ -300,8 +304,5 @@ def conclude(settings: Settings, tuned: Tuned, *, keep: bool, as_json: bool) -> 
             f"{tuned.expected['decode_tokens_per_s']:,.0f} decode tokens/s"
         )
     if path is not None:
-        flags = (tuned.engine_flags or [])[
-            len(engine_flags(settings, [])) :
-        ]  # the settings' come by themselves
-        output.say(f"kept for conserve serve {shlex.join([tuned.model, *flags])} --tuned: {path}")
+        output.say(f"kept for conserve serve {shlex.join([tuned.model, *served])} --tuned: {path}")
     return exits.DONE

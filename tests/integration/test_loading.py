@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.runtime.machine import BINDING, RESERVED
+from conserve.engine.runtime.vllm_flags import ALONE, spelled_out
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
 from conserve.errors import SettingsError
@@ -210,6 +211,29 @@ def test_each_of_several_engines_leaves_a_core_free(
     config = configured(AsyncEngineArgs.from_cli_args(parsed(words)), served=True)
     assert config.parallel_config.data_parallel_rank_local is None
     assert os.environ[RESERVED] == "1"
+
+
+@pytest.mark.engine
+def test_a_file_of_flags_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
+    from argparse import _StoreTrueAction
+
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from conserve.engine.vllm.compat.versions import internal
+    from conserve.engine.vllm.server.process import CLI_ARGS, parsed
+
+    parser = internal(f"{CLI_ARGS}.make_arg_parser")(FlexibleArgumentParser())
+    switches = {
+        action.option_strings[0] for action in parser._actions if isinstance(action, _StoreTrueAction)
+    }
+    assert switches == set(ALONE)
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "enable-prefix-caching: false\ngrpc: false\nmiddleware: []\nserved-model-name: [a, b]\nseed: 3\n"
+        "compilation-config: {mode: 0}\ntrust-remote-code: true\n"
+    )
+    given = ["--max-model-len", "256", "--config", str(file), "--seed", "4"]
+    assert vars(parsed(["model", *given])) == vars(parsed(["model", *spelled_out(given)]))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,33 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from conserve.cli.serve_flags import refuse_ours
-from conserve.engine.runtime.vllm_flags import GivenFlag, given_flags, names_of, value_of, words_of_file
+from conserve.api.running import ProfileFlags, make_endpoint
+from conserve.bench.presets import CPU
+from conserve.cli import serve as serving
+from conserve.cli.app import app
+from conserve.cli.bench_plan import own_plan
+from conserve.cli.doctor_engine import number_format
+from conserve.cli.serve_flags import drain_s, host_bytes, refuse_ours
+from conserve.config import Settings
+from conserve.engine.runtime.vllm_flags import (
+    GivenFlag,
+    given_flags,
+    names_of,
+    spelled_out,
+    value_of,
+    words_of_file,
+)
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, with_checkpoints, without
 from conserve.engine.vllm.launching.flags import cpu_defaults, engines_of, names_scheduling
+from conserve.engine.vllm.launching.number_format import names_format
+from conserve.engine.vllm.model.tokenizer import asked_length
 from conserve.engine.vllm.server.process import without as without_given
 from conserve.errors import SettingsError
 from conserve.nightly.redacted import flags_of
@@ -125,6 +144,7 @@ def test_flags_in_a_configuration_file_are_refused_by_its_name(tmp_path: Path) -
         "grpc: true": "conserve serve cannot run with --grpc (in FILE)",
         "nnodes: 2": "conserve serve cannot run with --nnodes 2",
         "api-key: [a, b]": "ConServe does not see the key in FILE; set CONSERVE_API_KEY instead",
+        "hf_token: t": "the token in FILE would stand on a command line, which all can read; set HF_TOKEN instead",
         "- 1": "--config FILE has no flags",
         "a: [": "--config FILE cannot be read: while parsing",
     }
@@ -137,6 +157,84 @@ def test_flags_in_a_configuration_file_are_refused_by_its_name(tmp_path: Path) -
     assert words_of_file(str(file))[2:] == ["--lora-modules", "a=b", "c=d", "--seed", "3", "--enforce-eager"]
     with pytest.raises(SettingsError, match=r"cannot be read: .*No such file"):
         refuse_ours([f"--config={tmp_path / 'none.yaml'}"])
+
+
+@pytest.mark.parametrize("given", [("--config", "FILE"), ("--config=FILE",)])
+def test_the_words_of_a_file_stand_in_front_where_vllm_puts_them(
+    given: Sequence[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "model: another\nconfig: a.yaml\nseed: 3\nenforce_eager: false\ngrpc: false\nheadless: false\n"
+        "disable_log_stats: false\nlora-modules: []\nasync-scheduling: true\ncompilation-config: {mode: 3}\n"
+    )
+    named = [word.replace("FILE", str(file)) for word in given]
+    words = spelled_out(["--dtype", "half", *named, "--seed", "4"])
+    assert words == [
+        *("--seed", "3", "--no-enforce_eager", "--async-scheduling", "--compilation-config", '{"mode": 3}'),
+        *("--dtype", "half", "--seed", "4"),
+    ]
+    assert spelled_out(words) == words
+    file.write_text("seed: 1\n")
+    assert spelled_out([*named, *named, "behind"]) == ["--seed", "1", "--seed", "1", "behind"]
+
+
+PRODUCTION = """
+served-model-name: chat
+kv-transfer-config: {kv_connector: Theirs, kv_role: kv_both}
+data-parallel-size: 4
+dtype: bfloat16
+shutdown-timeout: 300
+max-model-len: 8k
+"""
+
+
+@pytest.fixture
+def production(tmp_path: Path) -> str:
+    """A file of vLLM's flags."""
+    file = tmp_path / "prod.yaml"
+    file.write_text(PRODUCTION)
+    return str(file)
+
+
+def test_a_server_takes_what_stands_in_a_file(production: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def catch(settings: object, section: object, flags: list[str], *_: object) -> None:
+        found.append(flags)
+        raise SettingsError("caught")
+
+    monkeypatch.setattr(serving, "server_command", catch)
+    monkeypatch.setattr(serving, "require_free", lambda host, port: None)
+    words = ["serve", "m", "--kv-host-memory", "1GiB", "--config", production]
+    refused = CliRunner().invoke(app, [*words, "--kv-spill", "spilled"])
+    assert "--kv-spill is for one engine, not for --data-parallel-size 4" in str(refused.exception)
+    CliRunner().invoke(app, words)
+    (flags,) = found
+    assert "--config" not in flags
+    assert without_given(["--served-model-name", "m", "--shutdown-timeout", "30"], flags) == []
+    assert value_of(flags, "--served-model-name") == "chat"
+    assert drain_s(flags) == 315
+    assert names_format(flags)
+    assert copies_bytes(flags) == 1 << 28, "a quarter for each engine"
+    connectors = json.loads(value_of(flags, "--kv-transfer-config") or "")["kv_connector_extra_config"]
+    assert [one["kv_connector"] for one in connectors["connectors"]] == ["CheckpointConnector", "Theirs"]
+
+
+def test_other_commands_take_what_stands_in_a_file(production: str, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, engine_args=f"--config {production}")
+    plan = own_plan(settings, ["--seed", "7"], ["conserve"], CPU, tmp_path / "store", seed=0)
+    assert copies_bytes(plan.connector) == host_bytes(None) // 4
+    endpoint: Any = make_endpoint(settings, ["--seed", "7"], ProfileFlags(), say=print)
+    for flags in (plan.flags, endpoint._engine_flags):
+        assert ("--config" in flags, value_of(flags, "--seed")) == (False, "7")
+        assert names_format(flags)
+    assert value_of(plan.flags, "--max-model-len") == "8k", "the preset has another"
+    assert asked_length(["--config", production]) == 8000
+    assert number_format(settings).value == f"as CONSERVE_ENGINE_ARGS says: --config {production}"
+    missing = number_format(replace(settings, engine_args="--config none.yaml"))
+    assert (missing.ok, missing.fix) == (False, "correct CONSERVE_ENGINE_ARGS")
+    assert "none.yaml cannot be read" in missing.value
 
 
 def test_a_secret_is_hidden_in_every_spelling() -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,12 @@ ASKED = (
 )
 """Long names that are asked for. No name of vLLM's is the beginning of one of them."""
 
-CONFIG = "--config"
+CONFIG, MODEL = "--config", "--model"
+ALONE = (
+    *("--aggregate-engine-logging", "--data-parallel-multi-port-external-lb", "--disable-log-stats"),
+    *("--grpc", "--headless"),
+)
+"""Switches without one that begins with `--no-`: off in a file, they are left out."""
 
 
 class GivenFlag(NamedTuple):
@@ -93,17 +98,33 @@ def words_of_file(file: str) -> list[str]:
         raise SettingsError(f"{CONFIG} {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(said, dict):
         raise SettingsError(f"{CONFIG} {file} has no flags; write one a line, such as  max-model-len: 4096")
-    return [
-        word for key, value in said.items() if value is not False for word in (f"--{key}", *_values(value))
-    ]
+    return [word for key, value in said.items() for word in _words(f"--{key}", value)]
 
 
-def _values(value: Any) -> list[str]:
+def _words(name: str, value: Any) -> list[str]:
+    if value is False:
+        return [] if name.replace("_", "-") in ALONE else [f"--no-{name[2:]}"]
     if value is True:
-        return []
+        return [name]
     if isinstance(value, list):
-        return [str(item) for item in value]
-    return [json.dumps(value) if isinstance(value, dict) else str(value)]
+        return [name, *map(str, value)] if value else []
+    return [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def files_of(words: Sequence[str]) -> list[str]:
+    """Files that `--config` names."""
+    return [flag.value for flag in given_flags(words) if flag.name == CONFIG]
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """The flags, with those of `--config FILE` in front, where vLLM puts them; raises `SettingsError`.
+
+    The command line names the model, as it does for vLLM.
+    """
+    of_files = [flag for file in files_of(words) for flag in given_flags(words_of_file(file))]
+    said = [word for flag in of_files if flag.name not in (CONFIG, MODEL) for word in flag.words]
+    others = (flag.values[1:] if flag.name == CONFIG else flag.words for flag in given_flags(words))
+    return [*said, *chain.from_iterable(others)]
 
 
 def is_flag(word: str) -> bool:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conserve.engine.runtime.vllm_flags import value_of
+from conserve.engine.runtime.vllm_flags import spelled_out, value_of
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, converted
 from conserve.engine.vllm.model.fingerprint import folder_of
 
@@ -70,8 +70,8 @@ def folder_at_hand(model: str) -> Path | None:
 
 
 def asked_length(flags: Sequence[str]) -> int | None:
-    """Context length that vLLM's flags ask for, as a number or as in 8k; None if they do not."""
-    text = value_of(flags, LENGTH_FLAG)
+    """Context length that vLLM's flags, also in a file, ask for, as a number or as in 8k; None if they do not."""
+    text = value_of(spelled_out(flags), LENGTH_FLAG)
     return None if text is None else length(text)
 
 
