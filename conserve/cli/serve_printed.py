@@ -1,0 +1,41 @@
+"""`conserve serve --print-flags`: the command of a `vllm serve` of the user's own, and what it goes without."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from conserve.cli import output
+from conserve.cli.serve_notices import open_to_all
+from conserve.config import Settings
+
+
+def of_printed(host: str, settings: Settings) -> list[str]:
+    """Say which keys the command of `--print-flags` takes, or that its server is open to all."""
+    if not settings.api_key:
+        return open_to_all(host, settings)
+    return [
+        "the printed command takes two keys from its shell: export VLLM_API_KEY, which clients send, and "
+        "CONSERVE_HARVEST_KEY, which conserve harvest sends"
+    ]
+
+
+def print_command(
+    settings: Settings, section: dict[str, Any], flags: list[str], notices: Sequence[str] = ()
+) -> int:
+    """Print the command of a vLLM with the plug-in, in a process that imports vLLM; returns the exit code."""
+    import subprocess
+
+    from conserve.engine.service import python
+    from conserve.engine.vllm.compat.installed import require_engine
+    from conserve.engine.vllm.launching.phases import IMPORTING
+
+    require_engine()
+    for notice in notices:
+        output.say(notice)
+    output.say(f"{IMPORTING}, which completes the flags for {settings.engine_model}")
+    keys = "keys" if settings.api_key else ""
+    words = (settings.engine_model, str(settings.models_folder), json.dumps(section), keys, *flags)
+    command = python("conserve.engine.vllm.server.printed", *words)
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    return subprocess.run(command, env=environment, check=False).returncode
