@@ -162,9 +162,12 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
     """A server by its answer; one of another version may lack figures."""
     if said.get("error") is not None:
         return ServerSeen(url=url, error=str(said["error"]))
+    from conserve.engine.policy.policies import WITHOUT_PROMISES
+
     online, slo, offline = (part(said, name) for name in ("online", "slo", "offline"))
     if said.get(STOCK) or not online:
         return ServerSeen(url=url, stock=True)
+    policy = said.get("policy")
     left, kept, promises = part(said, "preemption"), part(said, "checkpoint"), part(online, "promises")
     ttft_ms, tbt_ms = (
         Latency.of(part(online, name).get("p99"), slo.get(name), part(promises, name))
@@ -172,12 +175,12 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
     )
     return ServerSeen(
         url=url,
-        policy=said.get("policy"),
+        policy=policy,
         age_s=said.get("age_s"),
         ttft_ms=ttft_ms,
         tbt_ms=tbt_ms,
         attainment=online.get("attainment"),
-        harm=slo.get("harm") or slo.get("default_harm"),
+        harm=None if policy in WITHOUT_PROMISES else slo.get("harm") or slo.get("default_harm"),
         tokens_per_s=offline.get("tokens_per_s") or 0.0,
         course=course,
         iterations_left=left.get("iterations_left") or 0,

@@ -5,11 +5,9 @@ from typing import Any
 from conserve.api.servers import bearer
 from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
-from conserve.engine.policy.policies import CONSERVE
+from conserve.engine.policy.policies import CONSERVE, WITHOUT_PROMISES
 from conserve.engine.policy.preemption import OFF
 from conserve.hosts import is_loopback
-
-WITHOUT_SLO = ("non-preemptive", "priority")
 
 
 def open_to_all(host: str, settings: Settings) -> list[str]:
@@ -51,10 +49,12 @@ def never_tried() -> list[str]:
 def only_counted(section: dict[str, Any]) -> list[str]:
     """Warn if the policy ignores the SLO that was given."""
     flags = [f"--{name}-slo" for name in ("ttft", "tbt") if section[f"{name}_slo_ms"] is not None]
+    flags += ["--harm"] if section.get("harm") is not None else []
     flags += ["--class"] if section.get("classes") else []
-    if not flags or section["policy"] not in WITHOUT_SLO:
+    if not flags or section["policy"] not in WITHOUT_PROMISES:
         return []
-    return [f"--policy {section['policy']} knows no SLO: {' and '.join(flags)} is counted, and not kept"]
+    counted = f"{' and '.join(flags)} {'is' if len(flags) == 1 else 'are'} counted, and not kept"
+    return [f"--policy {section['policy']} knows no SLO: {counted}"]
 
 
 def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:

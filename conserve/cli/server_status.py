@@ -30,11 +30,11 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
         if server.get(STOCK):
             shown.append(headed(server["url"], "  runs another scheduler"))
             continue
-        online, offline, slo = server["online"], server["offline"], server["slo"]
+        online, offline, policy = server["online"], server["offline"], server["policy"]
         shown += [
-            headed(server["url"], f"  policy {server['policy']}, last minute{until(server)}:"),
-            online_line(online, slo, classified="classes" in server),
-            *classes(server.get("classes", {})),
+            headed(server["url"], f"  policy {policy}, last minute{until(server)}:"),
+            online_line(online, told_of(server["slo"], policy), classified="classes" in server),
+            *classes(server.get("classes", {}), policy),
             *yielding(server),
             *on_the_way(online.get("way_ms", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
@@ -61,6 +61,13 @@ def until(server: dict[str, Any]) -> str:
     return f" until {ago}" if ago is not None else ""
 
 
+def told_of(slo: dict[str, Any], policy: str) -> dict[str, Any]:
+    """The promises without a harm that the policy does not keep."""
+    from conserve.engine.policy.policies import WITHOUT_PROMISES
+
+    return {**slo, "harm": None} if policy in WITHOUT_PROMISES else slo
+
+
 def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool) -> str:
     """Line on all live requests; where they have classes, the promises stand beside each class."""
     if classified:
@@ -71,12 +78,12 @@ def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool
     )
 
 
-def classes(by_class: dict[str, Any]) -> list[str]:
+def classes(by_class: dict[str, Any], policy: str) -> list[str]:
     """A line on each class of live traffic, indented below the line on all of them."""
     width = max(map(len, by_class), default=0)
     return [
         f"    {name:<{width}}  TTFT {pair(one['ttft_ms'], promised(one['slo'], 'ttft_ms'))}, "
-        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(one['slo'], one)}, "
+        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(told_of(one['slo'], policy), one)}, "
         f"{output.count(one['requests'], 'request')} since the start"
         for name, one in by_class.items()
     ]
@@ -271,7 +278,7 @@ def promised(slo: dict[str, Any], name: str) -> str:
 
 
 def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
-    """Promises that are broken if some are not of a P99, the SLO attainment, or the largest harm promised."""
+    """Promises that are broken if some are not of a P99, the SLO attainment, the largest harm promised, or none."""
     promises = [
         (f"{name.removesuffix('_ms').upper()} {quantile}", one["kept"])
         for name, bounds in online.get("promises", {}).items()
@@ -280,9 +287,9 @@ def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
     broken = [name for name, is_kept in promises if not is_kept]
     if broken and any(not name.endswith(" p99") for name, _ in promises):
         return output.coloured(f"promise broken: {', '.join(broken)}", "red")
-    harm = slo.get("harm")
-    if harm is not None and slo["ttft_ms"] is None and slo["tbt_ms"] is None:
-        return f"rows add at most about {harm:.0%}"
+    if slo["ttft_ms"] is None and slo["tbt_ms"] is None:
+        harm = slo.get("harm")
+        return "no promise" if harm is None else f"rows add at most about {harm:.0%}"
     return attained(online["attainment"]) if measured(online) else "SLO kept -"
 
 

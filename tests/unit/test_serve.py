@@ -446,7 +446,29 @@ def test_a_policy_that_knows_no_slo_says_so() -> None:
         "--policy priority knows no SLO: --ttft-slo is counted, and not kept"
     ]
     assert serve_notices.only_counted({**section, "policy": "online-only"}) == []
-    assert serve_notices.only_counted({**section, "ttft_slo_ms": None}) == []
+    none = {**section, "ttft_slo_ms": None}
+    assert serve_notices.only_counted(none) == serve_notices.only_counted({**none, "harm": None}) == []
+    assert serve_notices.only_counted({**section, "harm": 0.05}) == [
+        "--policy priority knows no SLO: --ttft-slo and --harm are counted, and not kept"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "above"),
+    [
+        ("conserve", "rows add at most about 10%", "harm ≤10%"),
+        ("online-only", "rows add at most about 10%", "harm ≤10%"),
+        ("priority", "no promise", "no promise"),
+        ("non-preemptive", "no promise", "no promise"),
+    ],
+)
+def test_no_harm_is_told_of_under_a_policy_that_keeps_none(policy: str, words: str, above: str) -> None:
+    slo = {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}
+    said = {**server(None), "policy": policy, "slo": slo}
+    assert server_status.lines([said])[1].endswith(f", {words}")
+    of_class = {**said["online"], "slo": slo, "requests": 1}
+    assert f", {words}, " in server_status.lines([{**said, "classes": {"chat": of_class}}])[2]
+    assert above in top_frame.server_lines(server_seen("http://a", said), 100)[0].plain
 
 
 def test_limits_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

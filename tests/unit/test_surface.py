@@ -534,3 +534,6 @@ def test_a_harm_limit_is_of_the_latency_that_it_bounds(
     found = ours(virtual_time.run(get(app_for(client), "/metrics")))
     limits = {name: value for name, value in found.items() if name.startswith("conserve_harm_limit")}
     assert limits == {f"conserve_harm_limit/{latency}": value for latency, value in limited.items()}
+    client = EngineClient(lambda: {**SAID, "slo": slo, "policy": "priority"})
+    kept = ours(virtual_time.run(get(app_for(client), "/metrics")))
+    assert kept == {name: value for name, value in found.items() if name not in limits}

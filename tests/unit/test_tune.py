@@ -448,7 +448,7 @@ def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.Capt
     settings = Settings(home=tmp_path)
     with pytest.raises(InputError, match="nothing was tuned for a/model yet; run: conserve tune a/model"):
         tuned_promises(settings, ["a/model"], given=(None, None, None))
-    assert conclude(settings, TUNED, keep=True, as_json=False) == 0
+    assert conclude(settings, TUNED, [], keep=True, as_json=False) == 0
     said = capsys.readouterr()
     assert "--harm 23% keeps p99 TTFT +5% (confirmed on the engine)" in said.out
     assert "2.00 rows/s, 7,200 an hour: 900 prompt tokens/s and 60 decode tokens/s" in said.out
@@ -478,7 +478,7 @@ def test_a_promise_that_was_tuned_with_other_flags_is_told_as_such(
     settings = Settings(home=tmp_path, engine_args="--seed 7")
     flags = ["--seed", "7", "-tp", "4", "--max-model-len", "8192"]
     found = structs.replace(TUNED, engine_flags=flags, engine="H100; vllm 1; bfloat16; tp=4")
-    conclude(settings, found, keep=True, as_json=False)
+    conclude(settings, found, flags[2:], keep=True, as_json=False)
     assert "kept for conserve serve a/model -tp 4 --max-model-len 8192 --tuned: " in capsys.readouterr().err
     alike = ["--max-model-len=8192", "--tensor-parallel-size", "4"]
     assert tuned_promises(settings, ["a/model", *alike], given=()) == {"harm": 0.23}
@@ -534,7 +534,7 @@ def test_flags_of_what_was_tuned_are_taken_by_serve(tbt_ms: float) -> None:
 
 def test_a_dry_run_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(home=tmp_path)
-    assert conclude(settings, TUNED, keep=False, as_json=True) == 0
+    assert conclude(settings, TUNED, [], keep=False, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["promises"], document["file"]) == ({"harm": 0.23}, None)
     assert document["measured_at"] == "2025-11-23T12:13:20+00:00"

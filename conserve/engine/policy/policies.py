@@ -25,6 +25,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 SERVING = (CONSERVE, ONLINE_ONLY, "non-preemptive", "priority")  # policies for live traffic
 COMPARED = ("sarathi++", "hygen-star", "hygen")  # policies to compare with, which only `conserve bench` sets
 BENCHED = (*SERVING, *COMPARED)
+WITHOUT_PROMISES = ("non-preemptive", "priority")  # policies that keep neither an SLO nor a harm
 
 
 def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Policy:
