@@ -221,7 +221,8 @@ def test_a_file_of_flags_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from conserve.engine.vllm.compat.versions import internal
-    from conserve.engine.vllm.server.process import CLI_ARGS, parsed
+    from conserve.engine.vllm.launching.flags import CLI_ARGS
+    from conserve.engine.vllm.server.process import parsed
 
     parser = internal(f"{CLI_ARGS}.make_arg_parser")(FlexibleArgumentParser())
     switches = {
@@ -235,6 +236,22 @@ def test_a_file_of_flags_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     )
     given = ["--max-model-len", "256", "--config", str(file), "--seed", "4"]
     assert vars(parsed(["model", *given])) == vars(parsed(["model", *spelled_out(given)]))
+
+
+@pytest.mark.engine
+def test_an_engine_is_profiled_with_the_flags_that_it_is_served_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conserve.engine.vllm.launching import flags as launching
+
+    monkeypatch.setattr(launching, "_available_bytes", lambda: 8 << 30)
+    servers = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--port", "8000"]
+    flags = ["--dtype", "float32", *servers, "--seed", "7"]
+    assert launching.parse_flags(str(tmp_path), flags, served=True).seed == 7
+    with pytest.raises(SettingsError, match="unrecognized arguments: --enable-auto-tool-choice"):
+        launching.parse_flags(str(tmp_path), flags)
+    with pytest.raises(SettingsError, match="unrecognized arguments: --sed 7"):
+        launching.parse_flags(str(tmp_path), ["--dtype", "float32", "--sed", "7"], served=True)
 
 
 @pytest.mark.parametrize(

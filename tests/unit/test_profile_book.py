@@ -78,6 +78,12 @@ def test_a_file_under_the_name_of_another_key_is_refused(book: Book) -> None:
         book.find(KEY, command=COMMAND)
 
 
+def test_a_damaged_file_of_an_engine_is_measured_again_with_that_engines_command(book: Book) -> None:
+    book.save(profile_of()).write_text("{")
+    with pytest.raises(ProfileDamaged, match=f"measure it again with: {COMMAND}$"):
+        book.find(KEY, command=COMMAND)
+
+
 def test_the_nearest_profile_has_the_fewest_differences(book: Book) -> None:
     for device, engine in (("A", "vllm 1"), ("B", KEY.engine), ("C", "vllm 3")):
         book.save(profile_of(key=replace(KEY, device=device, engine=engine)))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, with_check
 from conserve.engine.vllm.launching.flags import cpu_defaults, engines_of, names_scheduling
 from conserve.engine.vllm.launching.number_format import names_format
 from conserve.engine.vllm.model.tokenizer import asked_length
+from conserve.engine.vllm.server.process import profile_command
 from conserve.engine.vllm.server.process import without as without_given
 from conserve.errors import SettingsError
 from conserve.nightly.redacted import flags_of
@@ -235,6 +237,17 @@ def test_other_commands_take_what_stands_in_a_file(production: str, tmp_path: Pa
     missing = number_format(replace(settings, engine_args="--config none.yaml"))
     assert (missing.ok, missing.fix) == (False, "correct CONSERVE_ENGINE_ARGS")
     assert "none.yaml cannot be read" in missing.value
+
+
+def test_the_command_that_measures_a_profile_has_the_users_flags_alone() -> None:
+    theirs = ["--kv-transfer-config", json.dumps({"kv_connector": "Theirs", "kv_role": "kv_both"})]
+    address = ["--host", "127.0.0.1", "--port", "8000"]
+    flags = [*with_checkpoints(["--seed", "7", *theirs], {"host_bytes": 5}), *address]
+    assert shlex.split(profile_command("a/b", flags)) == [
+        *("conserve", "profile", "--served", "a/b", "--", "--seed", "7"),
+        *theirs,
+    ]
+    assert profile_command("m", [*with_checkpoints([], {}), *address]) == "conserve profile --served m"
 
 
 def test_a_secret_is_hidden_in_every_spelling() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from conserve.engine.runtime.machine import BINDING, RESERVED, memory_headroom
 from conserve.engine.runtime.vllm_flags import names_of, value_of
+from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching.number_format import (
     FLOAT32,
     MAMBA2,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+CLI_ARGS = "vllm.entrypoints.common.cli_args"
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
 PIPELINE = "--pipeline-parallel-size"
@@ -34,19 +36,24 @@ AHEAD = ("--async-scheduling", "--no-async-scheduling")
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
-def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
-    """The engine's arguments; raises `SettingsError` for a flag that vLLM does not take. Imports vLLM."""
+def parse_flags(model: str, flags: Sequence[str], *, served: bool = False) -> AsyncEngineArgs:
+    """The engine's arguments; raises `SettingsError` for a flag that vLLM does not take. Imports vLLM.
+
+    With `served`, flags of the server alone are taken too, such as `--tool-call-parser`.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if "--model" in names_of(flags):
         raise SettingsError("--model is no engine flag: name the model itself")
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="", add_help=False))
+    add_flags = internal(f"{CLI_ARGS}.make_arg_parser") if served else AsyncEngineArgs.add_cli_args
+    parser = add_flags(FlexibleArgumentParser(prog="", add_help=False))
     have_refused(parser)
     defaults = [*_common_defaults(), *(cpu_defaults(model, flags) if current_platform.is_cpu() else ())]
     try:
-        parsed = parser.parse_args([*defaults, *flags, "--model", model])
+        first = [model] if served else []  # the server's parser would take another word for it
+        parsed = parser.parse_args([*first, *defaults, *flags, "--model", model])
         return AsyncEngineArgs.from_cli_args(parsed)
     except SettingsError:
         raise

@@ -71,7 +71,7 @@ class EngineRig:
         fork_server.start_early("the rig")
         quiet_warnings()
         trial.require(Part.ENGINE, Part.PROFILING, say=logging.getLogger(__name__).warning)
-        arguments = parse_flags(path, [*engine_flags, "--worker-extension-cls", PROBE])
+        arguments = parse_flags(path, [*engine_flags, "--worker-extension-cls", PROBE], served=served)
         log = engine_log()
         log.capture_loggers()
         log.mark()

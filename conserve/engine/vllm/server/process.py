@@ -29,6 +29,7 @@ from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.launching.flags import (
+    CLI_ARGS,
     ahead_under_v1,
     configured,
     cpu_defaults,
@@ -50,7 +51,7 @@ from conserve.errors import ConserveError, ProfileMissing
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CLI_ARGS = "vllm.entrypoints.common.cli_args"
+ADDRESS = ("--host", "--port")
 DRAIN_S = 30  # seconds for running requests after SIGTERM
 
 
@@ -109,6 +110,13 @@ def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]
         return config
     args.async_scheduling = False
     return configured(AsyncEngineArgs.from_cli_args(args), served=True)
+
+
+def profile_command(model: str, flags: Sequence[str]) -> str:
+    """The command that measures this engine's latency profile: with the user's flags, but for the address."""
+    users = [flag for flag in given_flags(without_checkpoints(flags)) if flag.name not in ADDRESS]
+    behind = ["--", *(word for flag in users for word in flag.words)] if users else []
+    return shlex.join(["conserve", "profile", "--served", model, *behind])
 
 
 def settle_profile(
@@ -211,8 +219,7 @@ def main(words: Sequence[str]) -> int:
         ahead = said_of_scheduling(flags) if section.get("preemption") != OFF else None
         for warning in filter(None, (said_of_adapters(args), ahead)):
             warn(warning)
-        command = f"conserve profile --served {shlex.join([model, *flags])}"
-        fork_server.prepare(settle_profile(args, flags, section, command))
+        fork_server.prepare(settle_profile(args, flags, section, profile_command(model, flags)))
         put_in_front(args, limits)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
