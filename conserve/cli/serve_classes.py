@@ -12,6 +12,7 @@ from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.config import Settings
+    from conserve.store.books.keys import ApiKey
 
 CLASS, CLASS_FOR, CLASSES = "--class", "--class-for", "--classes"
 PROMISES = {"ttft": "ttft_slo_ms", "tbt": "tbt_slo_ms"}
@@ -136,23 +137,31 @@ def require_keys(classes: Section, settings: "Settings", *, batches: bool, own_s
         raise SettingsError("the process of the batches knows the store's keys; leave out --no-batches")
     known = known_keys(settings)
     for name, key in keys:
-        if key not in known:
-            raise SettingsError(
-                f"the class {name} is for a key {key!r} that the store has not; run: conserve keys add {key}"
-            )
+        if (why := why_unknown(key, known.get(key))) is not None:
+            raise SettingsError(f"the class {name} is for a key {key!r} that {why}")
     for name, project in projects:
-        if project not in known.values():
+        if project not in {one.project for one in known.values() if why_unknown(one.name, one) is None}:
             raise SettingsError(
                 f"the class {name} is for a project {project!r} without a key; "
                 f"run: conserve keys add NAME --project {project}"
             )
 
 
-def known_keys(settings: "Settings") -> dict[str, str]:
-    """Projects of the store's keys for live requests, by the keys' names."""
+def why_unknown(name: str, key: "ApiKey | None") -> str | None:
+    """Reason that live requests cannot have this key, and the next command; None if they can."""
+    if key is None:
+        return f"the store has not; run: conserve keys add {name}"
+    if key.revoked_at is not None:
+        return "was revoked; make one of another name: conserve keys add NAME"
+    if not key.live:
+        return "is for batches alone; make one of another name: conserve keys add NAME --live"
+    return None
+
+
+def known_keys(settings: "Settings") -> dict[str, "ApiKey"]:
+    """Keys that the store has or had, by name."""
     from conserve.store.books import keys
     from conserve.store.database.store import Store
 
     with closing(Store.open_to_read(settings)) as store, store.read() as tx:
-        found = keys.everything(tx)
-    return {key.name: key.project for key in found if key.live and key.revoked_at is None}
+        return {key.name: key for key in keys.everything(tx)}

@@ -121,8 +121,15 @@ def test_keys_that_the_server_will_not_know_are_refused_before_it_starts(store: 
     require_keys(chosen, settings, batches=True, own_server=False)
     with store.write() as tx:
         keys.revoke(tx, "web", now=1.0)
-    with pytest.raises(SettingsError, match="the store has not"):
-        require_keys(chosen, settings, batches=True, own_server=False)
+        keys.add(tx, "nightly", project="crawls", now=0.0, live=False)
+    for one, why in (
+        ({"keys": ["web"]}, "'web' that was revoked; make one of another name: conserve keys add NAME"),
+        ({"keys": ["nightly"]}, "'nightly' that is for batches alone; make one of another name: conserve"),
+        ({"projects": ["pages"]}, "'pages' without a key; run: conserve keys add NAME --project pages"),
+        ({"projects": ["crawls"]}, "'crawls' without a key"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            require_keys({"chat": one}, settings, batches=True, own_server=False)
 
 
 def test_a_fault_ends_the_command_with_its_sentence(tmp_path: Path) -> None:
