@@ -1,6 +1,7 @@
 """Flags of `conserve serve` and what they mean: times, promises, policies, checkpoints, and vLLM's own flags."""
 
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -182,22 +183,27 @@ def shares(
     harm: str | None, receipt: str | None, push: float | None, prefixes: str | None
 ) -> dict[str, float | None]:
     """Entries of the engine's section for these shares, as far as given: `push` is a scale of the SLO."""
+    from conserve.engine.runtime.receipt import LARGEST_SHARE
+    from conserve.engine.vllm.settings import MOST_PREFIXES
+
     said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
     if receipt is not None:
-        said["receipt"] = share("--receipt", receipt) or 0.0
+        said["receipt"] = share("--receipt", receipt, most=LARGEST_SHARE) or 0.0
     if prefixes is not None:
-        said["live_prefixes"] = share("--live-prefixes", prefixes) or 0.0
+        said["live_prefixes"] = share("--live-prefixes", prefixes, most=MOST_PREFIXES) or 0.0
     return said if push is None else {**said, "push_slo_scale": push}
 
 
-def share(flag: str, text: str) -> float | None:
-    """Parse a share such as 10%; None for off."""
+def share(flag: str, text: str, *, most: float = inf) -> float | None:
+    """Parse a share such as 10%, of which the flag takes so much at most; None for off."""
     if text.strip() == "off":
         return None
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
     if found is None or not float(found[1]):
         raise SettingsError(f"{flag} takes a share like 10%, or off, not {text!r}")
-    return float(found[1]) / 100
+    if (said := float(found[1]) / 100) > most:
+        raise SettingsError(f"{flag} takes at most {most:.0%}, not {text}")
+    return said
 
 
 def front_of(max_body: str, max_file: str, connections: int, *, open_metrics: bool) -> ApiLimits:

@@ -28,6 +28,14 @@ def test_anything_else_is_refused(given: str) -> None:
         shares(None, None, None, given)
 
 
+def test_a_share_out_of_range_is_told_by_its_flag() -> None:
+    with pytest.raises(SettingsError, match=r"^--live-prefixes takes at most 90%, not 91%$"):
+        shares(None, None, None, "91%")
+    with pytest.raises(SettingsError, match=r"^--receipt takes at most 10%, not 20%$"):
+        shares(None, "20%", None, None)
+    assert shares("250%", "10%", None, "90%") == {"harm": 2.5, "receipt": 0.1, "live_prefixes": 0.9}
+
+
 def test_half_is_kept_where_nothing_is_said() -> None:
     assert live_prefixes_of({}) == written({}).live_prefixes == 0.5
     assert live_prefixes_of({"live_prefixes": 0}) == 0.0
