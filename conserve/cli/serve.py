@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conserve.api.running import engine_flags, flags_as_given
 from conserve.cli import exits, output
 from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
@@ -26,14 +25,15 @@ from conserve.cli.serve_flags import (
     drain_s,
     front_of,
     promise,
-    refuse_ours,
     require_policy,
     require_weights,
     shares,
+    vllms_flags,
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
 from conserve.cli.serve_printed import of_printed, print_command
 from conserve.cli.serve_spill import spill, supervised
+from conserve.cli.serve_unused import refuse_unused
 from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.cli.tuned import recorded, tuned_promises
@@ -226,6 +226,7 @@ def serve(
     """
     words = named_model(model)
     require_policy(policy)
+    refuse_unused(ctx, harvest=harvest, batches=batches)
     from conserve.engine.runtime.spill_file import claim
     from conserve.engine.service import Service
 
@@ -254,13 +255,12 @@ def serve(
         require_keys(named, settings, batches=batches, own_server=print_flags)
         section["classes"] = named
     url = url_of(host, port)
-    refuse_ours(flags_as_given(settings, words[1:]))
-    flags = engine_flags(settings, words[1:])
+    flags = vllms_flags(settings, words[1:])
     checkpoint = kv_checkpoint or (ADAPTIVE if lets_rows_leave(policy) or allow_control else NO_CHECKPOINTS)
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:
-        raise typer.Exit(print_command(settings, section, flags, of_printed(host, settings)))
+        raise typer.Exit(print_command(settings, section, flags, of_printed(ctx, host, settings)))
     require_free(host, port)
     say_first(host, settings, batches=batches)
     batches = batches and not open_batches(host, settings)

@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from conserve.api.running import engine_flags, flags_as_given
 from conserve.api.sizes import size_bytes
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import HOST_BYTES
@@ -56,6 +57,12 @@ def require_weights(settings: Settings) -> None:
 OURS = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
 PROMISES = {"ttft": "--ttft-slo", "tbt": "--tbt-slo"}  # vLLM has no flag with such a word
 NOT_WITH = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+
+
+def vllms_flags(settings: Settings, words: list[str]) -> list[str]:
+    """Flags of vLLM by the settings and the command line; raises for those that the server cannot have."""
+    refuse_ours(flags_as_given(settings, words))
+    return engine_flags(settings, words)
 
 
 def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:

@@ -5,18 +5,22 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import typer
+
 from conserve.cli import output
 from conserve.cli.serve_notices import open_to_all
+from conserve.cli.serve_unused import not_printed
 from conserve.config import Settings
 
 
-def of_printed(host: str, settings: Settings) -> list[str]:
-    """Say which keys the command of `--print-flags` takes, or that its server is open to all."""
+def of_printed(ctx: typer.Context, host: str, settings: Settings) -> list[str]:
+    """Say which keys the command of `--print-flags` takes, or that its server is open to all; and what it lacks."""
     if not settings.api_key:
-        return open_to_all(host, settings)
+        return [*open_to_all(host, settings), *not_printed(ctx)]
     return [
         "the printed command takes two keys from its shell: export VLLM_API_KEY, which clients send, and "
-        "CONSERVE_HARVEST_KEY, which conserve harvest sends"
+        "CONSERVE_HARVEST_KEY, which conserve harvest sends",
+        *not_printed(ctx),
     ]
 
 

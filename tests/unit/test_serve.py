@@ -384,6 +384,31 @@ def test_a_key_among_vllms_flags_is_refused() -> None:
             serve_flags.refuse_ours([flag, "sesame"])
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--no-harvest", "--metrics-port", "0"], "--metrics-port is for the harvester; leave it out with"),
+        (
+            ["--no-harvest", "--share", "jobs", "--utility", "1"],
+            "--utility and --share are for the harvester",
+        ),
+        (["--no-batches", "--max-file", "200MB"], "--max-file is for files and batches; leave it out with"),
+        (["--no-batches", "--max-requests", "5"], "--max-requests is for files and batches; leave it out"),
+    ],
+)
+def test_flags_of_a_process_that_is_not_started_are_refused(words: list[str], sentence: str) -> None:
+    refused = CliRunner().invoke(app, ["serve", "m", *words])
+    assert isinstance(refused.exception, SettingsError)
+    assert str(refused.exception).startswith(sentence)
+
+
+def test_settings_of_a_process_that_is_not_started_are_of_other_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CONSERVE_METRICS_PORT", "9108")
+    assert section_of(monkeypatch, "--no-harvest", "--no-batches")
+
+
 def test_a_printed_command_is_refused_by_the_shell_while_a_key_is_unset() -> None:
     both = {"VLLM_API_KEY": "a key", "CONSERVE_HARVEST_KEY": "another"}
     server = shlex.join(["sh", "-c", 'echo $CONSERVE_HARVEST_KEY; printf "<%s>" "$@"', "server"])
@@ -419,8 +444,10 @@ def test_a_printed_command_asks_for_keys_where_conserve_serve_would(
 
     monkeypatch.setattr(serving, "print_command", catch)
     words = ["serve", "m", "--host", "0.0.0.0", "--no-batches", "--print-flags"]
+    words += ["--max-body", "1MB", "--open-metrics"]
     assert CliRunner().invoke(app, ["--home", str(store.home), *words]).exit_code == 0
-    key, (notice,) = found[0], found[1:]
+    key, notice, lacks = found
+    assert lacks == "the printed command has no --open-metrics and --max-body: only conserve serve has"
     assert (key is not None) == (keyed_by is not None)
     assert ("export VLLM_API_KEY" if keyed_by else "no API key: any machine") in notice
 
