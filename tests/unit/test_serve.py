@@ -387,7 +387,7 @@ def test_a_key_among_vllms_flags_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--no-harvest", "--metrics-port", "0"], "--metrics-port is for the harvester; leave it out with"),
+        (["--no-harvest", "--share", "jobs"], "--share is for the harvester; leave it out with"),
         (
             ["--no-harvest", "--share", "jobs", "--utility", "1"],
             "--utility and --share are for the harvester",
@@ -407,6 +407,16 @@ def test_settings_of_a_process_that_is_not_started_are_of_other_commands(
 ) -> None:
     monkeypatch.setenv("CONSERVE_METRICS_PORT", "9108")
     assert section_of(monkeypatch, "--no-harvest", "--no-batches")
+
+
+def test_a_page_of_the_harvester_without_one_is_told_and_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Compose file has the port always."""
+    said: list[str] = []
+    monkeypatch.setattr("conserve.cli.serve_unused.output.say", said.append)
+    assert section_of(monkeypatch, "--no-harvest", "--metrics-port", "9108")
+    assert any("nothing is served or sent by --metrics-port" in one for one in said)
 
 
 def test_a_printed_command_is_refused_by_the_shell_while_a_key_is_unset() -> None:
