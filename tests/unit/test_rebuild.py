@@ -471,7 +471,7 @@ def test_a_place_is_a_path_in_the_home_or_an_address(store: Store, tmp_path: Pat
         assert lineage.place(store.home, engine_of(url)) == expected
 
 
-def test_the_latest_id_of_a_place_stands_last(tmp_path: Path) -> None:
+def test_ids_stand_in_the_order_in_which_they_were_first_seen(tmp_path: Path) -> None:
     """An id that is noted already stays where it is, and nothing is written."""
     for store_id in ("a", "b", "c"):
         lineage.note(tmp_path, "conserve.db", store_id)
@@ -613,6 +613,30 @@ def test_a_repair_that_is_interrupted_begins_again_and_loses_nothing(
     assert states[jobs.queued] == "cancelled"
     assert "ann" in conserve("keys", "list").stdout
     assert results(jobs.half) == jobs.expected[jobs.half]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("read", [True, False])
+def test_a_store_that_is_rebuilt_more_than_once_keeps_its_id(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, interrupted: bool, read: bool
+) -> None:
+    """The id of a database before it takes the old one's is none of the place's."""
+    add_job(store)
+    store.close()
+    lineage.note(store.home, store.place, "other")  # as an earlier version left it
+    lineage.forget(store.home, store.place, "" if read else "other")
+    for number in range(2):
+        if not read:
+            database(settings).write_bytes(b"garbage" * 1000)
+        with monkeypatch.context() as full:
+            if interrupted:
+                full.setattr(rebuild.counters, "never_again", Mock(side_effect=StoreFull("no space left")))
+                with pytest.raises(StoreFull):
+                    rebuild.rebuild(settings, now=float(number))
+        rebuild.rebuild(settings, now=10.0 + number)
+        with closing(Store.open(settings)) as again:
+            assert again.id == store.id
+    assert lineage.ids(store.home, store.place) == [store.id, *["other"] * read]
 
 
 def break_table(database: Path, table: str) -> None:

@@ -29,7 +29,7 @@ def place(home: Path, engine: Engine) -> str:
 
 
 def ids(home: Path, at: str) -> list[str]:
-    """Ids that databases at a place had, the latest last."""
+    """Ids that databases at a place had, in the order in which they were first seen."""
     return listed(read(home), at)
 
 

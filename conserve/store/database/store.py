@@ -42,6 +42,13 @@ class Store:
     @classmethod
     def open(cls, settings: Settings) -> "Store":
         """Open the store that the settings name; make it if it is not there. Raises for a backup."""
+        store = cls.opened(settings)
+        store.note_id()
+        return store
+
+    @classmethod
+    def opened(cls, settings: Settings) -> "Store":
+        """Open or make the store as `open` does; its id is not noted."""
         refuse_backup(settings.home)
         with explained(settings.home):
             make_with_parents(settings.home)
@@ -50,7 +57,6 @@ class Store:
             store = cls.over(settings.home, engine, settings.data)
             if settings.data is not None:
                 store.keep_place(settings.data)
-        lineage.note(store.home, store.place, store.id)
         return store
 
     @classmethod
@@ -70,6 +76,10 @@ class Store:
         with transaction(engine, read_only=True) as tx:
             found = store_id(tx)
             return cls(home, engine, found, data.root_of(home, data.settled(tx, home, place), found))
+
+    def note_id(self) -> None:
+        """Note the store's id as one of a database at its place."""
+        lineage.note(self.home, self.place, self.id)
 
     def keep_place(self, place: str) -> None:
         """Let the database name the place of the files, unless it does."""

@@ -86,7 +86,7 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
                 path.with_name(path.name + suffix).rename(away.with_name(away.name + suffix))
     salvaged = salvage(aside)
     unread = [said for name, said in UNREAD.items() if not is_whole_table(aside, name)]
-    store = Store.open(settings)
+    store = Store.opened(settings)  # its own id is none of the place's
     try:
         said = refill(store, salvaged, now=now)
     finally:
@@ -133,6 +133,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
         put_batches(tx, salvaged)
     said = [f"{count(len(known), 'job was', 'jobs were')} read from it"]
     again = Store.over(store.home, store.engine)
+    again.note_id()
     said += adopt(again, strangers(again), now=now, batches=False)
     with again.write() as tx:
         put_batches(tx, salvaged)  # those of the jobs that were taken in
@@ -170,7 +171,8 @@ def take_id(tx: Connection, store: Store, rows: Sequence[Mapping[str, Any]]) -> 
     """Give the new database the id of the old one, which the folders of its jobs carry."""
     read = [row["value"] for row in rows if row.get("key") == STORE_ID and isinstance(row.get("value"), str)]
     earlier = [each for each in lineage.ids(store.home, store.place) if each != store.id]
-    wanted = (earlier or read or [store.id])[-1]
+    known = [one for one in read if one in earlier]
+    wanted = (known or earlier or read or [store.id])[-1]
     tx.execute(update(meta).where(meta.c.key == STORE_ID).values(value=wanted))
 
 
