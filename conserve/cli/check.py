@@ -67,10 +67,11 @@ def find(
     """Check the store; returns the findings, and the ids of the jobs that the command line names."""
     from conserve.jobs.repair import task_fault
     from conserve.store.books import catalog
+    from conserve.store.database import half_made
     from conserve.store.database.store import Store
-    from conserve.store.upkeep import checking, rebuild
+    from conserve.store.upkeep import checking
 
-    if rebuild.unfinished(settings.sqlite_file) is not None:
+    if half_made.unfinished(settings.sqlite_file) is not None:
         said = "its repair was interrupted, and it lacks what it had"
         return checking.Checked(damages=[checking.database_is("the database", said)]), None
     try:
@@ -113,12 +114,13 @@ def mend(
 
 def mend_database(settings: Settings) -> list[str]:
     """Repair the database in place if that is enough, else make a new one from its readable parts."""
+    from conserve.store.database import half_made
     from conserve.store.database.store import Store
     from conserve.store.upkeep import checking, mending, rebuild
 
     now = time.time()
     said: list[str] = []
-    if rebuild.unfinished(settings.sqlite_file) is not None:
+    if half_made.unfinished(settings.sqlite_file) is not None:
         return rebuild.rebuild(settings, now=now)
     try:
         with closing(Store.open(settings)) as store:

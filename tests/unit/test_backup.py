@@ -712,6 +712,19 @@ def test_a_restore_brings_every_row_and_file_back(
         assert select(again, "select count(*), sum(num_rows) from shard") == [(2, 6)]
 
 
+def test_a_restore_makes_up_for_a_repair_that_was_interrupted(stored: Store, tmp_path: Path) -> None:
+    backed_up(stored, tmp_path / "monday")
+    where = elsewhere(tmp_path)
+    where.home.mkdir()
+    (where.home / "conserve.db.damaged-1").write_bytes(b"damaged")
+    (where.home / "conserve.db.rebuilding").write_text("conserve.db.damaged-1")
+    with pytest.raises(StoreError, match="run: conserve check --repair"):
+        Store.open(where)
+    brought_back(where, tmp_path / "monday")
+    with closing(Store.open(where)) as again:
+        assert select(again, "select count(*) from job") == [(1,)]
+
+
 @pytest.mark.parametrize(("copy", "links"), [(False, 3), (True, 2)])
 def test_files_of_a_backup_are_linked_or_copied(
     stored: Store, tmp_path: Path, copy: bool, links: int

@@ -606,6 +606,10 @@ def test_a_repair_that_is_interrupted_begins_again_and_loses_nothing(
     found = conserve("check")
     assert found.returncode == 1
     assert "its repair was interrupted" in found.stdout + found.stderr
+    move = ("store", "move", settings.store_url, f"sqlite:///{settings.home}/other.db")
+    for words in (move, ("status",), ("run", "--endpoint", "fake:"), ("cancel", jobs.half), ("sql", "select 1")):
+        done = conserve(*words)
+        assert (done.returncode, "run: conserve check --repair" in done.stderr) == (1, True), done
     repaired = conserve("check", "--repair")
     assert repaired.returncode == 0, repaired.stderr
     assert conserve("check").returncode == 0
@@ -637,6 +641,38 @@ def test_a_store_that_is_rebuilt_more_than_once_keeps_its_id(
         with closing(Store.open(settings)) as again:
             assert again.id == store.id
     assert lineage.ids(store.home, store.place) == [store.id, *["other"] * read]
+
+
+@pytest.mark.parametrize("kept", ["", "-wal"])
+def test_a_kill_between_two_renames_parts_no_log_from_its_database(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """The log of a database that was begun in its place goes with that."""
+    add_job(store)
+    path, rename = database(settings), Path.rename
+    held = {file: file.read_bytes() for suffix in ("", "-wal") if (file := Path(f"{path}{suffix}"))}
+    store.close()  # which empties the log
+    for file, content in held.items():
+        file.write_bytes(content)
+
+    def killed(source: Path, to: Path) -> Path:
+        if source == path.with_name(f"{path.name}{kept}"):
+            raise KeyboardInterrupt
+        return rename(source, to)
+
+    with monkeypatch.context() as kill:
+        kill.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            rebuild.rebuild(settings, now=7.0)
+    with monkeypatch.context() as full:
+        full.setattr(rebuild, "refill", Mock(side_effect=StoreFull("no space left")))
+        with pytest.raises(StoreFull):
+            rebuild.rebuild(settings, now=7.0)
+    assert rebuild.rebuild(settings, now=8.0)[:2] == [
+        "the damaged database is kept as conserve.db.damaged-7",
+        "1 job was read from it",
+    ]
+    assert path.with_name(f"{path.name}.unfinished-8").exists()
 
 
 def break_table(database: Path, table: str) -> None:

@@ -18,7 +18,7 @@ from conserve.errors import StoreError, StoreForbidden, StoreReadOnly, StoreTooN
 from conserve.store.books.job_names import resolve
 from conserve.store.books.slots import is_slot
 from conserve.store.books.states import JobState, OnLate
-from conserve.store.database import moves
+from conserve.store.database import half_made, moves
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (
     LATEST,
@@ -291,6 +291,7 @@ def wait_for_tables(connection: sqlite3.Connection) -> None:
 @contextmanager
 def opened_sqlite(path: Path) -> Iterator[Query | None]:
     """Read an SQLite store without SQLAlchemy."""
+    half_made.refuse(path)
     if not path.exists():
         yield None
         return

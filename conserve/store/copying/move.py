@@ -21,7 +21,7 @@ from conserve.errors import SettingsError, StoreError, StoreInUse, StoreMoved
 from conserve.store.copying import filling
 from conserve.store.copying.filling import Told
 from conserve.store.copying.tables import TableDigest
-from conserve.store.database import guard, lineage, schema
+from conserve.store.database import guard, half_made, lineage, schema
 from conserve.store.database.connection import (
     LOCK_NOT_AVAILABLE,
     address,
@@ -82,8 +82,11 @@ def move(home: Path, ends: Ends, told: Told, ask: Callable[[Connection], None]) 
 def require_store(source: Engine) -> None:
     """Raise `SettingsError` unless a database holds a store."""
     missing = SettingsError(f"there is no store at {address(source)}; name the one to be moved")
-    if source.dialect.name == "sqlite" and not Path(source.url.database or "").is_file():
-        raise missing  # opening it would make it
+    if source.dialect.name == "sqlite":
+        path = Path(source.url.database or "")
+        if not path.is_file():
+            raise missing  # opening it would make it
+        half_made.refuse(path)
     with transaction(source, read_only=True) as tx:
         if not guard.is_store(tx):
             raise missing

@@ -20,7 +20,7 @@ from conserve.store.copying import contents, filling, manifest, move
 from conserve.store.copying.backup import closing_engine
 from conserve.store.copying.filling import Told
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
-from conserve.store.database import counters, data, guard, lineage, schema
+from conserve.store.database import counters, data, guard, half_made, lineage, schema
 from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.migrations import migrate
 from conserve.store.database.moves import MoveMark, MoveState
@@ -45,6 +45,7 @@ def restore(settings: Settings, backup: Path, *, now: float, copy: bool, told: T
                 claim(target, where, made, backup)
                 put_files(source, where, copy=copy or source.parent == folder)
                 fill(source / DATABASE, folder / DATABASE, target, told)
+                half_made.forget(settings.sqlite_file)
                 finish(target, now)
                 lineage.note(where, lineage.place(where, target), made.store_id)
     return made

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine
 
 from conserve.config import Settings
 from conserve.errors import StoreError
-from conserve.store.database import data, lineage
+from conserve.store.database import data, half_made, lineage
 from conserve.store.database.connection import (
     AFRESH,
     closed_on_error,
@@ -42,13 +42,14 @@ class Store:
     @classmethod
     def open(cls, settings: Settings) -> "Store":
         """Open the store that the settings name; make it if it is not there. Raises for a backup."""
+        half_made.refuse(settings.sqlite_file)
         store = cls.opened(settings)
         store.note_id()
         return store
 
     @classmethod
     def opened(cls, settings: Settings) -> "Store":
-        """Open or make the store as `open` does; its id is not noted."""
+        """Open or make the store as `open` does, also one that is half made; its id is not noted."""
         refuse_backup(settings.home)
         with explained(settings.home):
             make_with_parents(settings.home)
@@ -62,6 +63,7 @@ class Store:
     @classmethod
     def open_to_read(cls, settings: Settings) -> "Store":
         """Open the store for `read` alone, which works where nothing can be written."""
+        half_made.refuse(settings.sqlite_file)
         engine = connect_to_read(settings.store_url)
         if engine is None and is_backup(settings.home) and settings.sqlite_file is not None:
             engine = connect_to_copy(settings.store_url)

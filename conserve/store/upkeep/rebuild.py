@@ -20,7 +20,7 @@ from conserve.config import Settings
 from conserve.errors import StoreError, StoreInUse
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
-from conserve.store.database import counters, data, lineage, schema
+from conserve.store.database import counters, data, half_made, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -72,18 +72,15 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
     path = settings.sqlite_file
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
-    mark, begun = mark_of(path), unfinished(path)
+    begun = half_made.unfinished(path)
     aside = begun or path.with_name(f"{path.name}.damaged-{int(now)}")
-    away = aside if begun is None else path.with_name(f"{path.name}.unfinished-{int(now)}")
     with home.explained(settings.home), unopened(path) as free:
         if not free:
             raise StoreInUse(
                 f"another process has {path} open; stop what runs, and run: conserve check --repair"
             )
-        write_whole(mark, aside.name.encode(), durable=True)
-        for suffix in LOG_FILES:
-            with suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).rename(away.with_name(away.name + suffix))
+        write_whole(half_made.mark_of(path), aside.name.encode(), durable=True)
+        put_aside(path, aside, again=begun is not None, now=now)
     salvaged = salvage(aside)
     unread = [said for name, said in UNREAD.items() if not is_whole_table(aside, name)]
     store = Store.opened(settings)  # its own id is none of the place's
@@ -91,21 +88,21 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
         said = refill(store, salvaged, now=now)
     finally:
         store.close()
-    mark.unlink()
+    half_made.forget(path)
     return [f"the damaged database is kept as {aside.name}", *said, *unread]
 
 
-def mark_of(path: Path) -> Path:
-    """File that stands beside a database while it is rebuilt, with the name of the damaged one."""
-    return path.with_name(f"{path.name}.rebuilding")
+def put_aside(path: Path, aside: Path, *, again: bool, now: float) -> None:
+    """Rename the damaged database with its logs or, if that was done before, the one that was begun in its place.
 
-
-def unfinished(path: Path | None) -> Path | None:
-    """The damaged database that a rebuild put aside and did not make up for; None without one."""
-    if path is None or not mark_of(path).exists():
-        return None
-    aside = path.with_name(mark_of(path).read_text(encoding="utf-8").strip())
-    return aside if aside.is_file() else None
+    The damaged database goes before its logs, and a begun one behind them. So logs without a database are the
+    damaged one's, from which a kill parted them.
+    """
+    begun = again and path.exists()
+    away = path.with_name(f"{path.name}.unfinished-{int(now)}") if begun else aside
+    for suffix in reversed(LOG_FILES) if begun else LOG_FILES:
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(away.with_name(away.name + suffix))
 
 
 def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
