@@ -25,7 +25,7 @@ ConserveError                  one sentence for the user, with the next command;
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
-│   ├── StoreForbidden         no permission to read or to write the files of one job
+│   ├── StoreForbidden         files of one job cannot be used here: permissions, or storage that fails
 │   ├── StoreFull              no space left
 │   ├── StoreMoved             the store is in another database now, or on its way there
 │   ├── StoreInUse             harvesters hold rows, and the command needs the store for itself
@@ -183,11 +183,16 @@ class StoreReadOnly(StoreError):
 
 
 class StoreForbidden(StoreError):
-    """This process may not use a file of the job `job_id`, or of all, which others on the store perhaps may."""
+    """This process cannot use a file of the job `job_id`, or of all, which others on the store perhaps can.
 
-    def __init__(self, message: str, *, job_id: str | None = None) -> None:
+    Permissions or storage keep it from `file`, and `why` says which; nothing is known of what is in the file.
+    """
+
+    def __init__(
+        self, message: str, *, job_id: str | None = None, file: object = None, why: str = ""
+    ) -> None:
         super().__init__(message)
-        self.job_id = job_id
+        self.job_id, self.file, self.why = job_id, file, why
 
     @classmethod
     def of(cls, error: PermissionError) -> Self:

@@ -37,6 +37,7 @@ THAWED = {"tests.acceptance.forks:thawed": ""}
 ON_BOTH = frozenset(
     {
         *(
+            "test_away",
             "test_catalog",
             "test_choice",
             "test_hooks",

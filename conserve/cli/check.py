@@ -13,7 +13,14 @@ from conserve.cli import exits, output
 from conserve.cli.again import at_home
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
-from conserve.errors import DatabaseDamaged, JobNotFound, SettingsError, SpillRefused, StoreDamaged
+from conserve.errors import (
+    DatabaseDamaged,
+    JobNotFound,
+    SettingsError,
+    SpillRefused,
+    StoreDamaged,
+    StoreForbidden,
+)
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -141,7 +148,8 @@ def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
     with closing(Store.open(settings)) as store:
         for job_id in dict.fromkeys(damage.job_id for damage in damages if damage.job_id is not None):
             ours = [damage for damage in damages if damage.job_id == job_id]
-            with suppress(JobNotFound):  # removed since it was checked
+            # A job may have been removed since it was checked; of files out of reach the next check tells.
+            with suppress(JobNotFound, StoreForbidden):
                 said += repair(store, job_id, ours, now=time.time())
     return said
 

@@ -296,8 +296,8 @@ def test_a_batch_that_cannot_be_delivered_is_tried_ever_more_rarely_and_holds_up
     store: Store, ended: BatchRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ended.job is not None
-    home.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
     assert conserve("submit", str(tmp_path / "rows.jsonl")).returncode == 0
+    home.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
     compute(store)
     with store.read() as tx:
         other, _ = batches.page(tx, "default", before=None, limit=2)

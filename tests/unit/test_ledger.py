@@ -228,32 +228,27 @@ def test_a_machine_that_opens_no_more_files_is_no_damage_of_a_job(
 
 
 @pytest.mark.parametrize(("module", "name"), [(pq, "ParquetFile"), (digests, "digest_of")])
-def test_a_job_whose_requests_this_machine_may_not_read_is_left_to_others(
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_job_whose_requests_this_machine_cannot_read_is_left_to_others(
     store: Store, party: Party, job_id: str, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType, name: str
+    module: ModuleType, name: str, number: int
 ) -> None:  # fmt: skip
     """The machine runs the other jobs, and tries the one again after a minute."""
     other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
-    read, opened = getattr(module, name), Path.open
+    read = getattr(module, name)
 
     def refused(path: object, **named: object) -> object:
         if job_id in str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise OSError(number, os.strerror(number))
         return read(path, **named)
-
-    def not_opened(path: Path, *given: Any, **named: Any) -> Any:
-        return (
-            refused(path) if path == home.requests_file(store.home, job_id) else opened(path, *given, **named)
-        )
 
     with monkeypatch.context() as machine:
         machine.setattr(module, name, refused)
-        machine.setattr(Path, "open", not_opened)
         (work,) = party.claim()
         assert (work.job_id, party.claim(), party.ledger.claimable()) == (other, [], False)
         party.finish(work)
         assert party.ledger.nothing_left()
-        assert "this user (no permission); let it read them" in party.tally.refused[job_id]
+        assert f"({os.strerror(number)}), which says nothing about what is in it; " in party.tally.refused[job_id]
         party.clock.now += turned_away.AGAIN_S
         assert party.claim() == []
         party.clock.now += turned_away.AGAIN_S

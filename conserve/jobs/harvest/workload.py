@@ -9,13 +9,14 @@ import msgspec
 from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.inputs.fingerprint import changed
-from conserve.jobs.requests.file import RequestFile, StoredRequest, forbidden, may_be_read
+from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Task
 from conserve.store.books import catalog
 from conserve.store.books.leases import Lease, LeasedRow
+from conserve.store.books.mounted import require_folders
 from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import digests, home
 from conserve.store.files.digests import MEMORY, Memory
 from conserve.store.upkeep.damage import StorePart, unreadable
 
@@ -96,16 +97,13 @@ class Workload:
         return file
 
     def _opened(self, job: catalog.JobRecord) -> RequestFile:
-        """Open a job's requests; raises `StoreError` if those of all jobs are out of reach."""
-        jobs, path = home.jobs_folder(self._store.data), home.requests_file(self._store.data, job.id)
+        """Open a job's requests; raises `StoreError` if the folders of all jobs are away."""
         try:
             self._compare(job)
-            return RequestFile(path)
-        except StoreDamaged as error:
-            if not jobs.is_dir():
-                raise StoreError(f"{jobs} is missing; check CONSERVE_HOME") from error
-            if not may_be_read(path):
-                raise forbidden(path) from error
+            return RequestFile(home.requests_file(self._store.data, job.id))
+        except StoreDamaged:
+            with self._store.read() as tx:
+                require_folders(tx, self._store.data)
             raise
 
     def _compare(self, job: catalog.JobRecord) -> None:
@@ -114,7 +112,8 @@ class Workload:
         if isinstance(data, Path):
             self._memory = self._memory or Memory(data / MEMORY, now=now)
             self._memory.now = now
-        for damage in unreadable(data, [job], [], now=now, parts=parts, known=self._memory):
+        known, compare = self._memory, digests.damage
+        for damage in unreadable(data, [job], [], now=now, parts=parts, known=known, compare=compare):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )

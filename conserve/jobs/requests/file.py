@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conserve.config import Settings
-from conserve.errors import StoreDamaged, StoreError, StoreForbidden
+from conserve.errors import StoreDamaged, StoreError
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
@@ -143,8 +143,8 @@ class RowGroup(NamedTuple):
 class RequestFile:
     """Reads requests by position; keeps the row group read last, since claims walk forward.
 
-    Raises `StoreDamaged` for a file that is missing or damaged, `StoreForbidden` for one that this process may not
-    read, and another `StoreError` if it can open no more files.
+    Raises `StoreDamaged` for a file that is missing or damaged, `StoreForbidden` for one that is out of
+    reach, and another `StoreError` if it can open no more files.
     """
 
     def __init__(self, path: FilePath) -> None:
@@ -163,8 +163,6 @@ class RequestFile:
         try:
             with home.damage_apart(self._path):
                 yield
-        except PermissionError as error:
-            raise forbidden(self._path) from error
         except (OSError, pa.ArrowException, IndexError) as error:
             job_id = self._path.parent.name
             said = str(error).strip().splitlines()[0]
@@ -246,27 +244,6 @@ class RequestFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def may_be_read(path: FilePath) -> bool:
-    """False if this process has no permission to read a file; a bucket says of itself that it refuses."""
-    if isinstance(path, Path):
-        try:
-            path.open("rb").close()
-        except PermissionError:
-            return False
-        except OSError:  # which says nothing about permissions
-            return True
-    return True
-
-
-def forbidden(path: FilePath) -> StoreForbidden:
-    """The error for a request file that this process may not read."""
-    return StoreForbidden(
-        f"the requests {path} cannot be read by this user (no permission); let it read them, or leave the job to "
-        "another harvester",
-        job_id=path.parent.name,
-    )
 
 
 def first_waiting(settings: Settings, job_id: str) -> int | None:

@@ -30,6 +30,7 @@ from conserve.jobs.requests.order import SortKey, sort_key
 from conserve.jobs.requests.rendering import RenderedRow, renderer
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog
+from conserve.store.books.mounted import require_folders
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -82,6 +83,8 @@ def submit(
     check_task(task)
     check_priority(priority)
     check_tags(tags or {})
+    with store.read() as tx:
+        require_folders(tx, store.data)
     with home.new_job_folder(store.local, store.id) as folder:
         with home.explained(store.data):
             opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)

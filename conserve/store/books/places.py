@@ -36,8 +36,11 @@ class Content(NamedTuple):
 
 
 def content(path: FilePath, seal: Seal | None) -> Content:
-    """Read the positions of a shard, unless the file differs from its seal."""
-    if fault := digests.fault(path, seal):
+    """Read the positions of a shard, unless the file differs from its seal.
+
+    Raises `StoreForbidden` for a file that is out of reach: its rows must be taken for neither lost nor queued.
+    """
+    if fault := digests.damage(path, seal):
         return Content(NONE, fault)
     try:
         with damage_apart(path):

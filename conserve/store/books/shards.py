@@ -18,6 +18,7 @@ from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, Misfit, is_whole
 from conserve.store.books.lateness import kept_deadline
+from conserve.store.books.mounted import require_folders
 from conserve.store.books.queue import waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
@@ -377,6 +378,7 @@ def in_failed_shards(
     }
     if not damaged:
         return positions, Damaged()
+    require_folders(tx, where)
     contents |= {file: places.content(where / file.file, file.seal) for file in found if not file.failed}
     lost = places.lost(tx, current, [content.positions for content in contents.values()])
     if len(lost) != sum(file.num_rows for file in damaged):

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
+from conserve.errors import StoreForbidden
 from conserve.store.books import shards, spans
 from conserve.store.books.catalog import JobRecord
 from conserve.store.books.journal import is_whole
@@ -118,7 +119,7 @@ def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Row
             row = [("position", "=", position)]
             with damage_apart(path):
                 found = pq.read_table(source(path), filters=row, page_checksum_verification=True)
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException, StoreForbidden):
             damaged.append(path.name)
             continue
         if found.num_rows and digests.fault(path, file.seal) is None:

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, not_, or_, select, update
 
 from conserve.errors import StoreUnreachable
+from conserve.store.books.mounted import require_folders
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, trash
@@ -71,6 +72,8 @@ def folder(store: Store) -> FilePath:
 
 def make_folder(store: Store) -> FilePath:
     """The folder of uploads, which is made if it is missing."""
+    with store.read() as tx:
+        require_folders(tx, store.data)
     with home.explained(store.data):
         home.make_with_parents(folder(store))
     return folder(store)

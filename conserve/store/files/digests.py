@@ -15,7 +15,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conserve.store.files.home import damage_apart
+from conserve.errors import StoreForbidden
+from conserve.store.files.home import damage_apart, out_of_reach
 from conserve.store.files.objects import FilePath, ObjectPath, source
 
 MEMORY = "verified.json"
@@ -117,10 +118,18 @@ def memory(home: Path, *, now: float) -> Iterator[Memory]:
 
 
 def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str | None:
+    """Compare a Parquet file with its seal, as `damage` does; one that is out of reach has a fault too."""
+    try:
+        return damage(path, seal, known)
+    except StoreForbidden as error:
+        return f"cannot be read ({error.why})"
+
+
+def damage(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str | None:
     """Compare a Parquet file with its seal; returns its fault, to follow its name, or None if it is whole.
 
-    Of a file without a seal, which an earlier version made, only the footer is read. Raises `StoreError` if this
-    process can open no more files.
+    Of a file without a seal, which an earlier version made, only the footer is read. Raises `StoreForbidden` for a
+    file that is out of reach, and another `StoreError` if this process can open no more files.
     """
     if isinstance(path, ObjectPath):
         return object_fault(path, seal)
@@ -130,7 +139,9 @@ def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str
             if seal is None:
                 return footer_fault(path)
             if known is not None and known.knows(path, seal, look):
-                return None if os.access(path, os.R_OK) else "cannot be read (no permission)"
+                if not os.access(path, os.R_OK):
+                    raise out_of_reach(path, "no permission", allowed=False)
+                return None
             if what := length_fault(look.bytes, seal) or digest_fault(path, seal):
                 return what
     except FileNotFoundError:

@@ -50,6 +50,16 @@ RESULTS = "results"
 SENDING = "sending"
 BACKUP = "backup.json"
 
+ABOUT_FILES = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+)
+"""Errors that prove a file missing or damaged. Others, also an EIO, may be of storage that is away for a while."""
+
 P = TypeVar("P", bound=FilePath)
 
 
@@ -251,7 +261,10 @@ def no_space(where: FilePath) -> StoreFull:
 
 @contextmanager
 def damage_apart(path: FilePath) -> Iterator[None]:
-    """Turn an error of this process or machine, which says nothing about the file, into a `StoreError`."""
+    """Turn an error of this process or machine, which says nothing about the file, into a `StoreError`.
+
+    Raises `StoreForbidden` where permissions or storage keep this process from the file.
+    """
     try:
         yield
     except MemoryError as error:  # Arrow's are too
@@ -267,7 +280,27 @@ def damage_apart(path: FilePath) -> Iterator[None]:
             ) from error
         if error.errno in (errno.ENOMEM, errno.ESTALE):
             raise StoreError(f"{path} cannot be read: {error.strerror}; run the command again") from error
+        if isinstance(path, Path) and error.errno is not None and error.errno not in ABOUT_FILES:
+            allowed, why = not isinstance(error, PermissionError), error.strerror or first_line(error)
+            raise out_of_reach(path, why, allowed=allowed) from error
         raise
+
+
+def out_of_reach(path: Path, why: str, *, allowed: bool) -> StoreForbidden:
+    """The error of a file that permissions or, where it is allowed, storage keep this process from."""
+    fix = "bring its storage back, or delete the file if it is lost" if allowed else "let this user read it"
+    parts = path.parts
+    job_id = parts[len(parts) - parts[::-1].index(JOBS)] if JOBS in parts[:-1] else None
+    said = f"{path} cannot be read ({why}), which says nothing about what is in it; {fix}"
+    return StoreForbidden(said, job_id=job_id, file=path, why=why)
+
+
+def mark_of(folder: FilePath) -> Mark | None:
+    """Mark of a job's folder; None if it has none or a damaged one. Raises as `damage_apart` does."""
+    if isinstance(folder, Path):
+        with suppress(OSError), damage_apart(folder / marks.MARK):
+            (folder / marks.MARK).read_bytes()
+    return marks.of(folder)
 
 
 @contextmanager

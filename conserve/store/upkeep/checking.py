@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
-from conserve.errors import DatabaseDamaged, JobNotFound, StoreDamaged, first_line
+from conserve.errors import DatabaseDamaged, JobNotFound, StoreDamaged, StoreForbidden, first_line
 from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
+from conserve.store.books.mounted import require_folders
 from conserve.store.books.places import Content
 from conserve.store.books.results import TOKEN_COUNTS, decode
 from conserve.store.books.shards import ShardFile
@@ -27,7 +28,7 @@ from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import orphans, records
-from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files
+from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files, unread
 from conserve.store.upkeep.orphans import Orphan
 from conserve.words import count
 
@@ -108,6 +109,7 @@ def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = l
     checked = Checked(damages=database_damage(store))
     try:
         with store.read() as tx:
+            require_folders(tx, store.data)
             job_ids = [job_id for job_id in catalog.ids(tx) if only is None or job_id in only]
         for job_id in job_ids:
             checked.jobs += 1
@@ -162,9 +164,18 @@ def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda
 
 
 def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
-    """Find all damages of one job at this moment."""
+    """Find all damages of one job at this moment; of a job with a file out of reach nothing else is known."""
     try:
-        mark = marks.of(home.job_folder(store.data, job_id))
+        with home.damage_apart(home.job_folder(store.data, job_id)):
+            return judged(store, job_id, checked, judge)
+    except StoreForbidden as error:
+        return [unread(store.data, job_id, error)]
+
+
+def judged(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
+    """Find all damages of a job whose files can be read."""
+    try:
+        mark = home.mark_of(home.job_folder(store.data, job_id))
         there = orphans.on_disk(store.data, job_id)
         with store.read() as tx:
             audited = audit(tx, store.data, job_id)
@@ -287,7 +298,7 @@ def file_damage(where: FilePath, file: RecordedFile, job: catalog.JobRecord) -> 
 
 def file_fault(path: FilePath, seal: Seal | None) -> str | None:
     """Describe the damage of a Parquet file; None if there is none. A file without a seal is read to its end."""
-    if what := digests.fault(path, seal):
+    if what := digests.damage(path, seal):
         return what
     try:
         with home.damage_apart(path):

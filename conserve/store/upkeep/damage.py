@@ -5,16 +5,18 @@ day (`digests`). Queries leave out the files that it names; `conserve check` loo
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from conserve.errors import StoreForbidden
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
 from conserve.store.books.shards import ShardFile
-from conserve.store.files import digests, home
+from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Memory, Seal
 from conserve.store.files.objects import FilePath, ObjectPath, below
 
@@ -40,6 +42,14 @@ class StorePart(StrEnum):
     DATABASE = "database"
     SPILL = "spill"
 
+
+Compare = Callable[[FilePath, Seal | None, Memory | None], str | None]
+
+NAMED_PARTS = {
+    home.REQUESTS: StorePart.REQUESTS,
+    home.INPUTS: StorePart.INPUTS,
+    marks.MARK: StorePart.MARK,
+}
 
 FILES = (StorePart.SHARD, StorePart.REQUESTS, StorePart.INPUTS)
 
@@ -69,12 +79,14 @@ def unreadable(
     now: float,
     parts: Collection[StorePart] = FILES,
     known: Memory | None = None,
+    compare: Compare = digests.fault,
 ) -> list[Damage]:
     """Damages of the files of these jobs and of these shards, in the place `where`.
 
     `shards` are from `shards.files(tx, job_ids)`, read in the transaction that the caller shows. `parts` restricts
     the comparison: a query of results alone need not have the requests read. A caller that asks again and again
-    has the memory of the place and gives it as `known`. Input files outside the store are the user's and not
+    has the memory of the place and gives it as `known`; one that must not take an outage of storage for damage has
+    files compared by `digests.damage`. Input files outside the store are the user's and not
     compared.
     Of objects in a bucket only the presence and the length are looked at, in listings of the jobs' folders: a
     service compares what it keeps with checksums of its own.
@@ -83,7 +95,7 @@ def unreadable(
         return missing_objects(where, recorded_files(where, jobs, shards), parts)
     with digests.memory(where, now=now) if known is None else nullcontext(known) as memory:
         wanted = (file for file in recorded_files(where, jobs, shards) if file.part in parts)
-        return [damage for file in wanted if (damage := look_at(where, file, memory))]
+        return [damage for file in wanted if (damage := look_at(where, file, memory, compare))]
 
 
 def missing_objects(
@@ -131,15 +143,25 @@ def recorded_files(
         yield RecordedFile(shard.job_id, StorePart.SHARD, where / shard.file, shard.seal)
 
 
-def look_at(where: FilePath, file: RecordedFile, known: Memory | None = None) -> Damage | None:
+def look_at(where: FilePath, file: RecordedFile, known: Memory, compare: Compare) -> Damage | None:
     """Damage of one file; None if it has none."""
-    what = digests.fault(file.path, file.seal, known)
+    what = compare(file.path, file.seal, known)
     return damaged(file.job_id, file.part, below(file.path, where), what) if what else None
 
 
 def damaged(job_id: str, part: StorePart, file: str, what: str) -> Damage:
     """Damage of a job's part, with `conserve check` as the next command."""
     return Damage(job_id=job_id, part=part, file=file, what=what, fix=f"run: conserve check {job_id}")
+
+
+def unread(where: FilePath, job_id: str, error: StoreForbidden) -> Damage:
+    """A file of a job that is out of reach, which repairs leave as it is."""
+    path = error.file
+    assert isinstance(path, Path | ObjectPath)
+    part = NAMED_PARTS.get(path.name, StorePart.SHARD)
+    fix = f"{str(error).rpartition('; ')[2]}, and run: conserve check {job_id}"
+    what = f"cannot be read ({error.why})"
+    return Damage(job_id=job_id, part=part, file=below(path, where), what=what, fix=fix)
 
 
 def damaged_rows(rows: Iterable[Any]) -> list[Damage]:

@@ -86,7 +86,10 @@ def throw_away(store: Store, path: FilePath, now: float) -> None:
 
 
 def restore_from_trash(store: Store, job_id: str) -> list[str]:
-    """Copy a job's missing or damaged files from the trash, if they are whole there."""
+    """Copy a job's missing or damaged files from the trash, if they are whole there.
+
+    Raises `StoreForbidden` for a file that is out of reach, here or there.
+    """
     with store.read() as tx:
         found = catalog.get(tx, job_id)
         wanted = {file.file: file.seal for file in shards.files(tx, [job_id])}
@@ -94,9 +97,9 @@ def restore_from_trash(store: Store, job_id: str) -> list[str]:
     wanted |= {str(folder / name): seal for name, seal in found.files.items()}
     said = []
     for name, seal in wanted.items():
-        if seal is None or not digests.fault(store.data / name, seal):
+        if seal is None or not digests.damage(store.data / name, seal):
             continue
-        whole = (path for path in trash.found(store.data, name) if not digests.fault(path, seal))
+        whole = (path for path in trash.found(store.data, name) if not digests.damage(path, seal))
         if path := next(whole, None):
             copy(path, store.data / name, store.data)
             said.append(f"{name} was found in the trash")

@@ -17,9 +17,10 @@ from sqlalchemy import Connection, Table, insert, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from conserve.config import Settings
-from conserve.errors import StoreError, StoreInUse
+from conserve.errors import StoreError, StoreForbidden, StoreInUse
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
+from conserve.store.books.mounted import require_folders
 from conserve.store.database import counters, data, half_made, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
@@ -131,12 +132,15 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
     said = [f"{count(len(known), 'job was', 'jobs were')} read from it"]
     again = Store.over(store.home, store.engine)
     again.note_id()
+    with again.read() as tx:
+        require_folders(tx, again.data)
     said += adopt(again, strangers(again), now=now, batches=False)
     with again.write() as tx:
         put_batches(tx, salvaged)  # those of the jobs that were taken in
         add_missing_batches(tx)
     for job_id in known:
-        said += mending.mend_rows(again, job_id, now=now)
+        with suppress(StoreForbidden):  # the check that follows tells of the job
+            said += mending.mend_rows(again, job_id, now=now)
     return said
 
 
@@ -187,21 +191,30 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float, batches: bool 
     """
     said = []
     for stranger in found:
-        with store.write() as tx:
-            record = {name: value for name, value in (stranger.mark.record or {}).items() if name != "seq"}
-            put(tx, job, record)
-            if not catalog.taken(tx, stranger.job_id):
-                continue
-            for file in results_in(store.data, stranger.job_id):
-                tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
-            counters.never_again(tx, now=now)
-            if batches:
-                add_missing_batches(tx)
-        folder = home.job_folder(store.data, stranger.job_id)
-        marks.register(folder, store.id, stranger.mark.record or {})
-        mending.mend_rows(store, stranger.job_id, now=now)
-        said.append(f"job {stranger.job_id} was taken in from its folder")
+        try:
+            if adopt_one(store, stranger, now=now, batch=batches):
+                said.append(f"job {stranger.job_id} was taken in from its folder")
+        except StoreForbidden as error:
+            said.append(f"job {stranger.job_id} is yet to be taken in from its folder: {error}")
     return said
+
+
+def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> bool:
+    """Add a job from its folder; False if its record does not do, `StoreForbidden` for a file out of reach."""
+    with store.write() as tx:
+        record = {name: value for name, value in (stranger.mark.record or {}).items() if name != "seq"}
+        put(tx, job, record)
+        if not catalog.taken(tx, stranger.job_id):
+            return False
+        for file in results_in(store.data, stranger.job_id):
+            tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
+        counters.never_again(tx, now=now)
+        if batch:
+            add_missing_batches(tx)
+    folder = home.job_folder(store.data, stranger.job_id)
+    marks.register(folder, store.id, stranger.mark.record or {})
+    mending.mend_rows(store, stranger.job_id, now=now)
+    return True
 
 
 def results_in(where: FilePath, job_id: str) -> Iterator[dict[str, Any]]:

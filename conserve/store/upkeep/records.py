@@ -70,7 +70,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
 
 def at_submit(store: Store, job_id: str) -> dict[str, Any]:
     """Columns of the record in the job's folder that still hold; none if the folder has no mark."""
-    mark = marks.of(home.job_folder(store.data, job_id))
+    mark = home.mark_of(home.job_folder(store.data, job_id))
     record = mark.record if mark is not None else None
     kept = {"files", "priority"}  # they may have changed, but an old value is better than none
     return {
