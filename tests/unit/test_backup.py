@@ -35,7 +35,7 @@ from conserve.store.database import lineage, schema
 from conserve.store.database.connection import address, engine_of
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, home, marks, nights
 from tests import commands
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked
@@ -596,6 +596,55 @@ def test_files_that_stay_away_are_looked_for_once_more_and_those_that_go_five_ti
     with pytest.raises(StoreError):  # the made-up files are not there
         backups.backup(stored, tmp_path / "tuesday", now=5.0, copy=False, say=said.append)
     assert len(copied) == 5
+
+
+@pytest.mark.parametrize("moment", ["listed", "taken"])
+def test_a_run_of_an_evaluation_that_is_removed_meanwhile_is_left_out(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    runs = [nights.folder_of(stored.home, name) for name in ("a", "b")]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / nights.RECORD).write_text("{}")
+    if moment == "taken":
+        real = contents.beside
+
+        def beside(where: Path) -> list[str]:
+            found = list(real(where))
+            shutil.rmtree(runs[0])
+            return found
+
+        monkeypatch.setattr(contents, "beside", beside)
+    else:
+        scan = os.scandir
+
+        def listed(path: Any) -> Any:
+            if not isinstance(path, int) and Path(path) == runs[0]:
+                shutil.rmtree(path)
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", listed)
+    made = backed_up(stored, tmp_path / "monday")
+    assert [name for name in files(tmp_path / "monday") if name.startswith(nights.EVALS)] == [
+        f"evals/runs/b/{nights.RECORD}"
+    ]
+    assert (made.missing, made.files) == ((), len(files(tmp_path / "monday")) - 2)
+
+
+def test_an_evaluation_that_cannot_be_listed_ends_the_backup(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def failing(path: Any) -> Any:
+        if not isinstance(path, int) and Path(path) == nights.runs_folder(stored.home):
+            raise OSError(errno.EIO, "Input/output error")
+        return scan(path)
+
+    nights.runs_folder(stored.home).mkdir(parents=True)
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(StoreError, match="Input/output error"):
+        backed_up(stored, tmp_path / "monday")
 
 
 def test_files_elsewhere_are_not_taken(tmp_path: Path) -> None:

@@ -147,8 +147,11 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
         before = missing
         say(f"{len(missing):,} files went meanwhile; the database is copied again")
     names -= set(missing)
-    names |= set(contents.beside(store.home))
-    contents.take(names, store.home, folder, copy=copy)
+    beside = set(contents.beside(store.home))
+    gone = contents.take(
+        beside, store.home, folder, copy=copy
+    )  # as when an old run of an evaluation is removed
+    names |= beside - set(gone)
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
 

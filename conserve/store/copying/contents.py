@@ -49,11 +49,21 @@ def recorded(job: catalog.JobRecord) -> Iterator[str]:
 
 
 def beside(where: Path) -> Iterator[str]:
-    """Yield the files of a home that no database names: evaluations, latency profiles and tuned promises."""
+    """Yield the files of a home that no database names: evaluations, latency profiles and tuned promises.
+
+    A folder that goes meanwhile, or that this user may not list, has none.
+    """
     for name in BESIDE:
-        for path in (where / name).rglob("*"):
-            if path.is_file() and path.suffix != ".lock" and not path.name.startswith("."):
-                yield str(path.relative_to(where))
+        for folder, _, names in os.walk(where / name, onerror=unless_closed):
+            for path in (Path(folder, name) for name in names):
+                if path.is_file() and path.suffix != ".lock" and not path.name.startswith("."):
+                    yield str(path.relative_to(where))
+
+
+def unless_closed(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed, unless it is gone or this user may not."""
+    if not isinstance(error, FileNotFoundError | PermissionError):
+        raise error
 
 
 def take(names: Iterable[str], source: Path, target: Path, *, copy: bool) -> list[str]:
