@@ -17,6 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conserve import __version__
@@ -180,6 +182,29 @@ def test_a_backup_on_the_same_disk_takes_no_room_for_files(jobs: list[str], tmp_
     assert (folder / marks.MARK).stat().st_nlink == 1
     conserve("store", "backup", str(tmp_path / "two"), "--copy")
     assert (tmp_path / "two" / "jobs" / jobs[0] / home.REQUESTS).stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_an_input_that_is_a_link_is_copied_since_its_owner_may_overwrite_it(
+    store: Store, tmp_path: Path, files: int
+) -> None:
+    """The rows of a restored job stay those of the backup."""
+    inputs = [tmp_path / f"{number}.parquet" for number in range(files)]
+    for path in inputs:
+        pq.write_table(pa.table({"q": ["one", "two"]}), path)
+    submitted = conserve("submit", *map(str, inputs), "--prompt", "{{ q }}", "--keep-input", "link")
+    job_id = submitted.stdout.strip()
+    assert conserve("store", "backup", str(tmp_path / "monday")).returncode == 0
+    folder = tmp_path / "monday" / "jobs" / job_id
+    kept = [folder / home.INPUTS] if files == 1 else sorted((folder / home.PARTS).iterdir())
+    assert [path.stat().st_nlink for path in kept] == [1] * files
+    assert (folder / home.REQUESTS).stat().st_nlink == 2
+    for path in inputs:
+        path.write_bytes(b"overwritten in its place")
+    assert [pq.read_table(path)["q"].to_pylist() for path in kept] == [["one", "two"]] * files
+    where = {"CONSERVE_HOME": str(tmp_path / "again")}
+    assert conserve("store", "restore", str(tmp_path / "monday"), **where).returncode == 0
+    assert conserve("run", "--endpoint", "fake:", **where).returncode == 0
 
 
 def test_a_backup_is_a_home_that_can_be_read(

@@ -140,8 +140,8 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
     before: list[str] | None = None
     for _ in range(LOOKS):
         copy_database(store, folder / DATABASE)
-        names = set(read_names(store, folder / DATABASE))
-        missing = contents.take(sorted(names), store.home, folder, copy=copy)
+        names, users = read_names(store, folder / DATABASE)
+        missing = contents.take(sorted(names), store.home, folder, copy=copy, users=users)
         if not missing or missing == before:
             break
         before = missing
@@ -156,10 +156,10 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
     return Taken(names=frozenset(names), missing=tuple(missing))
 
 
-def read_names(store: Store, path: Path) -> list[str]:
-    """Files that a copy of the database names."""
+def read_names(store: Store, path: Path) -> tuple[set[str], set[str]]:
+    """Files that a copy of the database names, and those of them that are a user's too."""
     with closing_engine(engine_of(sqlite_url(path))) as engine, transaction(engine) as tx:
-        return list(contents.named(tx, store.home))
+        return set(contents.named(tx, store.home)), set(contents.linked(tx, store.home))
 
 
 @contextmanager

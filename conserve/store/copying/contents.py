@@ -1,7 +1,8 @@
 """Contents of a home: the files that a database names, copied or linked into another folder.
 
-Files of jobs never change once the database names them, so a hard link is a copy. The mark of a job's folder is
-rewritten in its place, and is always copied.
+Files that the store made never change once the database names them, so a hard link is a copy. Always copied are the
+mark of a job's folder, which is rewritten in its place, and inputs that are links to a user's files, which may be
+overwritten.
 """
 
 import json
@@ -48,6 +49,13 @@ def recorded(job: catalog.JobRecord) -> Iterator[str]:
     yield from (part.kept for part in job.source.parts if part.kept)
 
 
+def linked(tx: Connection, where: Path) -> Iterator[str]:
+    """Yield those of the files that are a user's too, by another name."""
+    for job in catalog.everything(tx):
+        folder = home.job_folder(where, job.id)
+        yield from (str((folder / part.kept).relative_to(where)) for part in job.source.parts if part.kept)
+
+
 def beside(where: Path) -> Iterator[str]:
     """Yield the files of a home that no database names: evaluations, latency profiles and tuned promises.
 
@@ -66,10 +74,13 @@ def unless_closed(error: OSError) -> None:
         raise error
 
 
-def take(names: Iterable[str], source: Path, target: Path, *, copy: bool) -> list[str]:
+def take(
+    names: Iterable[str], source: Path, target: Path, *, copy: bool, users: Collection[str] = ()
+) -> list[str]:
     """Copy or link files from one folder to another; returns the names of those that are not there.
 
-    A file that the target has is left alone, because it is whole and never changes; a mark is copied again.
+    Those that are a user's too (`linked`) are copied. A file that the target has is left alone, because it is whole
+    and never changes; a mark is copied again.
     """
     missing = []
     for name in names:
@@ -78,7 +89,8 @@ def take(names: Iterable[str], source: Path, target: Path, *, copy: bool) -> lis
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            put(source / name, path, copy=copy or name.startswith(f"{PROFILES}/"))  # a profile is appended to
+            changes = name in users or name.startswith(f"{PROFILES}/")  # a profile is appended to
+            put(source / name, path, copy=copy or changes)
             if path.name == marks.MARK and marks.of(path.parent) is None:
                 put(source / name, path, copy=copy)  # it was just being rewritten
         except FileNotFoundError:
