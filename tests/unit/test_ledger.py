@@ -248,7 +248,8 @@ def test_a_job_whose_requests_this_machine_cannot_read_is_left_to_others(
         assert (work.job_id, party.claim(), party.ledger.claimable()) == (other, [], False)
         party.finish(work)
         assert party.ledger.nothing_left()
-        assert f"({os.strerror(number)}), which says nothing about what is in it; " in party.tally.refused[job_id]
+        said = f"({os.strerror(number)}), which says nothing about what is in it; "
+        assert said in party.tally.refused[job_id]
         party.clock.now += turned_away.AGAIN_S
         assert party.claim() == []
         party.clock.now += turned_away.AGAIN_S

@@ -607,7 +607,13 @@ def test_a_repair_that_is_interrupted_begins_again_and_loses_nothing(
     assert found.returncode == 1
     assert "its repair was interrupted" in found.stdout + found.stderr
     move = ("store", "move", settings.store_url, f"sqlite:///{settings.home}/other.db")
-    for words in (move, ("status",), ("run", "--endpoint", "fake:"), ("cancel", jobs.half), ("sql", "select 1")):
+    for words in (
+        move,
+        ("status",),
+        ("run", "--endpoint", "fake:"),
+        ("cancel", jobs.half),
+        ("sql", "select 1"),
+    ):
         done = conserve(*words)
         assert (done.returncode, "run: conserve check --repair" in done.stderr) == (1, True), done
     repaired = conserve("check", "--repair")
