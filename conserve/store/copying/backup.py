@@ -150,7 +150,7 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
     beside = set(contents.beside(store.home))
     gone = contents.take(
         beside, store.home, folder, copy=copy
-    )  # as when an old run of an evaluation is removed
+    )  # as an old run of an evaluation that is removed
     names |= beside - set(gone)
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
