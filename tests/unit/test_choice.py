@@ -118,8 +118,10 @@ def test_what_came_back_binds_its_job_to_a_model_that_may_answer_it(store: Store
         add_job(store, name, rows=1)
         put_back(store, leased(store, only=[name], model=model), 0)
     theirs = TERMS._replace(model="theirs")
+    with pytest.raises(queue.JobEmptied), store.write() as tx:
+        choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, theirs, limit=8)
     with store.write() as tx:
-        lease = choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, theirs, limit=8)
+        lease = choice.reclaim(tx, queue.runnable_jobs(tx, None, "theirs"), 0, theirs, limit=8)
     assert lease is not None
     assert lease.job_id == "other"
     assert (job(store, "one").model, job(store, "other").model) == ("ours", "theirs")

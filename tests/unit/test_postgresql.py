@@ -81,6 +81,7 @@ from conserve.store.upkeep.mending import mend_rows
 from conserve.store.upkeep.removal import remove
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
+from tests.conftest import WriteInput
 from tests.postgres import Databases
 from tests.receiver import receiving
 from tests.store_rows import (
@@ -112,6 +113,18 @@ def store(postgres: Settings) -> Iterator[Store]:
     opened = Store.open(postgres)
     yield opened
     opened.close()
+
+
+def new_ledger(store: Store) -> Ledger:
+    """The ledger of a harvester; its clock stands."""
+    return Ledger(
+        store, Tally(), lease_s=9.0, only=None, utility=0.9, clock=lambda: 1.0, monotonic=lambda: 1.0
+    )
+
+
+def submitted(store: Store, path: Path) -> str:
+    """Id of a job of one prompt a row."""
+    return submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
 
 
 def finished_job(store: Store) -> None:
@@ -472,6 +485,36 @@ def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
         assert positions(lease) == [0, 1]
 
 
+@pytest.mark.parametrize(("came_back", "limit"), [(True, 8), (False, 8), (False, 2)])
+def test_a_claim_that_finds_a_job_emptied_holds_no_lock_while_it_asks_for_another(
+    store: Store, write_input: WriteInput, came_back: bool, limit: int
+) -> None:
+    """Commits take the jobs in the order of their ids, claims in that of their turns: the two would deadlock."""
+    later, earlier = (submitted(store, write_input(f"{name}.parquet", q=["a", "b"])) for name in ("z", "a"))
+    for job_id in [later, earlier] if came_back else [earlier]:
+        put_back(store, (lease := leased(store, only=[job_id])), 0)
+        put_back(store, lease, 1)
+    claimed: list[str] = []
+    with closing(new_ledger(store)) as ledger, store.write() as commit:
+        catalog.lock_job(commit, earlier)
+        thread = threading.Thread(
+            target=lambda: claimed.extend(row.job_id for row in ledger.claim(limit, False, ""))
+        )
+        with store.write() as other:
+            assert positions(claim_in(other, owner="ben", now=0.0, lease_s=9.0, limit=2, only=[later])) == [
+                0,
+                1,
+            ]
+            thread.start()
+            until(lambda: waits_for_a_lock(other))
+        until(lambda: waits_for_a_lock(commit))
+        within_a_second(commit)
+        catalog.lock_job(commit, later)
+        assert claimed == []
+    thread.join()
+    assert claimed == [earlier, earlier]
+
+
 @pytest.mark.parametrize("claimed", ["rows that came back", "the last rows", "chosen rows"])
 def test_tokens_are_saved_while_another_harvester_claims_of_the_same_job(store: Store, claimed: str) -> None:
     add_job(store, rows=8)
@@ -704,9 +747,7 @@ def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) 
 def test_a_refusal_waits_for_a_commit_of_its_lease(store: Store) -> None:
     """Rows that it puts back are those that the commit left."""
     add_job(store, rows=2)
-    ledger = Ledger(
-        store, Tally(), lease_s=9.0, only=None, utility=0.9, clock=lambda: 1.0, monotonic=lambda: 1.0
-    )
+    ledger = new_ledger(store)
     lease = leased(store, owner=ledger.owner)
     with store.write() as tx:
         journal.commit(tx, [Finished(lease.epoch, "job-1", 0, result(0))], now=0.0)

@@ -112,7 +112,8 @@ def test_rows_are_taken_from_where_the_cursor_is_now(store: Store) -> None:
     leased(store, limit=3)
     assert positions(leased(store, jobs=jobs, limit=4)) == [3, 4, 5, 6]
     assert positions(leased(store, jobs=jobs, limit=4)) == [7, 8, 9]
-    assert claim(store, jobs=jobs, limit=4) is None
+    with pytest.raises(queue.JobEmptied):
+        claim(store, jobs=jobs, limit=4)
     assert select(store, "select next_position from job") == [(10,)]
     assert select(store, "select start, stop from span order by epoch") == [(0, 3), (3, 7), (7, 10)]
 
@@ -130,7 +131,8 @@ def test_a_job_that_changed_since_it_was_read_gives_no_row(
         jobs = queue.runnable_jobs(tx, None, "ours", locked=False)
     with store.write() as tx:
         tx.execute(text(f"update job set {change}"))
-    assert claim(store, jobs=jobs, limit=limit, model="ours") is None
+    with pytest.raises(queue.JobEmptied):
+        claim(store, jobs=jobs, limit=limit, model="ours")
     assert job(store).next_position == (4 if came_back else 0)
 
 

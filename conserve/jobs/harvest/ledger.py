@@ -170,20 +170,25 @@ class Ledger:
 
     def _claim(self, window: GroupWindow, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
         """Lease and load rows of the window's group, once late jobs are ended and deadlines foreseen."""
+        emptied: set[int] = set()
         while True:
             now = self._clock()
-            with self._store.write() as tx:
-                late = catalog.late(tx, now=now)
-                waiting = self._runnable(tx, window.group)
-                due = late or self._turns.is_to_foresee(waiting, now)
-                found = None if due else self._lease(tx, window, waiting, limit, suspect, now)
+            try:
+                with self._store.write() as tx:
+                    late = catalog.late(tx, now=now)
+                    waiting = [job for job in self._runnable(tx, window.group) if job.seq not in emptied]
+                    due = late or self._turns.is_to_foresee(waiting, now)
+                    found = None if due else self._lease(tx, window, waiting, limit, suspect, now)
+            except queue.JobEmptied as error:  # the transaction has let its lock go
+                emptied.add(error.seq)
+                continue
             if late:
                 self._expire(late)
                 continue
             if found is None:
                 with self._store.read() as tx:
-                    waiting = self._runnable(tx)
-                self._turns.foresee(waiting, now)
+                    everything = self._runnable(tx)
+                self._turns.foresee(everything, now)
                 continue
             lease, jobs, windowed = found
             if lease is None and windowed:

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Select, select, update
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
 from conserve.store.books.queue import (
+    JobEmptied,
     having,
     returned,
     runnable_jobs,
@@ -65,18 +66,22 @@ def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list
 def reclaim(
     tx: Connection, runnable: Sequence[Any], priority: int, terms: Terms, *, limit: int
 ) -> Lease | None:
-    """Lease rows that came back, of the first runnable job with at least this priority that has any."""
+    """Lease rows that came back, of the first runnable job with at least this priority that has any.
+
+    Raises `JobEmptied` where others were faster.
+    """
     high = [candidate for candidate in runnable if candidate.priority >= priority]
     waiting = having(tx, high, returned(passed_over_too=False), terms.now)
     for candidate in high:
         if candidate.seq not in waiting:
             continue
         back = take_back(tx, candidate.id, terms.now, limit, model=terms.model, passed_over_too=False)
-        if back:
-            begin_job(tx, candidate.id, terms.now, terms.model)
-            lease = begin(tx, candidate.id, terms, back)
-            take_again(tx, candidate.id, lease.epoch, back, terms.now)
-            return lease
+        if not back:
+            raise JobEmptied(candidate.seq)
+        begin_job(tx, candidate.id, terms.now, terms.model)
+        lease = begin(tx, candidate.id, terms, back)
+        take_again(tx, candidate.id, lease.epoch, back, terms.now)
+        return lease
     return None
 
 

@@ -1,7 +1,8 @@
 """The queue: rows that are claimed under a lease, and rows that return.
 
 A claim leases some rows of one job to an owner. Harvesters do not wait for each other's rows: a claim locks no job
-but the one it takes rows of, and leaves out rows that another claim is just taking.
+but the one it takes rows of, and leaves out rows that another claim is just taking. Claims ask for jobs by their
+turns and commits by their ids, so one that kept the lock of a job without rows could deadlock at the next job.
 """
 
 from collections.abc import Collection, Sequence
@@ -79,6 +80,19 @@ class Returned:
     lost: bool = False  # a server went down with it
 
 
+class JobEmptied(Exception):
+    """Others took the last rows of the job `seq` while a claim asked for them, and the claim perhaps has its lock.
+
+    The transaction ends with that, and the next one claims of the other jobs. A savepoint would let the lock go
+    too, but claims that find rows would have its statements as well: an `update` that waits keeps its lock also
+    where it then changes nothing.
+    """
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(seq)
+        self.seq = seq
+
+
 def claim(
     tx: Connection,
     terms: Terms,
@@ -93,11 +107,13 @@ def claim(
     Rows that came back or were passed over go before the rows at the job's cursor. A suspect (in flight when an
     engine died) is leased only with `suspect`, and then alone, so that it takes no innocent row with it. The first
     lease of a job binds it to the model of the `terms`. With `ends` the transaction may be committed with the last
-    statement, so nothing must follow in it.
+    statement, so nothing must follow in it. Raises `JobEmptied` where others were faster.
     """
     owner, now, lease_s, model = terms
     waiting = having(tx, jobs, returned(suspect), now)
     for candidate in jobs:
+        if candidate.seq not in waiting and (suspect or not has_fresh(candidate)):
+            continue
         back: list[LeasedRow] = []
         if candidate.seq in waiting:
             back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
@@ -105,7 +121,7 @@ def claim(
             return new
         first = range(0) if suspect else fresh(tx, candidate, now, limit - len(back), model)
         if not back and not first:
-            continue
+            raise JobEmptied(candidate.seq)
         if not first:
             begin_job(tx, candidate.id, now, model)
         taken = Span.of(candidate.id, first, now) if first else None
@@ -251,7 +267,9 @@ def due_at(now: float) -> dict[str, float]:
 def fresh(tx: Connection, candidate: Any, now: float, limit: int, model: str | None = None) -> range:
     """Take the next rows that were never leased; the job's cursor moves past them.
 
-    The cursor moves from where it is at that moment, in one statement, since other harvesters move it too.
+    The cursor moves from where it is at that moment, in one statement, since other harvesters move it too. With
+    fewer rows left than `limit` there are three statements, and the job is locked with the second, also if no row
+    is left by then.
     """
     if candidate.next_position >= candidate.num_rows or limit <= 0:
         return range(0)
