@@ -76,6 +76,7 @@ def moved(context: Context, jobs: list[str], verb: str) -> list[tuple["JobRecord
     from conserve.store.books import catalog
 
     with context.store() as store, store.write() as tx:
+        catalog.lock_named(tx, jobs)
         return [(catalog.get(tx, job), catalog.move(tx, job, verb, now=time.time())) for job in jobs]
 
 

@@ -58,9 +58,12 @@ def deadline(
         raise UsageError("give one of --by, --within and --none")
     moment, late = moment_of(by, within, now=time.time()), on_late_of(on_late)
     context: Context = ctx.obj
+    changes = moment is not None or none or late is not None
     with context.store() as store, store.write() as tx:
+        if changes:
+            catalog.lock_named(tx, jobs)
         found = [catalog.get(tx, job) for job in jobs]
-        if moment is not None or none or late is not None:
+        if changes:
             found = [
                 catalog.set_deadline(
                     tx, job.id, job.deadline if moment is None and not none else moment, late

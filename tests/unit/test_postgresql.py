@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -669,6 +669,27 @@ def test_jobs_are_bound_anew_in_the_order_in_which_commits_lock_them(store: Stor
     thread.join()
     assert free == {"job-1", "job-2"}
     assert {job(store, job_id).model for job_id in free} == {"new"}
+
+
+@pytest.mark.parametrize("command", [("pause",), ("deadline", "--within", "8h")])
+def test_commands_lock_the_jobs_that_they_name_in_the_order_in_which_commits_do(
+    store: Store, postgres: Settings, command: Sequence[str]
+) -> None:
+    """A commit of results of both would wait for the one, and the command for the other."""
+    for job_id in ("job-2", "job-1"):
+        add_job(store, job_id)
+    codes: list[int] = []
+    place = {"CONSERVE_HOME": str(postgres.home), "CONSERVE_STORE": str(postgres.store)}
+    with store.write() as tx:
+        catalog.lock_job(tx, "job-1")
+        thread = threading.Thread(
+            target=lambda: codes.append(conserve(*command, "job-2", "job-1", **place).returncode)
+        )
+        thread.start()
+        until(lambda: waits_for_a_lock(tx))
+        free = select_free(tx)
+    thread.join()
+    assert (free, codes) == ({"job-1", "job-2"}, [0])
 
 
 def select_free(tx: Connection) -> set[str]:

@@ -153,8 +153,14 @@ def lock_job(tx: Connection, job_id: str) -> None:
 
 def lock_jobs(tx: Connection, job_ids: Collection[str]) -> None:
     """Lock several jobs, always in the same order."""
-    ours = select(job.c.seq).where(job.c.id.in_(job_ids))
-    tx.execute(ours.order_by(by_bytes(tx, job.c.id)).with_for_update(key_share=True))
+    for some in chunks(sorted(job_ids)):
+        ours = select(job.c.seq).where(job.c.id.in_(some))
+        tx.execute(ours.order_by(by_bytes(tx, job.c.id)).with_for_update(key_share=True))
+
+
+def lock_named(tx: Connection, names: Sequence[str]) -> None:
+    """Lock the jobs that a user names, before any of them changes: commits of results lock them by id too."""
+    lock_jobs(tx, {get_id(tx, name) for name in names})
 
 
 def named(tx: Connection, name: str) -> list[str]:
