@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +52,7 @@ def show(
     with context.store_to_read() as store:
         with store.read() as tx:
             waiting = queue.rows_left(tx, None)
-        found = sights(read(store), settings, now=time.time())
+        found = sights(read(store), settings)
     if as_json:
         output.data_json([document(one) for one in found])
     elif not found:
@@ -77,11 +76,9 @@ def drain(
     ] = 60.0,
 ) -> None:
     """Give a server no more rows: those in flight end or go elsewhere. Live requests are not touched."""
-    from conserve.store.books import servers
-
     context: Context = ctx.obj
     with context.store() as store:
-        urls = under_both_names(store, host, partial(servers.drain, now=time.time()))
+        urls = under_both_names(store, host, drained_now)
         for url in urls:
             output.say(f"{url} is drained: its rows end or go elsewhere within seconds")
         if wait:
@@ -97,6 +94,13 @@ def undrain(ctx: typer.Context, host: Host) -> None:
         urls = under_both_names(store, host, servers.undrain)
     for url in urls:
         output.say(f"{url} gets rows again")
+
+
+def drained_now(tx: Any, host: str) -> list[str]:
+    """Drain the servers of this name; returns their URLs."""
+    from conserve.store.books import servers
+
+    return servers.drain(tx, host, now=servers.moment(tx, time.time()))
 
 
 def under_both_names(store: "Store", host: str, change: "Callable[[Any, str], list[str]]") -> list[str]:
@@ -119,17 +123,22 @@ def read(store: "Store") -> list[Sight]:
     from conserve.store.books import servers
 
     with store.read() as tx:
-        return [Sight(server=server) for server in servers.everything(tx)]
+        now = servers.moment(tx, time.time())
+        return [Sight(server=server, now=now) for server in servers.everything(tx)]
 
 
 def until_empty(store: "Store", urls: list[str], within_s: float) -> None:
     """Wait until every harvester says that no row is at these servers; raises `ServiceFailed` after this time."""
     until = time.monotonic() + within_s
     while True:
-        now = time.time()
-        left = {sight.server.url: sight.rows_left(now) for sight in read(store) if sight.server.url in urls}
+        found = [sight for sight in read(store) if sight.server.url in urls]
+        left = {sight.server.url: sight.rows_left for sight in found}
         if not any(left.values()):
-            output.say("no row is in flight there")
+            unheard = ", ".join(sight.server.url for sight in found if sight.is_unheard)
+            if unheard:
+                output.say(f"no harvester has told of {unheard} for half a minute; if one runs, see its log")
+            else:
+                output.say("no row is in flight there")
             return
         if time.monotonic() >= until:
             said = ", ".join(f"{url} has {rows or 'some'}" for url, rows in left.items() if rows)

@@ -39,18 +39,23 @@ class Sight:
     server: "SeenServer"
     report: dict[str, Any] | None = None
     error: str | None = None
-    now: float = 0.0
+    now: float = 0.0  # by the clock of the notes
 
     @property
     def fresh(self) -> list["Feeding"]:
         """Notes of harvesters that still run."""
         return [feeding for feeding in self.server.feedings if feeding.is_fresh(self.now)]
 
-    def rows_left(self, now: float) -> int:
+    @property
+    def rows_left(self) -> int:
         """Rows in flight at a drained server; a harvester that has not seen yet that it is counts as one."""
         since = self.server.drained_at or 0.0
-        fresh = [feeding for feeding in self.server.feedings if feeding.is_fresh(now)]
-        return sum(one.in_flight + one.waiting if one.noted_at >= since else 1 for one in fresh)
+        return sum(one.in_flight + one.waiting if one.noted_at >= since else 1 for one in self.fresh)
+
+    @property
+    def is_unheard(self) -> bool:
+        """True if harvesters fed the server, of which none has ended, and none has noted anything lately."""
+        return bool(self.server.feedings) and not self.fresh
 
     @property
     def silent_s(self) -> float | None:
@@ -64,7 +69,7 @@ class Sight:
         if self.silent_s is not None:
             return SILENT
         if self.server.drained_at is not None:
-            return "draining" if self.rows_left(self.now) else "drained"
+            return "draining" if self.rows_left else "drained"
         states = {feeding.state for feeding in self.fresh}
         otherwise = GONE if self.error == ENDED else NOT_FED
         return next((state for state in WORST_FIRST if state in states), next(iter(states), otherwise))
@@ -80,7 +85,7 @@ class Sight:
         return all(promises) and (attained is None or attained >= ATTAINED)
 
 
-def sights(found: Sequence[Sight], settings: Settings, *, now: float) -> list[Sight]:
+def sights(found: Sequence[Sight], settings: Settings) -> list[Sight]:
     """The servers with their own reports; each is asked at the same time as the others."""
 
     known = logins(settings)
@@ -90,10 +95,10 @@ def sights(found: Sequence[Sight], settings: Settings, *, now: float) -> list[Si
         for url in ways(known.get(sight.server.url, sight.server.url)):
             report = ask(url, settings)
             if "error" not in report:
-                return replace(sight, report=report, now=now)
+                return replace(sight, report=report)
             # Only a server that no way leads to is gone.
             error = report["error"] if error in (None, ENDED) else error
-        return replace(sight, error=error, now=now)
+        return replace(sight, error=error)
 
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         return list(pool.map(asked, found))

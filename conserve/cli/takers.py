@@ -25,10 +25,9 @@ def taker(settings: Settings, store: "Store", model: str | None) -> str | None:
     from conserve.store.books import servers
 
     shown = {name: url for url in served for name in (url, of_this_machine(url))}
-    now = time.time()
     try:
         with store.read() as tx:
-            seen = servers.everything(tx)
+            seen, now = servers.everything(tx), servers.moment(tx, time.time())
     except StoreError:  # the job is queued, whatever else the store does now
         return None
     for server in seen:

@@ -516,6 +516,14 @@ def test_draining_by_name_and_its_mistakes(store: Store) -> None:
     assert (wrong.returncode, f"there is no server gpu-z; there are {A}" in wrong.stderr) == (2, True)
 
 
+def test_a_server_of_which_no_harvester_tells_is_not_called_empty(store: Store) -> None:
+    """A harvester that lost the database may have rows there; one that was killed has none."""
+    note(store, sighting(in_flight=3), now=time.time() - servers.SILENT_S - 9)
+    said = conserve("fleet", "drain", "gpu-a", "--wait")
+    assert (said.returncode, "no row is" in said.stderr) == (0, False)
+    assert f"no harvester has told of {A} for half a minute" in said.stderr
+
+
 def test_flags_for_servers_win_over_the_variables_of_both_kinds(settings: Settings) -> None:
     from dataclasses import replace
 

@@ -130,7 +130,7 @@ def test_a_row_that_goes_back_is_as_if_never_tried(store: Store) -> None:
     change(store, "delete from span", "delete from lease")
     assert mend(store) == ["3 rows are back in the queue"]
     asked = "select position, epoch, attempts, failures, available_at from request order by position"
-    assert select(store, asked) == [(position, None, 0, 0, NOW) for position in range(3)]
+    assert select(store, asked) == [(position, None, 0, 0, -1.0) for position in range(3)]
     assert job(store).next_position == 3
 
 

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -38,6 +39,7 @@ from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.notes import ServerNotes
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.write_behind import Outcomes
@@ -59,6 +61,7 @@ from conserve.store.books import (
     servers,
     shards,
     spans,
+    uploads,
 )
 from conserve.store.books.events import Event
 from conserve.store.books.harvested import HarvestedQuarter
@@ -243,6 +246,43 @@ def test_work_that_is_to_be_waited_for_begins_when_the_other_is_done(
     freed.set()
     thread.join(HANGS_S)
     assert done == ["first", "second True"]
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_drain_waits_for_rows_of_a_harvester_whose_clock_is_wrong(
+    store: Store, postgres: Settings, ahead_s: float
+) -> None:
+    """Its notes are dated by the clock of the database's server, as the drain is."""
+
+    async def in_store(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    seen = Sighting(
+        url="http://gpu-a:8000", state="serving", model="m", version=None, alive=True, in_flight=3, waiting=0,
+        tokens_per_s=0.0, why=None,
+    )  # fmt: skip
+    fleet = SimpleNamespace(sightings=lambda: [seen], drain=lambda urls: None)
+    notes = ServerNotes(
+        fleet, store, "ann", in_store, clock=lambda: time.time() + ahead_s, monotonic=lambda: 0.0
+    )
+    asyncio.run(notes.look())
+    place = {"CONSERVE_HOME": str(postgres.home), "CONSERVE_STORE": str(postgres.store)}
+    done = conserve("fleet", "drain", "gpu-a", "--wait", "--within-s", "1", **place)
+    assert (done.returncode, "rows are still in flight" in done.stderr) == (1, True)
+
+
+def test_files_expire_by_the_servers_clock_too(store: Store) -> None:
+    """The clock of a machine that is an hour ahead ends none of them early."""
+    now = time.time()
+    new = uploads.NewFile(
+        purpose="batch", filename="a", bytes=1, num_lines=1, digest="d", path="a", expires_at=now + 1800
+    )
+    with store.write() as tx:
+        uploads.add(tx, "ann", "file-1", new, now=now)
+    assert uploads.remove_expired(store, now=now + 3600) == 0
+    with store.read() as tx:
+        assert uploads.get(tx, "ann", "file-1", now=now + 3600) is not None
+        assert uploads.page(tx, "ann", now=now + 3600, limit=9) != []
 
 
 def test_the_servers_clock_is_read(store: Store) -> None:

@@ -23,7 +23,7 @@ from conserve.store.files.bucket import Bucket
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.query import views
-from tests.store_rows import add_job, claim, finish, job, leased, positions, result, select
+from tests.store_rows import add_job, finish, job, leased, positions, result, select
 
 
 def files(store: Store, job_id: str = "job-1") -> list[Path]:
@@ -335,6 +335,12 @@ def test_jobs_that_ended_with_results_in_the_journal_are_left_and_others_are_not
     assert select(store, "select distinct created_at from shard") == [(5.0,)]
 
 
+def test_rows_of_a_retry_run_at_once_whatever_the_clock_of_its_machine(store: Store) -> None:
+    finished_job(store, 2, failed=(1,))
+    assert shards.retry_failed(store, "job-1", now=200.0) == 1
+    assert positions(leased(store, now=80.0)) == [1]
+
+
 def test_a_retry_puts_back_the_failed_rows_and_no_others(store: Store) -> None:
     """The rows are of the journal and of shards; they start anew and wait for nothing."""
     finished_job(store, 6, failed=(1, 4))
@@ -346,14 +352,13 @@ def test_a_retry_puts_back_the_failed_rows_and_no_others(store: Store) -> None:
     assert shards.retry_failed(store, "job-1", now=3.0) == 1
     assert shards.retry_failed(store, "job-1", now=3.0) == 0
     assert select(store, "select job_id, position, epoch, attempts, failures, available_at from request") == [
-        ("job-1", 4, None, 0, 0, 3.0)
+        ("job-1", 4, None, 0, 0, -1.0)
     ]
     assert sorted(rows for _, rows, _ in shard_rows(store)) == [[0, 2, 3, 5], [1]]
     assert len(files(store)) == 2, "the file of the failed rows is gone"
     assert (job(store).failed, job(store).succeeded) == (0, 5)
     assert (job(store).state, job(store).finished_at) == (JobState.QUEUED, None)
     assert (job(store, "other").failed, job(store, "other").state) == (1, JobState.COMPLETED)
-    assert claim(store, now=2.9) is None
     assert [(row.position, row.attempts) for row in leased(store, now=3.0).rows] == [(4, 1)]
 
 

@@ -1,17 +1,22 @@
 """Files of the Batch API in the store: which of them a project has, until when, and what is left on disk."""
 
 import os
+import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+from conserve.config import Settings, load
 from conserve.store.books import uploads
 from conserve.store.books.uploads import File, NewFile
 from conserve.store.database.store import Store
-from conserve.store.files import trash
+from conserve.store.files import probe, trash
+from tests.played_bucket import play_with_folders
 from tests.store_rows import add_job
 
 DAY_S = 86_400.0
@@ -130,6 +135,21 @@ def test_the_sweep_leaves_named_and_young_uploads_alone(store: Store) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["named", "young"]
     (thrown,) = trash.contents(store.home)
     assert trash.thrown_at(thrown) == 1000.0 + DAY_S
+
+
+def test_uploads_in_a_bucket_are_swept_by_its_clock(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is days ahead of it throws away no upload that is about to be named."""
+    (tmp_path / "service" / "team").mkdir(parents=True)
+    play_with_folders(tmp_path / "service", monkeypatch)
+    place = {"home": settings.home, "store": settings.store, "data": "s3://team"}
+    with closing(Store.open(load(place, environ={}))) as store:
+        (uploads.folder(store) / "new").write_bytes(b"a")
+        days_ahead = time.time() + 2 * DAY_S
+        monkeypatch.setattr(probe, "time", SimpleNamespace(time=lambda: days_ahead))
+        assert uploads.sweep_uploads(store, now=days_ahead) == 0
+        assert uploads.sweep_uploads(store, now=days_ahead + 2 * DAY_S) == 1
 
 
 def test_one_upload_that_cannot_be_swept_keeps_no_other(

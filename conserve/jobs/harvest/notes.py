@@ -56,7 +56,7 @@ class ServerNotes:
 
     def _note(self, sightings: Sequence[Sighting]) -> None:
         with self._store.write() as tx:
-            servers.note(tx, self._owner, sightings, now=self._clock())
+            servers.note(tx, self._owner, sightings, now=servers.moment(tx, self._clock()))
 
 
 def merged(sightings: Iterable[Sighting]) -> list[Sighting]:

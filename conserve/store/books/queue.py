@@ -38,6 +38,9 @@ job, lease, request, span = schema.job, schema.lease, schema.request, schema.spa
 
 LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 
+AT_ONCE = -1.0
+"""`available_at` of a row that runs as soon as it can, but was not passed over: the past by any clock."""
+
 IS_DUE = or_(request.c.available_at <= bindparam("now"), request.c.available_at > bindparam("set_back"))
 """Condition that a row's backoff is over: its time has come, or the clock was set back since."""
 

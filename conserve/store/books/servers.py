@@ -9,6 +9,7 @@ from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from conserve.errors import UsageError
 from conserve.store.database import schema
 from conserve.store.database.bulk import upsert_into
+from conserve.store.database.trial import server_time_s
 
 server, feeding = schema.server, schema.feeding
 
@@ -58,6 +59,12 @@ class SeenServer:
     seen_at: float | None  # last sign of life
     drained_at: float | None
     feedings: Sequence[Feeding]
+
+
+def moment(tx: Connection, here: float) -> float:
+    """Time of notes and drains: by the clock of the database's server, or the time `here` where there is none."""
+    at = server_time_s(tx)
+    return here if at is None else at
 
 
 def note(tx: Connection, owner: str, sightings: Sequence[Sighting], *, now: float) -> None:

@@ -19,7 +19,7 @@ from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, Misfit, is_whole
 from conserve.store.books.lateness import kept_deadline
 from conserve.store.books.mounted import require_folders
-from conserve.store.books.queue import waiting_row
+from conserve.store.books.queue import AT_ONCE, waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
 from conserve.store.books.too_long import fails_again, too_long
@@ -326,7 +326,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         for chunk in chunks(sorted(set(journal_positions) - stuck.keys())):
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
         tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
-        insert_rows(tx, request, [waiting_row(current.id, p, now) for p in sorted(positions)])
+        insert_rows(tx, request, [waiting_row(current.id, p, AT_ONCE) for p in sorted(positions)])
         tx.execute(
             update(job)
             .where(job.c.id == current.id)

@@ -8,16 +8,17 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from sqlalchemy import Connection, delete, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, insert, not_, or_, select, update
 
 from conserve.errors import StoreUnreachable
+from conserve.store.books.lateness import CLOCK
 from conserve.store.books.mounted import require_folders
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, trash
 from conserve.store.files.objects import FilePath, ObjectPath, below
+from conserve.store.files.probe import ahead_s
 
 file, batch = schema.file, schema.batch
 
@@ -87,14 +88,14 @@ def add(tx: Connection, project: str, file_id: str, new: NewFile, *, now: float)
 
 def get(tx: Connection, project: str, file_id: str, *, now: float) -> File | None:
     """The file of this project with this id; None if the project has none, or it has expired."""
-    found = select(file).where(file.c.id == file_id, file.c.project == project, is_current(now))
+    found = select(file).where(file.c.id == file_id, file.c.project == project, is_current(tx, now))
     row = tx.execute(found).one_or_none()
     return None if row is None else File(**row._mapping)
 
 
 def of_idempotency_key(tx: Connection, project: str, key: str, *, now: float) -> File | None:
     """The file that an earlier request with this key uploaded; None if there was none, or it has expired."""
-    found = select(file).where(file.c.project == project, file.c.idempotency_key == key, is_current(now))
+    found = select(file).where(file.c.project == project, file.c.idempotency_key == key, is_current(tx, now))
     row = tx.execute(found).one_or_none()
     return None if row is None else File(**row._mapping)
 
@@ -102,7 +103,7 @@ def of_idempotency_key(tx: Connection, project: str, key: str, *, now: float) ->
 def free_idempotency_key(tx: Connection, project: str, key: str, *, now: float) -> None:
     """Take the key from a file that has expired and is still to be removed."""
     mine = file.c.project == project, file.c.idempotency_key == key
-    tx.execute(update(file).where(*mine, not_(is_current(now))).values(idempotency_key=None))
+    tx.execute(update(file).where(*mine, not_(is_current(tx, now))).values(idempotency_key=None))
 
 
 def page(
@@ -116,7 +117,7 @@ def page(
     oldest_first: bool = False,
 ) -> list[File]:
     """Files of a project in one order, from behind the file of the number `beyond`."""
-    found = select(file).where(file.c.project == project, is_current(now)).limit(limit)
+    found = select(file).where(file.c.project == project, is_current(tx, now)).limit(limit)
     if purpose is not None:
         found = found.where(file.c.purpose == purpose)
     if beyond is not None:
@@ -125,9 +126,15 @@ def page(
     return [File(**row._mapping) for row in tx.execute(found.order_by(order))]
 
 
-def is_current(now: float) -> Any:
+def is_current(tx: Connection, now: float) -> ColumnElement[bool]:
     """Condition that a file has not expired."""
-    return or_(file.c.expires_at.is_(None), file.c.expires_at > now)
+    return or_(file.c.expires_at.is_(None), not_(is_over(tx, now)))
+
+
+def is_over(tx: Connection, now: float) -> ColumnElement[bool]:
+    """Condition that the time of a file that has one is over, as that of a deadline (`lateness.is_over`)."""
+    here = file.c.expires_at <= now
+    return and_(here, file.c.expires_at <= CLOCK) if tx.dialect.name == "postgresql" else here
 
 
 def forget_deliveries(tx: Connection, job_id: str) -> list[str]:
@@ -148,7 +155,7 @@ def remove(store: Store, found: File) -> None:
 def remove_expired(store: Store, *, now: float) -> int:
     """Remove the files whose time is over; returns how many."""
     with store.read() as tx:
-        expired = select(file).where(file.c.expires_at.is_not(None), file.c.expires_at <= now)
+        expired = select(file).where(is_over(tx, now))
         found = [File(**row._mapping) for row in tx.execute(expired)]
     for one in found:
         remove(store, one)
@@ -158,8 +165,11 @@ def remove_expired(store: Store, *, now: float) -> int:
 def sweep_uploads(store: Store, *, now: float) -> int:
     """Throw away uploads of a day ago and more that the database does not name; returns how many.
 
-    A database that was rebuilt, or restored from a copy, may have forgotten them.
+    A database that was rebuilt, or restored from a copy, may have forgotten them. Ages of objects are by
+    the clock of their bucket.
     """
+    if isinstance(store.data, ObjectPath):
+        now -= ahead_s(store.data)
     with store.read() as tx:
         known = set(tx.scalars(select(file.c.path)))
     swept = 0

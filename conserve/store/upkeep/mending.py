@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Table, delete, select, text, update
 from conserve.store.books import catalog, events, leases, places, shards, spans
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Positions
-from conserve.store.books.queue import waiting_row
+from conserve.store.books.queue import AT_ONCE, waiting_row
 from conserve.store.books.results import decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
@@ -134,7 +134,7 @@ def mend(tx: Connection, where: FilePath, audited: JobAudit, now: float) -> Mend
     placed |= kept_in_spans(tx, current, taken=placed)
     cursor = max(places.cursor(current), last(placed) + 1)
     back = [int(position) for position in np.flatnonzero(~placed[:cursor])]
-    insert_rows(tx, request, [waiting_row(current.id, position, now) for position in back])
+    insert_rows(tx, request, [waiting_row(current.id, position, AT_ONCE) for position in back])
     _, in_journal = checking.read_journal(tx, current.id)
     recounted = recount(tx, current, counts.plus(in_journal), cursor, now)
     bound_to = bind(tx, where, current.id) if current.model is None else None

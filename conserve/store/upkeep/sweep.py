@@ -11,8 +11,6 @@ takes none of them early.
 """
 
 import logging
-import time
-import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +26,7 @@ from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, multipart, trash
 from conserve.store.files.objects import FilePath, ListedObject, ObjectPath, below
+from conserve.store.files.probe import ahead_s
 
 shard = schema.shard
 
@@ -185,16 +184,6 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     trash.empty(data, now=now)
     multipart.abort_older(data, before=now - OBJECTS_STALE_AFTER_S)
     return swept
-
-
-def ahead_s(data: ObjectPath) -> float:
-    """Seconds by which this machine's clock is ahead of the bucket's; 0 if it is behind."""
-    probe, here = data / f"{SWEPT}-{uuid.uuid4().hex}", time.time()
-    probe.write_bytes(b"")
-    try:
-        return max(0.0, here - probe.stat().st_mtime)
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def orphans(
