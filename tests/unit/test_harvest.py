@@ -36,7 +36,7 @@ from conserve.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from conserve.jobs.harvest import flights, retry, sweeps
+from conserve.jobs.harvest import comparing, flights, retry, sweeps
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import IDLE_S, Harvester
 from conserve.jobs.harvest.ledger import Ledger
@@ -52,9 +52,10 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import digests, home
 from conserve.store.sql.query import views
 from tests import virtual_time
+from tests.commands import HANGS_S
 from tests.conftest import COUNT_FROZEN, WriteInput
 from tests.store_rows import add_job, leased
 
@@ -163,6 +164,25 @@ def test_ended_jobs_are_compacted_beside_the_rows_that_wait_and_until_a_stop(
 def in_journal(store: Store) -> int:
     with store.read() as tx:
         return int(tx.execute(text("select count(*) from journal")).scalar_one())
+
+
+def test_a_long_comparison_holds_up_no_renewal_no_result_and_no_stop(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row takes three times as long as a lease lasts; the other job's files are compared all the time."""
+    small, large = queue_up("a"), queue_up("b", "c")
+    go, digest = threading.Event(), digests.digest_of
+
+    def slow(path: Path) -> str:
+        assert large not in str(path) or go.wait(HANGS_S)
+        return digest(path)
+
+    monkeypatch.setattr(comparing, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(digests, "digest_of", slow)
+    tally = harvest(store, FakeEndpoint(Script(token_ms=1000, tokens=27)), lease_s=9.0, stop_after_s=60.0)
+    assert (tally.succeeded, tally.leases_lost, tally.late) == (1, 0, 0)
+    assert (job(store, small).state, job(store, large).state) == (JobState.COMPLETED, JobState.QUEUED)
+    go.set()
 
 
 def test_a_faulty_answer_is_tried_as_often_as_allowed(store: Store, queue_up: Callable[..., str]) -> None:

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +26,7 @@ from conserve.errors import (
     StoreUnreachable,
 )
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
-from conserve.jobs.harvest import turned_away, workload
+from conserve.jobs.harvest import comparing, turned_away, workload
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
@@ -34,6 +36,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.harvest.write_behind import Outcomes
+from conserve.jobs.inputs import fingerprint as fingerprints
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -62,7 +65,7 @@ from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Memory
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S
-from tests.commands import conserve
+from tests.commands import HANGS_S, conserve, until
 from tests.conftest import WriteInput
 from tests.store_rows import (
     add_job,
@@ -712,6 +715,91 @@ def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
     assert job(store, job_id).state is JobState.FAILED
     assert job(store, job_id).finished_at == 1000.0
     assert select(store, "select job_id from lease") == [(whole,)]
+
+
+class SlowDigest:
+    """Digests of one job's files, which take until the test lets them go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.taken: list[str] = []
+        monkeypatch.setattr(comparing, "AT_ONCE_BYTES", 50_000)
+        for module, name in ((digests, "digest_of"), (fingerprints, "fingerprint")):
+            monkeypatch.setattr(module, name, partial(self._digest, getattr(module, name), named))
+
+    def _digest(self, digest: Callable[[Path], object], named: str, path: Path) -> object:
+        if named in str(path):
+            self.taken.append(path.name)
+            self.begun.set()
+            assert self.go.wait(HANGS_S)
+        return digest(path)
+
+
+def large_job(store: Store, path: Path) -> str:
+    """A job of 200 kB that goes before others."""
+    return submit(store, Input(names=[str(path)], keep=Keep.REFERENCE), TASK, priority=1).job_id
+
+
+@pytest.fixture
+def large(write_input: WriteInput) -> Path:
+    return write_input("large.parquet", q=[os.urandom(25_000).hex() for _ in range(4)])
+
+
+@pytest.mark.parametrize("part", ["inputs", "requests"])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_job_waits_while_its_large_files_are_compared_and_others_run(
+    store: Store, party: Party, large: Path, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch,
+    part: str, others: int
+) -> None:  # fmt: skip
+    """The store's thread renews leases meanwhile. Each file is read once, an input for its time of change alone."""
+    job_id = large_job(store, large)
+    other = [submit(store, str(write_input(f"{n}.parquet", q=["x"])), TASK).job_id for n in range(others)]
+    if part == "inputs":
+        os.utime(large, (0, 0))
+    slow = SlowDigest(monkeypatch, "large.parquet" if part == "inputs" else f"{job_id}/requests")
+    works = [work for _ in range(others) for work in party.claim(1)]
+    assert sorted(work.job_id for work in works) == sorted(other)
+    assert slow.begun.wait(HANGS_S)
+    party.finish(*works)
+    assert (party.claim(), party.ledger.claimable(), party.ledger.nothing_left()) == ([], False, False)
+    assert party.tally.waiting_for == "the files of 1 job are compared with their digests"
+    assert party.ledger.wait_s(2.0) == 0.0
+    assert (party.tally.refused, job(store, job_id).state) == ({}, JobState.QUEUED)
+    assert live(store, job_id).keys() <= {0}
+    assert select(store, "select * from lease") == []
+    slow.go.set()
+    kept: list[ReadyRow] = []
+    until(lambda: len(kept) == 4 or bool(kept.extend(party.claim())))
+    assert row_numbers(kept) == [0, 1, 2, 3]
+    assert len(slow.taken) == 1
+
+
+@pytest.mark.parametrize("part", ["inputs", "requests"])
+def test_large_files_that_differ_are_found_beside_the_stores_thread(
+    store: Store, party: Party, large: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    job_id = large_job(store, large)
+    path = large if part == "inputs" else home.requests_file(store.home, job_id)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    os.utime(path, (0, 0))
+    SlowDigest(monkeypatch, path.name).go.set()
+    until(lambda: party.claim() != [] or job_id in party.tally.refused)
+    assert ("changed after" if part == "inputs" else "is not what was written") in party.tally.refused[job_id]
+    assert job(store, job_id).state is JobState.FAILED
+
+
+def test_a_job_that_ends_while_its_files_are_compared_is_waited_for_no_more(
+    store: Store, party: Party, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [large_job(store, large) for _ in range(2)]
+    slow = SlowDigest(monkeypatch, "requests")
+    assert party.claim() == []
+    assert slow.begun.wait(HANGS_S)
+    with store.write() as tx:
+        for job_id in jobs:
+            catalog.move(tx, job_id, "cancel", now=0.0)
+    assert party.ledger.nothing_left()
+    slow.go.set()
 
 
 def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(

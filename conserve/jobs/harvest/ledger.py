@@ -8,6 +8,7 @@ from conserve import owners
 from conserve.endpoints.protocol import KvCache
 from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.harvest.bound import BoundElsewhere
+from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
@@ -192,13 +193,13 @@ class Ledger:
                 continue
             lease, jobs, windowed = found
             if lease is None and windowed:
-                refused = len(self._tally.refused)
+                turned_away = self._turned_away.times
                 works = self._claim_chosen(window, jobs, limit, identity)
-                nothing = works is None and refused == len(self._tally.refused)
+                nothing = works is None and turned_away == self._turned_away.times
                 self._last_claim_found_nothing = nothing
                 if works or nothing:
                     return works or []
-                continue  # a job was refused
+                continue  # a job was turned away
             self._last_claim_found_nothing = lease is None
             if lease is None:
                 return []
@@ -260,7 +261,7 @@ class Ledger:
         try:
             pushes = lease.job_id in self._turns.pushing
             return self._workload.load(lease, identity, model=self.model, pushes=pushes)
-        except (StoreDamaged, StoreForbidden) as error:
+        except (StoreDamaged, StoreForbidden, StillCompared) as error:
             self._turned_away.add(lease.job_id, error, lease.epoch)
             return []
 
@@ -274,7 +275,9 @@ class Ledger:
         return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
 
     def wait_s(self, most_s: float) -> float:
-        """Seconds until a row in backoff may run, `most_s` at most."""
+        """Seconds until a row in backoff may run, `most_s` at most; 0 while files of jobs are compared."""
+        if self._turned_away.compared:
+            return 0.0
         return most_s if self._next_at is None else min(most_s, self._next_at - self._clock())
 
     def nothing_left(self) -> bool:
@@ -290,7 +293,11 @@ class Ledger:
                 leases.abandon(tx, leases.dead_owners(tx))
                 self._end_silent(tx)
                 left = self._backlog(tx)
-        if left.waiting and left.next_at is not None and left.next_at > now:
+        if compared := self._turned_away.compared:
+            self._tally.waiting_for = (
+                f"the files of {count(len(compared), 'job')} are compared with their digests"
+            )
+        elif left.waiting and left.next_at is not None and left.next_at > now:
             rows = count(left.waiting, "row waits for its", "rows wait for their")
             self._tally.waiting_for = f"{rows} next attempt"
         elif left.leased:
@@ -298,7 +305,7 @@ class Ledger:
             self._tally.waiting_for = f"{rows} with another conserve run"
         else:
             self._tally.waiting_for = "no server takes rows" if unleased else None
-        return not (left.leased or left.waiting or unleased)
+        return not (left.leased or left.waiting or unleased or compared)
 
     def _backlog(self, tx: Any) -> queue.UnclaimableRows:
         but = self._turned_away.waiting

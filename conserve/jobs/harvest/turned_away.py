@@ -1,10 +1,10 @@
 """Jobs that must not run: they fail for all harvesters, or wait for one that may read their files."""
 
 from collections.abc import Callable, Collection, Sequence
-from math import inf
 from typing import Any
 
 from conserve.errors import StoreError, StoreForbidden
+from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Workload
 from conserve.store.books import catalog, leases, spans
@@ -16,7 +16,8 @@ AGAIN_S = 60.0  # until files that this process may not read are tried again
 class TurnedAway:
     """Turns jobs away with their reasons, which the tally holds.
 
-    A file that this process may not read says nothing about the job: other harvesters take it meanwhile.
+    A file that this process may not read says nothing about the job: other harvesters take it meanwhile. So they do
+    while large files of it are compared here.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class TurnedAway:
         self._store, self._tally, self._workload, self._owner = store, tally, workload, owner
         self._clock, self._monotonic = clock, monotonic
         self._again_at: dict[str, float] = {}  # of the jobs that wait for another harvester
+        self.times = 0  # that a job was turned away
 
     def looked_at(self, job_id: str, epoch: int | None = None) -> bool:
         """True if this job must not run here; it is then turned away, and the lease on its rows ends."""
@@ -44,32 +46,43 @@ class TurnedAway:
 
     def add(self, job_id: str, reason: str | StoreError, epoch: int | None = None) -> None:
         """Turn a job away with a reason, and end the lease on its rows."""
-        waits = isinstance(reason, StoreForbidden)
+        self.times += 1
+        waits = isinstance(reason, StoreForbidden | StillCompared)
         with self._store.write() as tx:
             if epoch is not None:
                 leases.end(tx, spans.lock(tx, [epoch], self._owner))
             if not waits:
                 catalog.refuse(tx, job_id, str(reason), now=self._clock())
+        if isinstance(reason, StillCompared):
+            return
         self._workload.close([job_id])  # once it is mended, it is opened anew
         self._tally.refused[job_id] = str(reason)
         if waits:
             self._again_at[job_id] = self._monotonic() + AGAIN_S
 
     @property
+    def compared(self) -> Collection[str]:
+        """Jobs that wait until their files have been compared with their digests."""
+        return self._workload.comparisons.unfinished
+
+    @property
     def waiting(self) -> Collection[str]:
-        """Jobs that wait for another harvester, until they are tried again here."""
+        """Jobs that wait for another harvester until they are tried again here, and those that are compared."""
         now = self._monotonic()
-        return [job_id for job_id, again_at in self._again_at.items() if now < again_at]
+        return {*self.compared, *(job_id for job_id, again_at in self._again_at.items() if now < again_at)}
 
     def others(self, runnable: Sequence[Any], *, all_listed: bool = True) -> Sequence[Any]:
-        """These runnable jobs but for those that wait for another harvester.
+        """These runnable jobs but for those that wait for another harvester, or are compared.
 
         If all are listed, those that run no more are forgotten.
         """
-        if not self._again_at:
+        if not self._again_at and not self.compared:
             return runnable
-        for job_id in self._again_at.keys() - {job.id for job in runnable} if all_listed else ():
-            del self._again_at[job_id]
-            self._tally.refused.pop(job_id, None)
-        now = self._monotonic()
-        return [job for job in runnable if self._again_at.get(job.id, -inf) <= now]
+        if all_listed:
+            listed = {job.id for job in runnable}
+            self._workload.comparisons.forget_others(listed)
+            for job_id in self._again_at.keys() - listed:
+                del self._again_at[job_id]
+                self._tally.refused.pop(job_id, None)
+        waiting = self.waiting
+        return [job for job in runnable if job.id not in waiting]

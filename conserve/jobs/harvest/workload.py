@@ -8,7 +8,8 @@ import msgspec
 
 from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import StoreDamaged, StoreError, StoreForbidden
-from conserve.jobs.inputs.fingerprint import changed
+from conserve.jobs.harvest.comparing import Comparisons, StillCompared
+from conserve.jobs.inputs.fingerprint import bytes_in_doubt, changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Task
 from conserve.store.books import catalog
@@ -17,7 +18,7 @@ from conserve.store.books.mounted import require_folders
 from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
-from conserve.store.files.digests import MEMORY, Memory
+from conserve.store.files.digests import MEMORY, Memory, bytes_to_read
 from conserve.store.upkeep.damage import StorePart, unreadable
 
 MOST_FILES = 64  # open request files, each with its last row group in memory
@@ -63,6 +64,7 @@ class Workload:
         self._open: dict[str, OpenJob] = {}
         self._files: dict[str, RequestFile] = {}  # the one that was read last is the last
         self._memory: Memory | None = None  # of the files that were compared
+        self.comparisons = Comparisons()
 
     def seen(self) -> list[str]:
         """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
@@ -74,18 +76,24 @@ class Workload:
             return None
         with self._store.read() as tx:
             job = catalog.get(tx, job_id)
-        if (path := changed(self._store.data, job)) is not None:
-            return (
-                f"{path} changed after job {job_id} was submitted; restore it and run "
-                f"`conserve resume {job_id}`, or submit the new file"
-            )
         try:
+            if (path := self._changed(job)) is not None:
+                return (
+                    f"{path} changed after job {job_id} was submitted; restore it and run "
+                    f"`conserve resume {job_id}`, or submit the new file"
+                )
             task = task_of(job)
             self._requests(job)
-        except (StoreDamaged, StoreForbidden) as error:
+        except (StoreDamaged, StoreForbidden, StillCompared) as error:
             return error
         self._open[job_id] = OpenJob(job, task)
         return None
+
+    def _changed(self, job: catalog.JobRecord) -> str | None:
+        """First input file that changed since the job was submitted."""
+        data = self._store.data
+        reads = bytes_in_doubt(data, job)
+        return self.comparisons.outcome(job.id, "inputs", reads, lambda: changed(data, job))
 
     def _requests(self, job: catalog.JobRecord) -> RequestFile:
         """The job's open requests; when they are opened they are compared with the digest taken at submit."""
@@ -93,6 +101,7 @@ class Workload:
             while len(self._files) >= MOST_FILES:
                 self.close_files([next(iter(self._files))])
             file = self._opened(job)
+            self.comparisons.forget([job.id])
         self._files[job.id] = file
         return file
 
@@ -112,8 +121,14 @@ class Workload:
         if isinstance(data, Path):
             self._memory = self._memory or Memory(data / MEMORY, now=now)
             self._memory.now = now
-        known, compare = self._memory, digests.damage
-        for damage in unreadable(data, [job], [], now=now, parts=parts, known=known, compare=compare):
+        known, seal, compare = self._memory, job.files.get(home.REQUESTS), digests.damage
+        reads = bytes_to_read(home.requests_file(data, job.id), seal, known)
+        for damage in self.comparisons.outcome(
+            job.id,
+            "requests",
+            reads,
+            lambda: unreadable(data, [job], [], now=now, parts=parts, known=known, compare=compare),
+        ):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )
@@ -139,6 +154,7 @@ class Workload:
         """Close these jobs, or all; a job is opened again when rows of it are leased."""
         closed = list(self._open if job_ids is None else job_ids)
         self.close_files(closed)
+        self.comparisons.forget_others([]) if job_ids is None else self.comparisons.forget(closed)
         for job_id in closed:
             self._open.pop(job_id, None)
         if self._memory is not None and job_ids is None:

@@ -1,7 +1,7 @@
 """Fingerprints of input files, taken at submit and compared later."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conserve.store.books.catalog import InputFile, JobRecord, Source
@@ -47,18 +47,31 @@ def is_other(part: InputFile, path: Path) -> bool:
 
 
 def changed(data: FilePath, job: JobRecord) -> str | None:
-    """First input file of a job that differs from its fingerprint at submit; None if all are the same.
+    """First input file of a job that differs from its fingerprint at submit; None if all are the same."""
+    return next((part.path for part, path in changeable(data, job) if is_other(part, path)), None)
+
+
+def bytes_in_doubt(data: FilePath, job: JobRecord) -> int:
+    """Number of bytes that `changed` reads at most: those of files whose time of change alone differs."""
+    stamps = ((part, stamp(path)) for part, path in changeable(data, job))
+    return sum(
+        part.size
+        for part, found in stamps
+        if found is not None and found[0] == part.size and found[1] != part.mtime_ns
+    )
+
+
+def changeable(data: FilePath, job: JobRecord) -> Iterator[tuple[InputFile, Path]]:
+    """Yield the input files of a job that may change, and where they are.
 
     Rows that were copied into the store cannot change. A hard link changes when the file is written into.
     """
     source = job.source
     if source.copied and not source.linked:
-        return None
+        return
     folder = home.job_folder(data, job.id)
     for part in source.files:
-        if is_other(part, Path(str(folder / part.kept)) if part.kept else Path(part.path)):
-            return part.path
-    return None
+        yield part, Path(str(folder / part.kept)) if part.kept else Path(part.path)
 
 
 def written_meanwhile(source: Source) -> str | None:

@@ -102,7 +102,8 @@ class Memory:
         scratch = self._path.with_name(f".{self._path.name}")
         with suppress(OSError):
             try:
-                young = {name: entry for name, entry in self._known.items() if self._is_young(entry[-1])}
+                entries = list(self._known.items())  # another thread may remember a file meanwhile
+                young = {name: entry for name, entry in entries if self._is_young(entry[-1])}
                 scratch.write_text(json.dumps(young))
                 scratch.replace(self._path)
             finally:
@@ -151,6 +152,18 @@ def damage(path: FilePath, seal: Seal | None, known: Memory | None = None) -> st
     if known is not None:
         known.remember(path, seal, look)
     return None
+
+
+def bytes_to_read(path: FilePath, seal: Seal | None, known: Memory | None) -> int:
+    """Number of bytes that `fault` reads of a file for its digest; 0 if something else tells."""
+    if seal is None or not isinstance(path, Path):
+        return 0
+    try:
+        look = FileAttributes.at(path)
+    except OSError:
+        return 0
+    is_known = known is not None and known.knows(path, seal, look)
+    return 0 if is_known or look.bytes != seal.bytes else seal.bytes
 
 
 def object_fault(path: ObjectPath, seal: Seal | None) -> str | None:
