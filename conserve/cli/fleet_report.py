@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conserve.store.books.servers import Feeding, SeenServer
 
 SILENT = "silent"  # its scheduler does not answer
-SILENT_S = 60.0  # age of its last report from then on: the figures in it are of another minute
+REPORT_FRESH_S = 60.0  # age of its last report from then on: the figures in it are of another minute
 UNSEEN = (WANTS_KEY, REFUSES_LOGIN)  # answers that leave its SLO unknown, until the user does something
 BAD = ("down", "suspected", SILENT)
 NOT_FED = "not fed"  # no harvester feeds it
@@ -61,7 +61,7 @@ class Sight:
     def silent_s(self) -> float | None:
         """Seconds for which its scheduler has not answered; None if it has in the last minute, or tells no age."""
         age_s: float | None = (self.report or {}).get("age_s")
-        return age_s if age_s is not None and age_s >= SILENT_S else None
+        return age_s if age_s is not None and age_s >= REPORT_FRESH_S else None
 
     @property
     def state(self) -> str:

@@ -326,7 +326,7 @@ def test_harvesters_are_listed_by_name(store: Store) -> None:
 
 
 def test_the_state_is_the_worst_that_a_live_harvester_sees() -> None:
-    silent = feeding(state="suspected", noted_at=NOW - servers.SILENT_S - 1)
+    silent = feeding(state="suspected", noted_at=NOW - servers.NOTE_FRESH_S - 1)
     assert sight().state == "not fed"
     assert sight(silent).state == "not fed"
     assert sight(silent, feeding()).state == "serving"
@@ -518,7 +518,7 @@ def test_draining_by_name_and_its_mistakes(store: Store) -> None:
 
 def test_a_server_of_which_no_harvester_tells_is_not_called_empty(store: Store) -> None:
     """A harvester that lost the database may have rows there; one that was killed has none."""
-    note(store, sighting(in_flight=3), now=time.time() - servers.SILENT_S - 9)
+    note(store, sighting(in_flight=3), now=time.time() - servers.NOTE_FRESH_S - 9)
     said = conserve("fleet", "drain", "gpu-a", "--wait")
     assert (said.returncode, "no row is" in said.stderr) == (0, False)
     assert f"no harvester has told of {A} for half a minute" in said.stderr

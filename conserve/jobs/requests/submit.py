@@ -37,7 +37,7 @@ from conserve.store.files import digests, home, marks
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.duplicates import first_duplicate
 
-KEEPS_S = 3600.0  # within that time the sweep takes no folder of a bucket
+ADDED_WITHIN_S = 3600.0  # within that time the sweep takes no folder of a bucket
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
 LENGTH = 4  # of what is drawn for an id; of two submits that draw one, a folder refuses the second
 LENGTH_IN_BUCKET = 12  # a bucket would take the second one's objects in place of the first one's
@@ -237,7 +237,7 @@ def enqueue(
         with store.write() as tx:
             store.check_place(tx)
             catalog.lock_ids(tx)
-            if time.time() - now > KEEPS_S:
+            if time.time() - now > ADDED_WITHIN_S:
                 raise StoreError("the database took too long to answer; submit again")
             catalog.add(
                 tx,

@@ -13,7 +13,7 @@ from conserve.store.database.trial import server_time_s
 
 server, feeding = schema.server, schema.feeding
 
-SILENT_S = 30.0  # without a note after which a harvester counts as gone
+NOTE_FRESH_S = 30.0  # without a note after which a harvester counts as gone
 KEPT_S = 7 * 86_400  # a server that no harvester feeds is listed this long
 
 
@@ -46,7 +46,7 @@ class Feeding:
 
     def is_fresh(self, now: float) -> bool:
         """True if its harvester still notes what it sees."""
-        return abs(now - self.noted_at) <= SILENT_S
+        return abs(now - self.noted_at) <= NOTE_FRESH_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

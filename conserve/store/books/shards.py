@@ -40,7 +40,7 @@ job, request, journal, shard = schema.job, schema.request, schema.journal, schem
 SHARD_ROWS = 16_384
 DAMAGED_ROW = "row %d of job %s is damaged in the journal; run: conserve check"
 SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
-KEEPS_S = 12 * 3600.0  # an object that no record names is kept so long at least; the sweep waits twice that
+NAMED_WITHIN_S = 12 * 3600.0  # an object that no record names is kept so long at least; the sweep waits twice that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ def register(
 
 def is_kept(path: FilePath, written_at: float) -> bool:
     """True if no sweep can have taken a file that was just written; no transaction waits for a bucket's answer."""
-    return path.exists() if isinstance(path, Path) else time.time() - written_at < KEEPS_S
+    return path.exists() if isinstance(path, Path) else time.time() - written_at < NAMED_WITHIN_S
 
 
 def discard(path: FilePath) -> None:

@@ -6,7 +6,7 @@ a lock that registering takes too. A folder that was registered once and is no l
 database may be an older copy.
 
 In a bucket nothing is locked. Objects are taken a day after their last change, and a writer that takes longer than
-half of that to name its objects begins again (`shards.KEEPS_S`). A machine whose clock is ahead of the bucket's
+half of that to name its objects begins again (`shards.NAMED_WITHIN_S`). A machine whose clock is ahead of the bucket's
 takes none of them early.
 """
 
@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from conserve.errors import StoreUnreachable
 from conserve.store.books import catalog, harvested, servers, uploads
-from conserve.store.books.shards import KEEPS_S
+from conserve.store.books.shards import NAMED_WITHIN_S
 from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -32,7 +32,7 @@ shard = schema.shard
 
 log = logging.getLogger(__name__)
 STALE_AFTER_S = 3600.0
-OBJECTS_STALE_AFTER_S = 2 * KEEPS_S
+OBJECTS_STALE_AFTER_S = 2 * NAMED_WITHIN_S
 BETWEEN_S = 3600.0  # two sweeps of a bucket by one machine: each lists all of its objects
 SWEPT = "swept"  # file of the home whose time is that of the last sweep of the bucket
 PARTS = (home.RESULTS, DELIVERIES)  # of a job's folder, in which the database names each file
