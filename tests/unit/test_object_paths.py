@@ -363,7 +363,7 @@ class TestHome:
         before = keys()
         later = time.time() + 2 * OBJECTS_STALE_AFTER_S
         with monkeypatch.context() as patch:
-            patch.setattr(sweeping, "time", SimpleNamespace(time=lambda: later))
+            patch.setattr("conserve.store.files.probe.time", SimpleNamespace(time=lambda: later))
             assert sweeping.sweep_objects(store, DATA, now=later) == 0
         assert keys() == before
         assert sweeping.sweep_objects(store, DATA, now=later) == 1, "it has become old"

@@ -40,7 +40,7 @@ job, request, journal, shard = schema.job, schema.request, schema.journal, schem
 SHARD_ROWS = 16_384
 DAMAGED_ROW = "row %d of job %s is damaged in the journal; run: conserve check"
 SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
-NAMED_WITHIN_S = 12 * 3600.0  # an object that no record names is kept so long at least; the sweep waits twice that
+NAMED_WITHIN_S = 12 * 3600.0  # that an object without a record is kept at least; the sweep waits twice that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

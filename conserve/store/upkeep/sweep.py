@@ -6,8 +6,8 @@ a lock that registering takes too. A folder that was registered once and is no l
 database may be an older copy.
 
 In a bucket nothing is locked. Objects are taken a day after their last change, and a writer that takes longer than
-half of that to name its objects begins again (`shards.NAMED_WITHIN_S`). A machine whose clock is ahead of the bucket's
-takes none of them early.
+half of that to name its objects begins again (`shards.NAMED_WITHIN_S`). A machine whose clock is ahead of the
+bucket's takes none of them early.
 """
 
 import logging
