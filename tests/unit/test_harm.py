@@ -143,6 +143,18 @@ def test_of_several_classes_those_in_the_iteration_bound_it() -> None:
     assert offline_tokens(beside(**classes, classes={**chats, "live9": "agent"})) == 2
 
 
+def test_a_promise_in_ms_to_one_class_is_none_to_another() -> None:
+    """Each class keeps what it has alone, and the smaller share holds."""
+    chat = Slo(ttft_ms=1000, stand_in_tbt_harm=0.5)
+    slow = Slo(ttft_ms=1000, tbt_ms=1000)
+    several: dict[str, Any] = {"slos": {"chat": chat, "slow": slow}, "slo": tightest([chat, slow])}
+    classes = {f"live{n}": "chat" if n else "slow" for n in range(10)}
+    assert offline_tokens(beside(**several, classes=classes, live_busy=0.5)) == 4
+    assert offline_tokens(beside(**several, classes=dict.fromkeys(classes, "chat"), live_busy=0.5)) == 4
+    broken = {**several, "slos": {"chat": Slo(harm=0.9), "slow": replace(slow, stand_in_tbt_harm=0.5)}}
+    assert offline_tokens(beside(**broken, classes=classes, live_busy=0.5)) == 6, "(0.9 * 0.5) / 1.45 of 20 ms"
+
+
 def test_rows_run_alone_where_no_live_request_is() -> None:
     assert offline_tokens(view_of(offline=ROWS, slo=HARM)) == 100, (
         "ten times the smallest iteration, less 10 ms"

@@ -9,7 +9,7 @@ from math import inf
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
-from conserve.engine.policy.view import DEFAULT_CLASS, Slo, View, least, tightest
+from conserve.engine.policy.view import DEFAULT_CLASS, Slo, View, least
 from conserve.profiles.correction import limit_ms_for
 from conserve.profiles.model import LatencyModel
 
@@ -33,10 +33,18 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Share that gaps, and first tokens beside a prompt, leave to the next iteration; None without a harm."""
-    slo = view.slo
-    if view.slos:
-        slo = tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens)
+    """Share that gaps, and first tokens beside a prompt, leave to the next iteration; None without a harm.
+
+    Of several classes in the iteration, the smallest share holds.
+    """
+    if not view.slos:
+        return harm_of(view.slo, composer, view)
+    classes = {view.classes.get(name, DEFAULT_CLASS) for name in composer.tokens}
+    return least(*(harm_of(view.slos[name], composer, view) for name in classes))
+
+
+def harm_of(slo: Slo, composer: Composer, view: View) -> float | None:
+    """Share that the promises of one class leave to the next iteration."""
     gaps = of_an_iteration(slo.tbt_harm, slo, slo.tbt_ms, view.live_busy)
     if not composer.batch.prefills:
         return gaps
