@@ -303,6 +303,16 @@ def test_harm_of_a_class_that_no_request_uses_holds_nothing_up() -> None:
     assert traffic.bounds(now=100.0).harm == 0.1
 
 
+def test_harm_of_a_class_holds_for_as_long_as_a_request_of_it_decodes() -> None:
+    traffic = Traffic(Promises.of({"ttft_ms": 300}), classes={"agents": Promises(harm=0.1)})
+    traffic.arrived("long", 10, at=0.0, live_class="agents")
+    traffic.tokens(["long"], at=1.0)
+    traffic.arrived("chat", 10, at=90.0)
+    assert traffic.bounds(now=91.0).harm == 0.1
+    traffic.finished("long")
+    assert traffic.bounds(now=91.0).harm is None
+
+
 def test_a_class_that_was_idle_saves_nothing_up() -> None:
     traffic = Traffic(classes={"chat": Promises(harm=0.1), "agent": Promises(harm=0.1)})
     traffic.arrived("a", 10, at=0.0, live_class="agent")

@@ -118,12 +118,13 @@ class Traffic:
     def bounds(self, *, now: float) -> Slo:
         """Bounds on the next iteration under which every promise can be kept, whichever class arrives.
 
-        The harm is that of the classes which had an arrival in the last 60 s: a class that none uses, such as the
-        default one where all requests have another, holds nothing up. So it is with promises that were not kept.
+        The harm is that of the classes which have a request, or had an arrival in the last 60 s: a class that none
+        uses, such as the default one where all requests have another, holds nothing up. So it is with promises that
+        were not kept.
         """
         if not self.classified:
             return self._default.bounds()
-        seen = [one for one in self._classes.values() if one.expected(now=now)]
+        seen = [one for one in self._classes.values() if one.busy or one.expected(now=now)]
         used = tightest(one.bounds() for one in seen or self._classes.values())
         return replace(
             tightest(self.bounds_by_class().values()),
