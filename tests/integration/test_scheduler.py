@@ -881,8 +881,8 @@ def test_several_prompts_share_an_iteration_in_chunks(make: Make) -> None:
 @pytest.mark.parametrize("policy", ["conserve", "online-only"])
 def test_no_prompt_is_cut_where_vllm_cuts_none(make: Make, policy: str) -> None:
     """A cut prompt of an encoder would be another one: each of its tokens sees those behind it."""
-    limits = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "enable_chunked_prefill": False}
-    engine = make(policy, slo={"harm": 0.1}, **limits)
+    engine = make(policy, slo={"harm": 0.1}, max_model_len=2048, max_num_batched_tokens=2048)
+    engine.scheduler.scheduler_config.enable_chunked_prefill = False
     lengths = [700, 900, 1300, 1500]
     asked = [engine.add(n, 6, offline=n % 200 == 100) for n in lengths for _ in range(2)]
     first: dict[str, int] = {}

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from conserve.cli import serve_flags, serve_notices, server_status
 from conserve.engine.policy.promises import HARM, Promises, rank
 from conserve.engine.policy.view import Slo
-from conserve.engine.vllm.settings import written
+from conserve.engine.vllm.settings import EngineSettings, RequestedSettings, written
 from conserve.errors import SettingsError
 
 # torch's own while it is imported.
@@ -89,6 +91,43 @@ class TestFlags:
         for text in ("10", "0%", "much", "-5%"):
             with pytest.raises(SettingsError, match="--harm takes a share like 10%"):
                 serve_flags.share("--harm", text)
+
+
+class TestWholePrompts:
+    """Engines that take all of a prompt in one iteration."""
+
+    def config(self, section: dict[str, Any], **model: Any) -> Any:
+        known = {"is_encoder_decoder": False, "runner_type": "generate"}
+        return SimpleNamespace(
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+            model_config=SimpleNamespace(**{**known, **model}),
+            additional_config={"conserve": {"profile": "auto", **section}},
+        )
+
+    @pytest.mark.parametrize(
+        "section",
+        [
+            {"tbt_slo_ms": 100},
+            {"ttft_slo_ms": 1000, "harm": None},
+            {},  # the default harm
+            {"harm": None, "classes": {"chat": {"tbt_slo_ms": 50}}},
+        ],
+    )
+    def test_no_promise_can_be_kept_on_them(self, section: dict[str, Any]) -> None:
+        with pytest.raises(SettingsError, match="leave out --no-enable-chunked-prefill"):
+            EngineSettings.read(self.config(section))
+        asked = written(section)
+        with pytest.raises(SettingsError, match="leave out --no-enable-chunked-prefill"):
+            RequestedSettings(
+                folder=Path(), command="", promises=asked.promises, classes=asked.classes
+            ).install(self.config({}))
+        assert EngineSettings.read(self.config({"harm": None})).promises == Promises()
+
+    @pytest.mark.parametrize("model", [{"is_encoder_decoder": True}, {"runner_type": "pooling"}])
+    def test_of_models_that_are_never_cut_no_tbt_is_promised(self, model: dict[str, Any]) -> None:
+        assert EngineSettings.read(self.config({}, **model)).promises.harm == HARM
+        with pytest.raises(SettingsError, match="vLLM cuts none for this model; leave it out"):
+            EngineSettings.read(self.config({"tbt_slo_ms": 100}, **model))
 
 
 class TestDefault:
@@ -246,8 +285,6 @@ class TestStatus:
 
 def test_a_default_harm_is_no_promise_of_the_users() -> None:
     """A server without a latency model refuses what a user asked for, and starts with what it would do anyway."""
-    from conserve.engine.vllm.settings import written
-
     assert [
         written(section).by_default for section in ({}, {"harm": 0.1}, {"harm": None}, {"tbt_slo_ms": 9})
     ] == [
@@ -261,7 +298,6 @@ def test_a_default_harm_is_no_promise_of_the_users() -> None:
 
 def test_a_printed_command_names_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from conserve.engine.vllm.server import printed
-    from conserve.engine.vllm.settings import RequestedSettings
 
     monkeypatch.setattr(RequestedSettings, "source", lambda self, config: {})
     section = {"policy": "conserve", "harm": None, "receipt": 0.0, "control": False, "profile": None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -85,8 +84,7 @@ class RequestedSettings:
     def install(self, config: VllmConfig) -> None:
         """Write the settings into an engine's configuration; raises `ProfileError` and `SettingsError`."""
         scheduler = config.scheduler_config
-        if self.promises.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
-            raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
+        require_chunks(config, [self.promises, *(one.promises for one in self.classes.named.values())])
         scheduler.scheduler_cls = SCHEDULER
         if self.preemption != OFF and config.parallel_config.worker_cls in VLLMS_WORKERS:
             config.parallel_config.worker_cls = WORKER
@@ -162,6 +160,8 @@ class EngineSettings:
             asked = written(section)
             promises, receipt = asked.promises, asked.receipt
             section |= asked.source(config)
+        classes = {name: one.promises for name, one in classes_of(section).named.items()}
+        require_chunks(config, [promises, *classes.values()])
         policy = section.get("policy", "conserve")
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
         common: dict[str, Any] = {
@@ -172,7 +172,7 @@ class EngineSettings:
             "safepoint_every": section.get("safepoint_every"),
             "record_views": views,
             "record_arrivals": arrivals,
-            "classes": {name: one.promises for name, one in classes_of(section).named.items()},
+            "classes": classes,
             "push_slo_scale": push_scale_of(section),
             "live_prefixes": live_prefixes_of(section),
         }
@@ -190,6 +190,25 @@ class EngineSettings:
             source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
+        )
+
+
+def require_chunks(config: VllmConfig, promised: Sequence[Promises]) -> None:
+    """Raise `SettingsError` if a promise wants prompts in chunks and vLLM cuts none.
+
+    A chunk that fits the time of an iteration would never begin: vLLM takes all of a prompt or nothing.
+    """
+    if config.scheduler_config.enable_chunked_prefill:
+        return
+    if config.model_config.is_encoder_decoder or config.model_config.runner_type != "generate":
+        if any(one.tbt_ms for one in promised):
+            raise SettingsError(
+                "a TBT limit cuts prompts into chunks, and vLLM cuts none for this model; leave it out"
+            )
+    elif any(one.any for one in promised):
+        raise SettingsError(
+            "an SLO or a harm cuts prompts into chunks; leave out --no-enable-chunked-prefill, or promise nothing: "
+            "--harm off"
         )
 
 
