@@ -635,6 +635,32 @@ def test_an_iteration_that_vllm_composes_alone_is_online_only_too(make: Make) ->
     assert set(engine.step().num_scheduled_tokens) == set(names(offline))
 
 
+def test_it_has_live_requests_in_it_that_wait_with_their_kv(make: Make) -> None:
+    from conserve.engine.vllm.scheduling.application import park
+
+    engine = make("conserve")
+    row = engine.add(100, 50, offline=True)
+    engine.step()
+    engine.scheduler.conserve({"policy": "online-only"})
+    live = engine.add(300, 6)
+    engine.step()
+    park(engine.scheduler, [live.request_id], engine.clock.now)
+    engine.scheduler.parking.names.clear()  # as where its KV has come back from host memory
+    engine.scheduler.last_iteration.stalled = True
+    assert set(engine.step().num_scheduled_tokens) == {live.request_id}
+    while not live.is_finished():
+        assert row.request_id not in engine.step().num_scheduled_tokens
+
+
+def test_where_no_live_request_can_be_in_it_the_policy_plans_again(make: Make) -> None:
+    engine = make("online-only")
+    engine.add(100, 50, offline=True)
+    engine.step()
+    engine.scheduler.last_iteration.stalled = True
+    assert not engine.step().num_scheduled_tokens
+    assert not engine.scheduler.last_iteration.stalled
+
+
 def test_a_plan_for_some_live_requests_that_came_to_nothing_is_followed_by_vllms_own(make: Make) -> None:
     engine = make("conserve")
     engine.add(100, 50, offline=True)
@@ -752,6 +778,23 @@ def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(mak
         return steps
 
     assert iterations("conserve") <= iterations("online-only") + 2
+
+
+def test_images_of_a_live_request_that_waits_with_its_kv_are_wanted_too(make: Make) -> None:
+    from conserve.engine.vllm.scheduling.application import park
+    from conserve.engine.vllm.scheduling.encoders import _wanted_online
+    from tests.bare_scheduler import show
+
+    engine = beside_rows_with_images(make, "conserve")
+    live = engine.request(4 * IMAGE, 5)
+    show(live, {3 * IMAGE: "live"}, IMAGE)
+    engine.scheduler.add_request(live)
+    while live.num_computed_tokens < 2 * IMAGE:
+        engine.step()
+    with mock.patch.object(engine.scheduler.parking, "keeps", return_value=True):
+        park(engine.scheduler, [live.request_id], engine.clock.now)
+    assert live in list(engine.scheduler.kv_holding_waiting)
+    assert _wanted_online(engine.scheduler, lambda one: one.num_computed_tokens) == {"live": IMAGE}
 
 
 @pytest.mark.parametrize("windows", [1, 3])

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,7 +67,7 @@ def apply(
         scheduler.running.sort()
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
-    iteration.stalled = bool(plan.total and not plan.evicted) and not output.total_num_scheduled_tokens
+    iteration.stalled = bool(plan.tokens and not plan.evicted) and not output.total_num_scheduled_tokens
     iteration.turns_away = (
         not plan.evicted
         and any(
@@ -98,7 +98,11 @@ def make_way(scheduler: CoServing) -> None:
 
 def online_alone(scheduler: CoServing, most_tokens: int) -> Plan:
     """Plan an iteration of online requests that vLLM composes as it likes."""
-    waiting = [request.request_id for request in with_adapters(scheduler, scheduler.waiting.online)]
+    make_ready(scheduler)
+    blocked = scheduler._is_blocked_waiting_status
+    with_kv = [one for one in scheduler.kv_holding_waiting if is_online(one) and not blocked(one.status)]
+    starts = with_adapters(scheduler, chain(with_kv, scheduler.waiting.online))
+    waiting = [request.request_id for request in starts]
     running = [request.request_id for request in scheduler.running if is_online(request)]
     whole = Batch.of([Slice(most_tokens, 0)])
     return Plan(tokens=dict.fromkeys([*running, *waiting], most_tokens), batch=whole, admitted=waiting)

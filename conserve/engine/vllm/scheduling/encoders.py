@@ -99,7 +99,7 @@ def _wanted_online(scheduler: CoServing, context_of: Callable[[Request], int]) -
     """Inputs that the next iteration should encode for online requests, and their embeddings; as many as it can."""
     most = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
     wanted: dict[str, int] = {}
-    for request in chain(scheduler.running, scheduler.waiting.online):
+    for request in chain(scheduler.running, scheduler.kv_holding_waiting, scheduler.waiting.online):
         if not is_online(request) or not _has_prompt_left(request):
             continue
         if not is_running(request) and scheduler._is_blocked_waiting_status(request.status):
