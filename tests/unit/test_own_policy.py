@@ -95,6 +95,8 @@ def test_a_plan_without_faults() -> None:
         (plan_of((LIVE, 1), batch=Batch()), "its batch does not say what its tokens say"),
         (plan_of((LIVE, 1), predicted_ms=nan), "it predicts nan ms"),
         (plan_of((LIVE, 1), predicted_ms=-1.0), "it predicts -1.0 ms"),
+        (plan_of((LIVE, 1), online_ms=nan), "it predicts nan ms for live requests"),
+        (plan_of((LIVE, 1), online_ms=-1.0), "it predicts -1.0 ms for live requests"),
         (plan_of(), "it computes nothing while live requests run"),
     ],
 )  # fmt: skip
@@ -114,6 +116,19 @@ def test_a_plan_without_room(changes: dict[str, Any], fault: str) -> None:
     assert fault_of(GOOD, replace(BUSY, **changes)) == fault
     enough = {name: value + 1 for name, value in changes.items()}
     assert fault_of(GOOD, replace(BUSY, **enough)) is None
+
+
+def test_no_more_adapters_run_than_can_be_computed_whoever_has_tokens() -> None:
+    """vLLM ends where a later plan computes the row beside the prompt."""
+    one = {"adapters": {"row": 1, "prompt": 2}, "most_adapters": 1}
+    view = replace(BUSY, **one)
+    beside = plan_of((LIVE, 1), (PROMPT, 50), admitted=["prompt"])
+    assert fault_of(beside, view) == "it runs 2 LoRA adapters at once, and 1 can"
+    for gone in ("evicted", "parked"):
+        assert fault_of(replace(beside, **{gone: ["row"]}), view) is None
+    for fits in ({"most_adapters": 2}, {"adapters": {"row": 1, "prompt": 1}}, {"adapters": {"row": 1}}):
+        assert fault_of(beside, replace(view, **fits)) is None
+    assert fault_of(plan_of((LIVE, 1)), view) is None
 
 
 def test_a_prompt_that_begins_takes_blocks_for_all_of_it_and_one_that_runs_for_its_tokens() -> None:
@@ -460,6 +475,14 @@ def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None
         policy = CheckedPolicy("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
         assert policy.plan(BUSY) is plan
         assert not policy.refused.count
+
+
+@pytest.mark.parametrize("field", ["predicted_ms", "online_ms"])
+def test_a_time_that_is_no_number_is_refused(field: str) -> None:
+    for wrong in (None, "20"):
+        plan = replace(GOOD, **{field: wrong})
+        policy = CheckedPolicy("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), unsaid)
+        assert policy.plan(BUSY) == Conserve().plan(BUSY)
 
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:

@@ -37,6 +37,8 @@ def _faults(plan: Plan, view: View) -> Iterator[str]:
         yield "its batch does not say what its tokens say"
     if not isfinite(plan.predicted_ms) or plan.predicted_ms < 0:
         yield f"it predicts {plan.predicted_ms} ms"
+    if not isfinite(plan.online_ms) or plan.online_ms < 0:
+        yield f"it predicts {plan.online_ms} ms for live requests"
     if view.online and not plan.tokens:
         yield "it computes nothing while live requests run"
 
@@ -104,6 +106,16 @@ def _faulty_room(plan: Plan, view: View, requests: Mapping[str, Candidate]) -> I
     taken = sum(_blocks(requests[name], plan, view) for name in (*plan.tokens, *plan.restored))
     if taken > blocks:
         yield f"it takes {taken} KV blocks, and {blocks} are free"
+    adapters = _adapters(plan, view)
+    if plan.admitted and view.most_adapters is not None and adapters > view.most_adapters:
+        yield f"it runs {adapters} LoRA adapters at once, and {view.most_adapters} can"
+
+
+def _adapters(plan: Plan, view: View) -> int:
+    """LoRA adapters of the requests that run under the plan, those without tokens too: each has a turn to come."""
+    running = {request.name for request in (*view.online, *view.offline)}
+    running = running.difference(plan.evicted, plan.parked).union(plan.admitted)
+    return len({view.adapters[name] for name in running if name in view.adapters})
 
 
 def _blocks(request: Candidate, plan: Plan, view: View) -> int:
