@@ -164,6 +164,9 @@ def test_what_vllm_would_not_go_on_with_is_evicted(make: Make, monkeypatch: pyte
             patch.setattr(row, name, value)
             assert not scheduler.parking.keeps(row), name
     with monkeypatch.context() as patch:
+        patch.setattr(scheduler.parking, "on", False)
+        assert not scheduler.parking.keeps(row), "whoever plans it"
+    with monkeypatch.context() as patch:
         patch.setattr(row, "num_in_flight_tokens", 1)
         assert scheduler.parking.keeps(row), "of an iteration that no row leaves"
         assert not Parking(scheduler, settles=False).keeps(row)

@@ -58,15 +58,17 @@ GOOD = plan_of((LIVE, 1), (ROW, 1), (PROMPT, 100), admitted=["prompt"], restored
 def test_a_plan_without_faults() -> None:
     assert fault_of(GOOD, BUSY) is None
     assert fault_of(plan_of((LIVE, 1), evicted=["row"]), BUSY) is None
-    assert fault_of(plan_of((LIVE, 1), parked=["row"]), BUSY) is None
-    full = replace(BUSY, free_slots=0)
+    parks = replace(BUSY, parks=True)
+    assert fault_of(plan_of((LIVE, 1), parked=["row"]), parks) is None
+    assert fault_of(plan_of((LIVE, 1), parked=["row"]), BUSY) == "rows cannot be parked on this engine"
+    full = replace(parks, free_slots=0)
     starts = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"])
     assert "0 slots are free" in str(fault_of(starts, full))
     assert fault_of(replace(starts, parked=["row"]), full) is None
     assert "parks live, which is no offline request that runs" in str(
-        fault_of(plan_of((ROW, 1), parked=["live"]), BUSY)
+        fault_of(plan_of((ROW, 1), parked=["live"]), parks)
     )
-    assert "names row twice" in str(fault_of(plan_of((LIVE, 1), parked=["row"], evicted=["row"]), BUSY))
+    assert "names row twice" in str(fault_of(plan_of((LIVE, 1), parked=["row"], evicted=["row"]), parks))
     assert fault_of(plan_of((PROMPT, 60), admitted=["prompt"]), view_of(waiting_online=[PROMPT])) is None
     assert fault_of(plan_of(), view_of(offline=[ROW])) is None, "rows may be held"
 
@@ -120,7 +122,7 @@ def test_a_plan_without_room(changes: dict[str, Any], fault: str) -> None:
 
 def test_no_more_adapters_run_than_can_be_computed_whoever_has_tokens() -> None:
     """vLLM ends where a later plan computes the row beside the prompt."""
-    one = {"adapters": {"row": 1, "prompt": 2}, "most_adapters": 1}
+    one = {"adapters": {"row": 1, "prompt": 2}, "most_adapters": 1, "parks": True}
     view = replace(BUSY, **one)
     beside = plan_of((LIVE, 1), (PROMPT, 50), admitted=["prompt"])
     assert fault_of(beside, view) == "it runs 2 LoRA adapters at once, and 1 can"

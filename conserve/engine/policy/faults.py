@@ -66,6 +66,8 @@ def _faulty_names(
         if name not in evictable:
             yield f"it evicts {name}, which is no offline request with KV blocks"
     rows = {request.name for request in view.offline}
+    if plan.parked and not view.parks:
+        yield "rows cannot be parked on this engine"
     for name in plan.parked:
         if name not in rows:
             yield f"it parks {name}, which is no offline request that runs"

@@ -44,7 +44,8 @@ class Parking:
         # A token under way comes before the next plan, and only running rows are rewound.
         comes = self._settles and not self._scheduler.ahead.refusable
         late = request.num_in_flight_tokens and not comes
-        return bool(request.num_computed_tokens) and not (elsewhere or asks_of_prompt or lost or late)
+        can = self.on and request.num_computed_tokens
+        return bool(can) and not (elsewhere or asks_of_prompt or lost or late)
 
     def tell(self, iteration: Iteration, output: SchedulerOutput) -> None:
         """Say in the iteration's record which rows keep a part of a chunk: those parked now, and that go on."""
