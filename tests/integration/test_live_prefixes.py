@@ -156,6 +156,28 @@ def test_another_policy_keeps_nothing_and_the_first_one_begins_anew(make: Make) 
     assert counts(engine)["kept_blocks"]
 
 
+def test_a_prompt_is_counted_once_however_often_its_request_is_preempted(make: Make) -> None:
+    """With the V2 model runner vLLM has a resumed request among the new ones."""
+    engine = make(0.5, rows=False)
+    scheduler = engine.scheduler
+    scheduler.use_v2_model_runner = True
+    live = engine.request(320, 20)
+    scheduler.add_request(live)
+    while not live.num_output_tokens:
+        engine._iterate()
+    before = counts(engine)
+    scheduler.running.remove(live)
+    scheduler._preempt_request(live, engine.clock.now)
+    while not live.is_finished():
+        engine._iterate()
+    assert live.num_preemptions == 1
+    after = counts(engine)
+    assert [after[name] for name in ("prompt_tokens", "found_tokens")] == [
+        before[name] for name in ("prompt_tokens", "found_tokens")
+    ]
+    assert after["prompt_tokens"] == 320
+
+
 def test_a_cache_that_is_reset_is_forgotten(make: Make) -> None:
     engine = make(0.5, rows=False)
     found = play(engine)["found_tokens"]

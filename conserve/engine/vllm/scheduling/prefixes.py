@@ -150,7 +150,8 @@ class LivePrefixes:
         self._drop(now=now)
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
-            if not is_online(request) or not self._manager.prefix_cache_lookup_enabled(request):
+            again = request.num_preemptions  # the V2 model runner has those among the new ones
+            if again or not is_online(request) or not self._manager.prefix_cache_lookup_enabled(request):
                 continue
             usable = request.num_prompt_tokens - 1  # one token is always computed
             names = request.block_hashes[: usable // self._hashed]
