@@ -252,6 +252,10 @@ def test_a_class_that_is_not_there_is_named_with_the_ones_that_are() -> None:
         ({"harm": 0.2}, {"harm": 0.2}, True),
         ({"harm": 0.1}, {"harm": 0.2}, False),
         ({"harm": 0.1}, {"ttft_ms": 1}, False),
+        ({"ttft_ms": 2, "default_harm": 0.1}, {"ttft_ms": 1, "tbt_ms": 1}, False),
+        ({"ttft_ms": 2, "default_harm": 0.1}, {"ttft_ms": 1, "default_harm": 0.1}, True),
+        ({"ttft_ms": 2, "default_harm": 0.1}, {"ttft_ms": 1, "harm": 0.1}, True),
+        ({"ttft_ms": 2}, {"ttft_ms": 1, "default_harm": 0.1}, True),
     ],
 )
 def test_one_promise_is_kept_by_another(one: dict[str, Any], than: dict[str, Any], no_more: bool) -> None:

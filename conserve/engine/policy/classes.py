@@ -152,13 +152,14 @@ def claims(named: Mapping[str, LiveClass]) -> Iterator[tuple[str, str, list[str]
 
 
 def promises_no_more(one: Promises, than: Promises) -> bool:
-    """True if keeping the promises `than` keeps these too."""
+    """True if keeping the promises `than` keeps these too, default harms included."""
     times = all(
         implied(name, ms, getattr(than, latency))
         for latency in LATENCIES
         for name, ms in getattr(one, latency).items()
     )
-    return times and (one.harm is None or (than.harm is not None and than.harm <= one.harm))
+    harms = ((one.slo.ttft_harm, than.slo.ttft_harm), (one.slo.tbt_harm, than.slo.tbt_harm))
+    return times and all(mine is None or (theirs is not None and theirs <= mine) for mine, theirs in harms)
 
 
 def implied(name: str, ms: float, bounds: Mapping[str, float]) -> bool:
