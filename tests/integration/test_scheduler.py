@@ -103,6 +103,30 @@ def test_a_live_request_that_vllm_turns_away_takes_the_memory_of_rows(make: Make
     assert iterations_until_answered(engine, engine.add(BLOCK * 90 - 1, 2)) < 10
 
 
+def test_a_wall_clock_that_is_set_back_makes_no_arrival_one_to_come(make: Make) -> None:
+    engine = make("conserve")
+    live = engine.request(100, 2)
+    engine.clock.time = lambda: engine.clock.now - 3600
+    engine.scheduler.add_request(live)
+    while not live.is_finished():
+        engine.step()
+    engine.clock.now += 61
+    assert engine.scheduler.traffic.arrivals_per_s(now=engine.clock.now) == 0
+
+
+def test_a_wall_clock_that_is_set_forward_makes_no_prompt_late(make: Make) -> None:
+    def chunk(set_by_s: float) -> int:
+        engine = make("conserve")
+        engine.add(30, 50)
+        engine.add(30, 50, offline=True)
+        engine.step()
+        live = engine.add(2000, 2)
+        engine.clock.time = lambda: engine.clock.now + set_by_s
+        return int(engine.step().num_scheduled_tokens[live.request_id])
+
+    assert chunk(0.0) == chunk(3600.0) < 2000
+
+
 def test_a_live_prompt_gets_a_part_of_a_block_where_states_are_kept_at_its_end(make: Make) -> None:
     """Its chunk is shorter than a block and the iteration longer: vLLM would give it nothing, again and again."""
     engine = make("conserve", slo={"tbt_slo_ms": 150}, blocks=200, block_size=368, max_num_seqs=64,

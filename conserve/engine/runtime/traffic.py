@@ -199,6 +199,10 @@ class Traffic:
             self._classes[name].gap(*self._time_ms(last, at), count, at=at)
             self.receipt.gap(count, last=last, at=at)
 
+    def arrived_at(self, request: str) -> float | None:
+        """Time at which an online request without a token has arrived; None for any other request."""
+        return self._arrived_at.get(request)
+
     def answered(self, request: str) -> bool:
         """True if the online request has its first token."""
         return request in self._last_tokens

@@ -54,7 +54,8 @@ class Picture:
         self._kv_groups = scheduler.kv_groups
         self._surcharge_ms = surcharge_ms
         # By the time at which the next iteration begins.
-        self._now = time.time() + scheduler.ahead.rest_ms(time.monotonic()) / 1e3
+        rest_s = scheduler.ahead.rest_ms(time.monotonic()) / 1e3
+        self._now, self._wall = time.monotonic() + rest_s, time.time() + rest_s
 
     def view(self, slo: Slo, model: LatencyModel) -> View:
         """Make the view for a policy. A row and a waiting request are looked at when they are read."""
@@ -233,7 +234,7 @@ class Picture:
             context,
             False,
             blocks,
-            (self._now - request.arrival_time) * 1e3,
+            self._age_ms(request),
             self._traffic.answered(request.request_id),
             self._surcharge_ms if surcharged(request) else 0.0,
             saved,
@@ -241,6 +242,11 @@ class Picture:
             self._prefix(request),
             self._images(request, context) if request.mm_features else (),
         )
+
+    def _age_ms(self, request: Request) -> float:
+        """Time since the request's arrival; of a live one without a token, by a clock that nobody sets."""
+        arrived = self._traffic.arrived_at(request.request_id)
+        return 1e3 * (self._wall - request.arrival_time if arrived is None else self._now - arrived)
 
     def _images(self, request: Request, context: int) -> tuple[Image, ...]:
         """Images and sounds of a prompt that the encoders have not seen."""

@@ -56,6 +56,12 @@ NOTHING = Plan(tokens={}, batch=Batch())
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
+def arrived_at(request: Request) -> float:
+    """Time of a request's arrival, in monotonic seconds: not to come, if the wall clock was set back since then."""
+    age_s: float = time.time() - request.arrival_time
+    return time.monotonic() - max(0.0, age_s)
+
+
 class CoServing(VllmsAttributes):
     """Mixed into vLLM's schedulers, of which it uses what `compat.INTERNALS` lists."""
 
@@ -129,7 +135,7 @@ class CoServing(VllmsAttributes):
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self.grammars[name] = request
         if is_online(request):
-            at = time.monotonic() - (time.time() - request.arrival_time)
+            at = arrived_at(request)
             own, live_class = ttft_promise(request) is not None, class_named(request)
             self.traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=live_class, own_ttft=own)
         else:
@@ -140,9 +146,8 @@ class CoServing(VllmsAttributes):
     def arriving(self, request: Request) -> None:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
         if is_online(request) and not self._warms_up(request):
-            arrived = time.monotonic() - (time.time() - request.arrival_time)
             promise = ttft_promise(request) or self.traffic.ttft_ms(class_named(request))
-            self.arrival_monitor.arriving(request, promise, arrived=arrived)
+            self.arrival_monitor.arriving(request, promise, arrived=arrived_at(request))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
