@@ -143,17 +143,20 @@ def test_whatever_happens_each_block_is_free_once_or_in_use(steps: list[tuple[st
     assert sorted(names(pool.get_new_blocks(BLOCKS))) == [*range(1, BLOCKS + 1)]
 
 
-def prefixes_of(*, caches: bool = True, groups: int = 1) -> tuple[Any, Any]:
-    """Live prefixes of a pool with blocks of four tokens, and what vLLM's manager says of it."""
+def prefixes_of(*, caches: bool = True, groups: int = 1, others: Any = ()) -> tuple[Any, Any]:
+    """Live prefixes of a pool with blocks of four tokens, and what vLLM's manager says of it.
+
+    `others`: kinds of layers with a pool of their own.
+    """
     from vllm.v1.core.block_pool import BlockPool
 
     from conserve.engine.vllm.scheduling.prefixes import LivePrefixes
 
     pool = BlockPool(BLOCKS + 1, enable_caching=caches, hash_block_size=4)
-    kinds = [SimpleNamespace(block_size=4, req_to_blocks={})] * groups
+    kinds = [SimpleNamespace(block_pool=pool, block_size=4, req_to_blocks={})] * groups
     manager = SimpleNamespace(
         block_pool=pool,
-        coordinator=SimpleNamespace(single_type_managers=kinds),
+        coordinator=SimpleNamespace(single_type_managers=[*others, *kinds]),
         prefix_cache_lookup_enabled=lambda request: caches,
     )
     prefixes = LivePrefixes(manager, share=0.5)
@@ -169,6 +172,7 @@ def test_what_an_aborted_request_did_not_compute_is_not_lost(computed: int, lost
         priority=0,
         num_prompt_tokens=13,
         num_computed_tokens=computed,
+        num_preemptions=0,
         block_hashes=[b"a", b"b", b"c"],
     )
     (kind,) = manager.coordinator.single_type_managers
@@ -185,3 +189,24 @@ def test_a_cache_that_is_off_or_of_a_model_without_kv_keeps_nothing(without: Any
     prefixes, _ = prefixes_of(**without)
     assert not prefixes.on
     assert prefixes.kept == 0
+
+
+def test_blocks_of_another_pool_are_left_alone() -> None:
+    """Such as vLLM's HiSparse has in host memory, whose blocks have the same numbers."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    host = BlockPool(BLOCKS + 1, enable_caching=True, hash_block_size=4)
+    theirs = SimpleNamespace(block_pool=host, block_size=4, req_to_blocks={})
+    prefixes, manager = prefixes_of(others=[theirs])
+    ours = manager.coordinator.single_type_managers[-1]
+    one: Any = SimpleNamespace(
+        request_id="one", priority=0, num_computed_tokens=12, block_hashes=[b"a", b"b", b"c"]
+    )
+    ours.req_to_blocks["one"] = hashed(manager.block_pool.get_new_blocks(3))
+    theirs.req_to_blocks["one"] = hashed(host.get_new_blocks(5))
+    prefixes.end(one, now=0.0)
+    host.free_blocks(theirs.req_to_blocks["one"])
+    manager.block_pool.free_blocks(ours.req_to_blocks["one"])
+    prefixes.forget()
+    for pool in (manager.block_pool, host):
+        assert sorted(names(pool.get_new_blocks(BLOCKS))) == [*range(1, BLOCKS + 1)]

@@ -114,7 +114,8 @@ class LivePrefixes:
         """`share`: of the KV blocks that rows leave at most. Beyond it rows take what they need."""
         pool = manager.block_pool
         self._manager, self._pool, self._share = manager, pool, share
-        self._kinds = manager.coordinator.single_type_managers
+        # Another pool is in host memory (HiSparse), and its blocks have the same numbers.
+        self._kinds = [kind for kind in manager.coordinator.single_type_managers if kind.block_pool is pool]
         self._caches = bool(pool.enable_caching and self._kinds)  # an encoder's layers keep no KV
         self._hashed = pool.hash_block_size  # tokens of a block with a name
         self._blocks_of_name = sum(self._hashed / kind.block_size for kind in self._kinds)
