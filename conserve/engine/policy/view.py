@@ -57,8 +57,9 @@ class Candidate(NamedTuple):
 class Slo:
     """The promises to online requests, as bounds on the next iteration.
 
-    Offline tokens may have less than what is promised at most: half of the gaps may be long, but not the next ones.
-    Online requests are planned among themselves by the largest promise.
+    `ttft_ms` and `tbt_ms` bound iterations with offline tokens. They are below the largest promise while a smaller
+    one (a median, a mean) has no credit left: then the next latencies have to be short. Iterations of online
+    requests alone keep to `largest_ttft_ms` and `largest_tbt_ms`.
     """
 
     ttft_ms: float = inf  # until the first token
@@ -220,6 +221,8 @@ class View:
     free_slots: int  # sequences that could be added to the running ones
     parks: bool = False  # a row that gives its slot up may wait with its KV blocks, and go on where it was
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
+    # Of the free blocks, rows leave `set_aside_blocks`. No request is admitted into `watermark_blocks` while
+    # another one runs. No restore takes `unwritten_blocks`. Live requests may take all that the watermark leaves.
     free_blocks: int
     kept_blocks: int = 0  # of these, with KV that live requests may find: no row takes them
     reserved_blocks: int = 0  # of the free ones, for requests to come; evicting saved rows makes up for them

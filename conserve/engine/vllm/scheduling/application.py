@@ -127,7 +127,8 @@ def evict(scheduler: CoServing, names: Sequence[str], now: float) -> None:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, now)
         else:
-            if name in scheduler.parking.names:  # of another one host memory still has the KV
+            # A row that waits with blocks and was not parked has been restored: host memory still has its KV.
+            if name in scheduler.parking.names:
                 scheduler.parking.names.remove(name)
                 lose(scheduler, request)
             scheduler.kv_holding_waiting.remove_requests([request])
@@ -159,11 +160,11 @@ def park(scheduler: CoServing, names: Sequence[str], now: float) -> None:
 @contextlib.contextmanager
 def keeping_blocks(scheduler: CoServing) -> Iterator[None]:
     """Have vLLM preempt requests and free no KV block of theirs."""
-    scheduler.parking.parks, scheduler._free_request_blocks = True, as_it_stays
+    scheduler.parking.under_way, scheduler._free_request_blocks = True, as_it_stays
     try:
         yield
     finally:
-        scheduler.parking.parks = False
+        scheduler.parking.under_way = False
         del scheduler._free_request_blocks
 
 

@@ -34,7 +34,7 @@ class Parking:
         self._scheduler, self._settles = scheduler, settles
         self.names: set[str] = set()
         self.count = 0  # since the start
-        self.parks = False  # a row is being parked, which vLLM preempts
+        self.under_way = False  # a row is being parked, which vLLM preempts
 
     def keeps(self, request: Request) -> bool:
         """True if a row is computed in part, and its KV blocks will have all that it needs when it goes on."""

@@ -178,7 +178,7 @@ class CoServing(VllmsAttributes):
         return known and len(self.offline) == len(self.requests) and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if not self.parking.parks:
+        if not self.parking.under_way:
             lose(self, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 

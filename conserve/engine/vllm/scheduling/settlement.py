@@ -46,6 +46,8 @@ def settle(scheduler: CoServing, iteration: Iteration) -> None:
         elif name in left:
             uncounted += rewind(scheduler, request, tokens)
         else:
+            # vLLM counts tokens as computed once they are scheduled. This is the count behind the iteration that is
+            # settled, the oldest one in flight.
             computed = request.num_computed_tokens - request.num_in_flight_tokens + tokens
             if tokens > 1 or not computed % size:  # most steps fill no block
                 scheduler.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
