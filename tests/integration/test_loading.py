@@ -89,7 +89,8 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     assert (read["scheduler_cls"], read["worker_cls"]) == ("conserve.vllm.Scheduler", "conserve.vllm.Worker")
     ours = read["additional_config"]["conserve"]
     assert ours == {"ttft_slo_ms": 1500.0, "control": True, "profile": "auto"}
-    config = SimpleNamespace(additional_config={"conserve": ours})
+    cuts = SimpleNamespace(enable_chunked_prefill=True)
+    config = SimpleNamespace(additional_config={"conserve": ours}, scheduler_config=cuts)
     settings = EngineSettings.read(config)
     asked = written({name: value for name, value in section.items() if value is not None})
     assert (settings.policy, settings.promises, settings.receipt, settings.preemption) == (
