@@ -100,9 +100,9 @@ class Trace:
         return self[GENERATED]
 
 
-def writing(_: object, outbox: Any) -> Phase:
+def writing(_: object, outcomes: Any) -> Phase:
     """The phase of a transaction: a commit if results are in it."""
-    return Phase.COMMITTING if outbox.finished else Phase.SAVING
+    return Phase.COMMITTING if outcomes.finished else Phase.SAVING
 
 
 STORE_WORK: dict[str, Phase | Callable[..., Phase]] = {

@@ -43,7 +43,7 @@ ROWS, OPEN_JOBS = 1_500, 3
 LEASE_S = 4.0
 OFTEN = {
     "conserve__jobs__harvest__flights__SAVE_EVERY_TOKENS": 4,
-    "conserve__jobs__harvest__outbox__FLUSH_S": 0.05,
+    "conserve__jobs__harvest__write_behind__FLUSH_S": 0.05,
     "conserve__jobs__harvest__ledger__RECOVER_S": 0.5,
     "conserve__store__books__shards__SHARD_ROWS": 250,
 }

@@ -29,7 +29,7 @@ PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
 """Called once for a request and then before each token."""
 OFTEN = {
     "conserve__jobs__harvest__flights__SAVE_EVERY_TOKENS": 16,
-    "conserve__jobs__harvest__outbox__FLUSH_S": 0.02,
+    "conserve__jobs__harvest__write_behind__FLUSH_S": 0.02,
     "conserve__jobs__harvest__ledger__RECOVER_S": 0.1,
     "conserve__jobs__harvest__harvester__WATCH_S": 0.05,
 }
@@ -64,7 +64,9 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
 
 def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path, forks: Forks) -> None:
     prompts = [f"q{n}" for n in range(600)]
-    few = {"conserve__jobs__harvest__outbox__FLUSH_ROWS": 24}  # so that each process leaves rows to the next
+    few = {
+        "conserve__jobs__harvest__write_behind__FLUSH_ROWS": 24
+    }  # so that each process leaves rows to the next
     harness = Harness(tmp_path / "home", prompts, script="tokens=4&capacity=32", forks=forks, constants=few)
     harness.submit()
     for shot in (

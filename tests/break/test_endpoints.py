@@ -10,7 +10,7 @@ import pytest
 
 from conserve.endpoints.fake import request_text
 from conserve.jobs.harvest import harvester as harvest
-from conserve.jobs.harvest import hold, outbox, retry
+from conserve.jobs.harvest import hold, retry, write_behind
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.tiers import in_full
@@ -32,7 +32,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "LONGEST_BACKOFF_S", 0.05)
     monkeypatch.setattr(hold, "LONGEST_BACKOFF_S", 0.05)
     monkeypatch.setattr(harvest, "IDLE_S", 0.02)
-    monkeypatch.setattr(outbox, "FLUSH_S", 0.05)
+    monkeypatch.setattr(write_behind, "FLUSH_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

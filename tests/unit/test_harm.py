@@ -152,7 +152,9 @@ def test_a_promise_in_ms_to_one_class_is_none_to_another() -> None:
     assert offline_tokens(beside(**several, classes=classes, live_busy=0.5)) == 4
     assert offline_tokens(beside(**several, classes=dict.fromkeys(classes, "chat"), live_busy=0.5)) == 4
     broken = {**several, "slos": {"chat": Slo(harm=0.9), "slow": replace(slow, stand_in_tbt_harm=0.5)}}
-    assert offline_tokens(beside(**broken, classes=classes, live_busy=0.5)) == 6, "(0.9 * 0.5) / 1.45 of 20 ms"
+    assert offline_tokens(beside(**broken, classes=classes, live_busy=0.5)) == 6, (
+        "(0.9 * 0.5) / 1.45 of 20 ms"
+    )
 
 
 def test_rows_run_alone_where_no_live_request_is() -> None:
