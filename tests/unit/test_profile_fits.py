@@ -61,6 +61,38 @@ def test_a_budget_of_just_so_many_tokens_holds_them(kind: type) -> None:
     assert model.can_schedule(batch, Slice(0, 70), 0.0) == 0, "none are wanted, though none fits"
 
 
+JUMP = ConServeModel.of(0.1, 0, 0, 1e-3, 0.2, 0.5, 0, 12.0, 1.5)  # ms more once there is a second token
+LONE = [Slice(1, 200, True)]
+
+
+def test_a_lone_token_is_quicker_than_the_first_of_several() -> None:
+    lone, two, three = (JUMP.predict(Batch.of(LONE * count)) for count in (1, 2, 3))
+    assert two - lone == pytest.approx(three - two + 1.5)
+    assert JUMP.predict(Batch()) == 12.0
+    earlier = ConServeModel(dict(list(JUMP.coefficients.items())[:-1]))
+    assert earlier.coefficients == {**JUMP.coefficients, "several": 0.0}
+    with pytest.raises(ValueError, match="has the coefficients"):
+        ConServeModel({"several": 1.5})
+
+
+@pytest.mark.parametrize("before", [[], LONE, LONE * 2])
+def test_a_budget_counts_what_a_second_token_costs(before: list[Slice]) -> None:
+    for tokens in range(1, 60):
+        held_ms = JUMP.predict(Batch.of([*before, Slice(tokens, 70)]))
+        assert JUMP.can_schedule(Batch.of(before), Slice(1000, 70), held_ms) == tokens
+        assert JUMP.can_schedule(Batch.of(before), Slice(1000, 70), held_ms - 0.01) == tokens - 1
+
+
+def test_a_fit_tells_the_cost_of_a_second_token_from_the_constant() -> None:
+    batches = [Batch.of(LONE * count) for count in (1, 1, 2, 3, 5, 9, 20)]
+    batches += [Batch.of([Slice(tokens, context)]) for tokens in (16, 128, 700) for context in (0, 900)]
+    batches += [Batch.of([Slice(1, context, True)] * count) for context in (50, 2000) for count in (1, 4)]
+    found = fit(ConServeModel, Samples.of(batches, [JUMP.predict(batch) for batch in batches]))
+    for batch in batches:
+        assert found.predict(batch) == pytest.approx(JUMP.predict(batch), rel=1e-3)
+    assert found.coefficients["several"] == pytest.approx(1.5, rel=0.1)
+
+
 def test_a_parabola_reaches_less_than_a_ms_above_its_beginning() -> None:
     assert Parabola(0.0, 2.0, 10.0).reaches(10.5) == pytest.approx(0.25)
     assert Parabola(0.0, 2.0, 10.0).reaches(10.0) == 0
