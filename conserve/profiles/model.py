@@ -89,7 +89,7 @@ class LinearModel(ABC):
     @classmethod
     def of(cls, *weights: float) -> Self:
         """The model with these coefficients, in the order of `terms`; those that were `added` may be left out."""
-        return cls(dict(zip(cls.terms, weights, strict=len(weights) != len(cls.terms) - len(cls.added))))
+        return cls(dict(zip([*cls.terms][: len(weights)], weights, strict=True)))
 
     @staticmethod
     @abstractmethod

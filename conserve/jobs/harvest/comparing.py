@@ -38,16 +38,16 @@ class Comparisons:
         The outcome of a large one stays until the job is forgotten; an error is raised once.
         """
         key = job_id, part
-        if key not in self._outcomes:
+        outcome: Future[T] | None = self._outcomes.get(key)
+        if outcome is None:
             if reads <= AT_ONCE_BYTES:
                 return compare()
-            self._outcomes[key] = self._begun(compare)
-        if not self._outcomes[key].done():
+            outcome = self._outcomes[key] = self._begun(compare)
+        if not outcome.done():
             raise StillCompared(job_id)
-        if self._outcomes[key].exception() is not None:  # of storage that is away: the next time may tell
-            self._outcomes.pop(key).result()
-        found: T = self._outcomes[key].result()
-        return found
+        if outcome.exception() is not None:  # of storage that is away: the next time may tell
+            del self._outcomes[key]
+        return outcome.result()
 
     def _begun(self, compare: Callable[[], T]) -> "Future[T]":
         outcome: Future[T] = Future()

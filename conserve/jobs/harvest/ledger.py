@@ -177,7 +177,8 @@ class Ledger:
             try:
                 with self._store.write() as tx:
                     late = catalog.late(tx, now=now)
-                    waiting = [job for job in self._runnable(tx, window.group) if job.seq not in emptied]
+                    listed = self._runnable(tx, window.group)
+                    waiting = [job for job in listed if job.seq not in emptied] if emptied else listed
                     due = late or self._turns.is_to_foresee(waiting, now)
                     found = None if due else self._lease(tx, window, waiting, limit, suspect, now)
             except queue.JobEmptied as error:  # the transaction has let its lock go

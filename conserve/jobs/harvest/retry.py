@@ -20,7 +20,7 @@ SUSPECT_FAILURES = 2  # engines that die with a row alone in flight until the ro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowHistory:
-    """What a row has been through, its latest attempt included where a field says so."""
+    """Attempts of a row and their ends; a field says whether the latest attempt counts in it."""
 
     attempts: int = 1
     """Attempts so far, the latest included."""

@@ -43,13 +43,18 @@ def late(dialect: str, now: Any) -> ColumnElement[bool]:
 
 
 def is_over(dialect: str, now: Any) -> ColumnElement[bool]:
-    """Condition that a job's deadline has passed, and that it expires then with rows left.
+    """Condition that a job's deadline has passed, and that it expires then with rows left."""
+    expires = or_(job.c.on_late.is_(None), job.c.on_late != OnLate.BEST_EFFORT.value)
+    return and_(has_passed(dialect, job.c.deadline, now), expires)
+
+
+def has_passed(dialect: str, moment: ColumnElement[Any], now: Any) -> ColumnElement[bool]:
+    """Condition that a moment has passed; not known of a row without one.
 
     It has passed by the database's clock too where that has one: this machine's may be ahead of all others.
     """
-    here = job.c.deadline <= now
-    passed = and_(here, job.c.deadline <= CLOCK) if dialect == "postgresql" else here
-    return and_(passed, or_(job.c.on_late.is_(None), job.c.on_late != OnLate.BEST_EFFORT.value))
+    here = moment <= now
+    return and_(here, moment <= CLOCK) if dialect == "postgresql" else here
 
 
 def kept_deadline(tx: Connection, now: float) -> ColumnElement[float]:

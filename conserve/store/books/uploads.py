@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, not_, or_, select, update
 
 from conserve.errors import StoreUnreachable
-from conserve.store.books.lateness import CLOCK
+from conserve.store.books.lateness import has_passed
 from conserve.store.books.mounted import require_folders
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -128,13 +128,7 @@ def page(
 
 def is_current(tx: Connection, now: float) -> ColumnElement[bool]:
     """Condition that a file has not expired."""
-    return or_(file.c.expires_at.is_(None), not_(is_over(tx, now)))
-
-
-def is_over(tx: Connection, now: float) -> ColumnElement[bool]:
-    """Condition that the time of a file that has one is over, as that of a deadline (`lateness.is_over`)."""
-    here = file.c.expires_at <= now
-    return and_(here, file.c.expires_at <= CLOCK) if tx.dialect.name == "postgresql" else here
+    return or_(file.c.expires_at.is_(None), not_(has_passed(tx.dialect.name, file.c.expires_at, now)))
 
 
 def forget_deliveries(tx: Connection, job_id: str) -> list[str]:
@@ -155,7 +149,7 @@ def remove(store: Store, found: File) -> None:
 def remove_expired(store: Store, *, now: float) -> int:
     """Remove the files whose time is over; returns how many."""
     with store.read() as tx:
-        expired = select(file).where(is_over(tx, now))
+        expired = select(file).where(has_passed(tx.dialect.name, file.c.expires_at, now))
         found = [File(**row._mapping) for row in tx.execute(expired)]
     for one in found:
         remove(store, one)

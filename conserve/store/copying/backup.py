@@ -148,10 +148,8 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
         say(f"{len(missing):,} files went meanwhile; the database is copied again")
     names -= set(missing)
     beside = set(contents.beside(store.home))
-    gone = contents.take(
-        beside, store.home, folder, copy=copy
-    )  # as an old run of an evaluation that is removed
-    names |= beside - set(gone)
+    # What went meanwhile is no loss: an evaluation removes its old runs.
+    names |= beside - set(contents.take(beside, store.home, folder, copy=copy))
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
 
