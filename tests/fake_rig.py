@@ -7,7 +7,7 @@ from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.points import IterationLimits
-from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
+from conserve.profiles.profile import FittedModel, KVCopy, Profile, ProfileKey, Safepoint
 
 TRUTH = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
 LIMITS = IterationLimits(tokens=2048, requests=128, context=8192, kv_tokens=200_000, block_tokens=128)
@@ -24,6 +24,19 @@ KEY = ProfileKey(
 def slower(model: ConServeModel, slowness: float) -> ConServeModel:
     """The model of an engine that takes so many times longer for everything."""
     return ConServeModel.of(*[slowness * ms for ms in model.coefficients.values()])
+
+
+def measured_profile(name: str, key: ProfileKey, model: ConServeModel, *, day: int = 1) -> Profile:
+    """A profile of this engine, measured on a day of January."""
+    return Profile(
+        name=name,
+        key=key,
+        how="measured",
+        measured_at=f"2026-01-{day:02}T00:00:00Z",
+        seconds=1.0,
+        limits=None,
+        models={model.name: FittedModel(coefficients=model.coefficients)},
+    )
 
 
 class FakeRig:

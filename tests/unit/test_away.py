@@ -100,16 +100,18 @@ def shard(store: Store) -> Path:
     return store.home / str(file)
 
 
-def refuse(patch: pytest.MonkeyPatch, path: Path, number: int) -> None:
-    """Have the contents of a file read with an error of the operating system."""
-    read = digests.digest_of
+def refuse(
+    patch: pytest.MonkeyPatch, path: Path, number: int, owner: Any = digests, name: str = "digest_of"
+) -> None:
+    """Have this function of a path, by default the reading of its contents, end with an error of the system."""
+    real = getattr(owner, name)
 
-    def refused(one: Path) -> str:
+    def refused(one: Path) -> Any:
         if one == path:
             raise OSError(number, os.strerror(number), str(one))
-        return read(one)
+        return real(one)
 
-    patch.setattr(digests, "digest_of", refused)
+    patch.setattr(owner, name, refused)
 
 
 @pytest.mark.parametrize("number", AWAY)
@@ -162,14 +164,8 @@ def test_a_repair_leaves_a_job_with_a_file_out_of_reach_and_mends_the_others(
 def test_a_mark_that_cannot_be_reached_is_no_missing_record(
     store: Store, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark, read = home.job_folder(store.data, "job-1") / marks.MARK, Path.read_bytes
-
-    def refused(path: Path) -> bytes:
-        if path == mark:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refused)
+    mark = home.job_folder(store.data, "job-1") / marks.MARK
+    refuse(monkeypatch, mark, errno.EIO, Path, "read_bytes")
     (found,) = checking.check(store).damages
     assert (found.part, found.what) == (StorePart.MARK, "cannot be read (Input/output error)")
     with pytest.raises(StoreForbidden):
@@ -179,14 +175,7 @@ def test_a_mark_that_cannot_be_reached_is_no_missing_record(
 def test_a_folder_that_cannot_be_reached_is_no_missing_file(
     store: Store, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.is_file
-
-    def refused(path: Path) -> bool:
-        if path == shard:
-            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path))
-        return real(path)
-
-    monkeypatch.setattr(Path, "is_file", refused)
+    refuse(monkeypatch, shard, errno.ETIMEDOUT, Path, "is_file")
     (found,) = checking.check(store).damages
     assert found.what == "cannot be read (Connection timed out)"
 

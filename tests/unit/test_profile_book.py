@@ -10,23 +10,15 @@ from conserve.errors import ProfileDamaged, ProfileMismatch, ProfileMissing
 from conserve.profiles import profile as profiles
 from conserve.profiles.book import Book
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.profile import FittedModel, Profile, ProfileKey
-from tests.fake_rig import KEY
+from conserve.profiles.profile import Profile, ProfileKey
+from tests.fake_rig import KEY, measured_profile
 
 COMMAND = "conserve profile fake-model"
 OTHER = replace(KEY, device="H200")
 
 
 def profile_of(name: str = "org/fake-model", key: ProfileKey = KEY, day: int = 1) -> Profile:
-    return Profile(
-        name=name,
-        key=key,
-        how="measured",
-        measured_at=f"2026-01-{day:02}T00:00:00Z",
-        seconds=1.0,
-        limits=None,
-        models={ConServeModel.name: FittedModel(coefficients=ConServeModel.of(*range(8)).coefficients)},
-    )
+    return measured_profile(name, key, ConServeModel.of(*range(8)), day=day)
 
 
 @pytest.fixture

@@ -32,8 +32,10 @@ from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
 from conserve.errors import EndpointUnusable, InputError, Overloaded, ProfileMissing, SettingsError
 from conserve.profiles.book import Book
-from conserve.profiles.profile import FittedModel, Profile, ProfileKey
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.profile import Profile, ProfileKey
 from tests.commands import conserve
+from tests.fake_rig import measured_profile
 from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = BenchMachine.demo()
@@ -252,15 +254,7 @@ def measured(name: str = "a/model", day: int = 1, **key: str) -> Profile:
             **key,
         }
     )
-    return Profile(
-        name=name,
-        key=engine,
-        how="measured",
-        measured_at=f"2026-01-{day:02}T00:00:00Z",
-        seconds=1.0,
-        limits=None,
-        models={"conserve": FittedModel(coefficients=MACHINE.model.coefficients)},
-    )
+    return measured_profile(name, engine, ConServeModel(MACHINE.model.coefficients), day=day)
 
 
 def test_the_search_names_its_profile_and_the_others_of_the_model(
