@@ -111,7 +111,7 @@ def flags_as_given(settings: Settings, flags: Sequence[str]) -> list[str]:
 
 
 def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
-    """The same with the flags of a file (`--config`) spelled out; raises `SettingsError`."""
+    """Flags of an engine, with those of a file (`--config`) spelled out; raises `SettingsError`."""
     return spelled_out(flags_as_given(settings, flags))
 
 

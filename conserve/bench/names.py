@@ -130,5 +130,5 @@ def promise_flags(promises: Mapping[str, float]) -> str:
 
 
 def promise_entries(promises: Mapping[str, float]) -> dict[str, Any]:
-    """The same promises as entries of the engine's section."""
+    """Promises, which are `harm` or `ttft_ms` and `tbt_ms`, as entries of the engine's section."""
     return {PROMISED[name]: value for name, value in promises.items()}

@@ -244,7 +244,7 @@ class Picture:
         )
 
     def _age_ms(self, request: Request) -> float:
-        """Time since the request's arrival; of a live one without a token, by a clock that nobody sets."""
+        """Time since the request's arrival; of a live one without a token by the monotonic clock."""
         arrived = self._traffic.arrived_at(request.request_id)
         return 1e3 * (self._wall - request.arrival_time if arrived is None else self._now - arrived)
 
