@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from conserve.bench.bound import Mix, added_ms
+from conserve.bench.bound import Mix
 from conserve.bench.leftover import left_by_policy, left_ms
 from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates
 from conserve.bench.names import most_of, runs_offline
@@ -90,4 +90,4 @@ def least_room(rates: Mapping[str, RowRates]) -> float:
 
 def token_ms(engine: EngineModel) -> float:
     """Time that a prompt token adds to an iteration: the unit of work that a server counts (`profiles.worth`)."""
-    return (added_ms(engine, Slice(2 * CHUNK, 0)) - added_ms(engine, Slice(CHUNK, 0))) / CHUNK
+    return (engine.added_ms(Slice(2 * CHUNK, 0)) - engine.added_ms(Slice(CHUNK, 0))) / CHUNK

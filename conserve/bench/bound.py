@@ -39,7 +39,7 @@ class Mix:
     def of(cls, lengths: Sequence[tuple[int, int]], engine: EngineModel) -> "Mix":
         """The mean of these rows' prompt and answer tokens."""
         prompts, steps = sum(prompt for prompt, _ in lengths), sum(answer - 1 for _, answer in lengths)
-        prompts_ms = sum(added_ms(engine, Slice(prompt, 0)) for prompt, _ in lengths)
+        prompts_ms = sum(engine.added_ms(Slice(prompt, 0)) for prompt, _ in lengths)
         steps_ms = sum(decodes_ms(engine, prompt, answer, answer - 1) for prompt, answer in lengths)
         return cls(
             prompt=prompts / len(lengths),
@@ -112,7 +112,7 @@ def _live_ms(trace: Trace, engine: EngineModel) -> float:
     live_ms = 0.0
     for one in trace:
         cached = trace.cached(one)
-        live_ms += added_ms(engine, Slice(one.input_tokens - cached, cached))
+        live_ms += engine.added_ms(Slice(one.input_tokens - cached, cached))
         live_ms += decodes_ms(engine, one.input_tokens, one.output_tokens, one.output_tokens - 1)
     return live_ms
 
@@ -135,11 +135,6 @@ def _end_s(one: Arrival, slo: LatencyLimits) -> float:
     return one.at_s + (slo.ttft_ms + (one.output_tokens - 1) * slo.tbt_ms) / 1e3
 
 
-def added_ms(engine: EngineModel, part: Slice) -> float:
-    """Time that this part adds to an iteration."""
-    return engine.ms(Batch.of([part])) - engine.ms(Batch())
-
-
 def decodes_ms(engine: EngineModel, prompt: int, answer: int, steps: int) -> float:
     """Time that so many of an answer's decode steps add to iterations, each in the middle of the answer."""
-    return steps * added_ms(engine, Slice(1, prompt + answer // 2, True)) if steps else 0.0
+    return steps * engine.added_ms(Slice(1, prompt + answer // 2, True)) if steps else 0.0

@@ -8,7 +8,7 @@ such blocks would give. So this work is taken off the rows, and all policies hav
 from collections.abc import Iterable, Sequence
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.bound import added_ms, decodes_ms
+from conserve.bench.bound import decodes_ms
 from conserve.bench.measure import Block, by_policy
 from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Slice
@@ -41,5 +41,5 @@ def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_token
         return 0.0
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
     cached = min(shared_tokens, prompt - 1)
-    prompt_ms = 0.0 if done else added_ms(engine, Slice(prompt - cached, cached))
+    prompt_ms = 0.0 if done else engine.added_ms(Slice(prompt - cached, cached))
     return prompt_ms + decodes_ms(engine, prompt, answer.tokens, max(0, answer.tokens - max(1, done)))

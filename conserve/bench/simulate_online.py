@@ -15,7 +15,7 @@ import numpy as np
 from conserve.bench.measure import percentiles
 from conserve.bench.traces import Trace
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import LinearModel
+from conserve.profiles.model import LinearModel, added_ms
 
 STEP, MANY = Slice(1, 256, True), 64  # decode steps beside each other, which tell whether an engine has room
 FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fill
@@ -34,6 +34,10 @@ class EngineModel:
     def ms(self, batch: Batch) -> float:
         """Predicted time of an iteration, in ms."""
         return self.scale * self.model.predict(batch)
+
+    def added_ms(self, part: Slice) -> float:
+        """Predicted time that this part adds to an iteration that holds others, in ms."""
+        return self.scale * added_ms(self.model, part)
 
     @property
     def roomy(self) -> bool:

@@ -51,6 +51,15 @@ def smallest_ms(model: LatencyModel) -> float:
     return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
 
 
+def added_ms(model: LatencyModel, part: Slice) -> float:
+    """Predicted time that this part adds to an iteration that holds others, in ms.
+
+    The others are two decode steps, since the second token of an iteration may cost more than a later one.
+    """
+    others = [Slice(1, 0, True)] * 2
+    return model.predict(Batch.of([*others, part])) - model.predict(Batch.of(others))
+
+
 class Parabola(NamedTuple):
     """``curve * p^2 + slope * p + offset`` milliseconds, where p is the number of one request's tokens."""
 

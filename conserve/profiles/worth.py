@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import LatencyModel
+from conserve.profiles.batch import Slice
+from conserve.profiles.model import LatencyModel, added_ms
 
 CHUNK = 256  # tokens of the chunks and contexts that are compared
 
@@ -28,19 +28,9 @@ class Worth(NamedTuple):
     @classmethod
     def by(cls, model: LatencyModel) -> Worth:
         """Costs by the model, for long chunks and steps in a full batch: without an iteration's constant part."""
-        token_ms = (_prompt_ms(model, 2 * CHUNK) - _prompt_ms(model, CHUNK)) / CHUNK
-        near_ms, far_ms = _step_ms(model, CHUNK), _step_ms(model, 2 * CHUNK)
+        token_ms = (added_ms(model, Slice(2 * CHUNK, 0)) - added_ms(model, Slice(CHUNK, 0))) / CHUNK
+        near_ms, far_ms = (added_ms(model, Slice(1, context, True)) for context in (CHUNK, 2 * CHUNK))
         if token_ms <= 0 or near_ms <= 0:
             return cls()
         context_ms = max(0.0, far_ms - near_ms) / CHUNK
         return cls((near_ms - CHUNK * context_ms) / token_ms, context_ms / token_ms)
-
-
-def _prompt_ms(model: LatencyModel, tokens: int) -> float:
-    return model.predict(Batch.of([Slice(tokens, 0)]))
-
-
-def _step_ms(model: LatencyModel, context: int) -> float:
-    """Time of one more decode step in a batch."""
-    step = Slice(1, context, True)
-    return (model.predict(Batch.of([step] * 33)) - model.predict(Batch.of([step]))) / 32

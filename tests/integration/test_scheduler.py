@@ -988,6 +988,38 @@ def test_iterations_count_as_overruns_where_rows_joined_or_left_but_not_where_al
     assert end(40.0, left=frozenset(["row1", "row2"])) == (4, 3)
 
 
+def test_the_time_of_a_stopped_process_is_not_learned(make: Make) -> None:
+    """A benchmark stops servers, and clouds move machines: such a time tells nothing of the next iterations."""
+    from conserve.engine.vllm.iteration import Iteration
+    from conserve.engine.vllm.scheduling.iterations import Iterations
+    from conserve.engine.vllm.settings import EngineSettings
+    from conserve.profiles.batch import Batch, Slice
+
+    iterations = Iterations(EngineSettings.read(make("conserve").config))
+    model, batch = iterations.model, Batch.of([Slice(1, 100, True)] * 8)
+    assert model is not None
+    usual_s = model.predict(batch) / 1e3
+
+    def end(took_s: float) -> None:
+        one = Iteration(tokens={"row": 1}, batch=batch, started=10.0)
+        iterations._ended = 10.0
+        iterations.end(one, 10.0 + took_s)
+        iterations.learn(one)
+
+    for _ in range(150):
+        end(usual_s)
+    margin, scale = model.margin(usual_s * 1e3), model.scale
+    end(60.0)
+    end(usual_s)
+    assert iterations.report()["standstills"] == 1
+    assert model.margin(usual_s * 1e3) == pytest.approx(margin)
+    assert model.scale == pytest.approx(scale)
+    end(60.0)
+    end(60.0)
+    assert iterations.report()["standstills"] == 2, "the second one in a row is of a slow engine"
+    assert model.scale > scale
+
+
 def test_a_model_that_embeds_is_not_learned(make: Make) -> None:
     """A plan by what was learned would cut prompts, and there is no decode step to spare."""
     from conserve.engine.vllm.scheduling.iterations import Iterations

@@ -45,8 +45,9 @@ class Constant:
         return 0
 
 
-def test_a_decode_step_is_worth_what_it_takes_in_tokens_of_a_prompt() -> None:
-    model = ConServeModel(dict.fromkeys(ConServeModel.terms, 0.0) | MADE_UP)
+@pytest.mark.parametrize("several", [0.0, 1.5])
+def test_a_decode_step_is_worth_what_it_takes_in_tokens_of_a_prompt(several: float) -> None:
+    model = ConServeModel(dict.fromkeys(ConServeModel.terms, 0.0) | MADE_UP | {"several": several})
     worth = Worth.by(model)
     step = Slice(1, 700, True)
     more_ms = model.predict(Batch.of([step] * 9)) - model.predict(Batch.of([step] * 8))

@@ -6,12 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 
+from conserve.bench.bound import Mix
+from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import Residual
 from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
 from conserve.profiles.fit import Samples, cross_predictions, fit
-from conserve.profiles.model import Parabola
+from conserve.profiles.model import Parabola, added_ms
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS
 from tests.fake_rig import TRUTH
@@ -73,6 +75,16 @@ def test_a_lone_token_is_quicker_than_the_first_of_several() -> None:
     assert earlier.coefficients == {**JUMP.coefficients, "several": 0.0}
     with pytest.raises(ValueError, match="has the coefficients"):
         ConServeModel({"several": 1.5})
+
+
+def test_a_part_of_an_iteration_does_not_pay_for_the_second_token() -> None:
+    nine, eight = (JUMP.predict(Batch.of(LONE * count)) for count in (9, 8))
+    assert added_ms(JUMP, LONE[0]) == pytest.approx(nine - eight)
+    engine = EngineModel(model=JUMP, max_tokens=2048, max_requests=64, scale=2.0)
+    assert engine.added_ms(Slice(64, 0)) == pytest.approx(2 * added_ms(JUMP, Slice(64, 0)))
+    mix = Mix.of([(64, 9)], engine)
+    beside_ms = JUMP.predict(Batch.of([*LONE * 2, Slice(64, 0)])) - JUMP.predict(Batch.of(LONE * 2))
+    assert mix.prompt * mix.token_ms == pytest.approx(2 * beside_ms)
 
 
 @pytest.mark.parametrize("before", [[], LONE, LONE * 2])

@@ -15,7 +15,7 @@ from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.encoders import EncoderTimes
 from conserve.profiles.fit import fit
 from conserve.profiles.hygen import HyGenModel
-from conserve.profiles.model import LinearModel
+from conserve.profiles.model import LinearModel, added_ms
 from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ SAVE_S = 30.0  # between two saves of what was learned
 SURCHARGE = 3.0
 ENCODER = 1.0  # time of an image, in times of as many prompt tokens, until one was measured
 SURCHARGE_SHARE = 0.2  # weight of the newest iteration in what was measured
+# An iteration so many times longer than predicted, and of so many ms, that the process stood still in it.
+STANDSTILL, STANDSTILL_MS = 20.0, 1000.0
 
 
 class Iterations:
@@ -35,12 +37,13 @@ class Iterations:
         self.warm_up = WarmUp() if installed.model is None and learns else None
         self.worth = Worth.by(installed.model.first) if installed.model is not None else Worth()
         self.hygen: HyGenModel | None = installed.hygen  # HyGen's predictor, by the same measurements
-        self.counted = self.planned = self.overruns = 0
+        self.counted = self.planned = self.overruns = self.standstills = 0
         self._correction_file = installed.correction_file
         self._source = installed.source
         self._surcharge_ms: float | None = None
         self.encoders = EncoderTimes()
         self._ended = 0.0  # monotonic seconds, of the last iteration
+        self._stood_still = False  # in the last iteration
         self._busy_s = 0.0  # time in iterations
         self._save_at = time.monotonic() + SAVE_S
 
@@ -50,15 +53,13 @@ class Iterations:
         if self._surcharge_ms is not None or self.model is None:
             return self._surcharge_ms or 0.0
         tokens = 512
-        whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
-        return SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
+        return SURCHARGE * added_ms(self.model, Slice(tokens, 0)) / tokens
 
     def encoder_ms(self, embeddings: int) -> float:
         """Time of encoding an image or a sound of so many embeddings, in ms; a guess until one was encoded."""
         if self.encoders.known or self.model is None:
             return self.encoders.predict(embeddings)
-        whole, empty = Batch.of([Slice(embeddings, 0)]), Batch()
-        return ENCODER * (self.model.predict(whole) - self.model.predict(empty))
+        return ENCODER * added_ms(self.model, Slice(embeddings, 0))
 
     def end(self, iteration: Iteration, ended: float) -> None:
         """Note the time that the iteration took."""
@@ -73,7 +74,11 @@ class Iterations:
             self.counted += 1
             self._count_overrun(iteration)
             if iteration.batch is not None and (ms := iteration.batch_ms) is not None:
-                self._learn(iteration, iteration.batch, ms)
+                self._stood_still = self._stands_out(iteration.batch, ms)
+                if self._stood_still:
+                    self.standstills += 1
+                else:
+                    self._learn(iteration, iteration.batch, ms)
         if self._correction_file is not None and self._ended >= self._save_at:
             self.save()
 
@@ -115,6 +120,7 @@ class Iterations:
             "iterations": self.counted,
             "planned": self.planned,
             "overruns": self.overruns,
+            "standstills": self.standstills,
             "busy_s": self._busy_s,
         }
 
@@ -128,6 +134,15 @@ class Iterations:
         if whole and lasted_ms is not None and limit_ms is not None:
             self.planned += 1
             self.overruns += lasted_ms > limit_ms
+
+    def _stands_out(self, batch: Batch, ms: float) -> bool:
+        """True if the process stood still in the iteration, as where a machine is moved or a process stopped.
+
+        Such a time tells nothing of the next iterations. After one standstill the next is taken for a slow engine.
+        """
+        if self.model is None or self._stood_still or ms < STANDSTILL_MS:
+            return False
+        return ms > STANDSTILL * self.model.predict(batch)
 
     def _learn(self, iteration: Iteration, batch: Batch, ms: float) -> None:
         if iteration.encodes:
