@@ -1000,8 +1000,8 @@ def test_the_time_of_a_stopped_process_is_not_learned(make: Make) -> None:
     assert model is not None
     usual_s = model.predict(batch) / 1e3
 
-    def end(took_s: float) -> None:
-        one = Iteration(tokens={"row": 1}, batch=batch, started=10.0)
+    def end(took_s: float, **more: Any) -> None:
+        one = Iteration(tokens={"row": 1}, batch=batch, started=10.0, **more)
         iterations._ended = 10.0
         iterations.end(one, 10.0 + took_s)
         iterations.learn(one)
@@ -1014,6 +1014,8 @@ def test_the_time_of_a_stopped_process_is_not_learned(make: Make) -> None:
     assert iterations.report()["standstills"] == 1
     assert model.margin(usual_s * 1e3) == pytest.approx(margin)
     assert model.scale == pytest.approx(scale)
+    end(60.0, encodes={"image": 1500})
+    assert iterations.report()["standstills"] == 1, "an encoder may take as long"
     end(60.0)
     end(60.0)
     assert iterations.report()["standstills"] == 2, "the second one in a row is of a slow engine"

@@ -96,6 +96,7 @@ def said(
         "iterations": 100,
         "planned": 50,
         "overruns": 1,
+        "standstills": 2,
         "busy_s": 2.5,
         "preemption": {
             "policy": "prompt",
@@ -140,7 +141,8 @@ def test_counts_are_added_and_latencies_are_those_of_the_worst_engine() -> None:
     assert online["counts"]["ttft_ms"] == {"all": 8, "late": 3}
     assert online["histograms"]["ttft_ms"] == {"bounds_ms": [1000.0], "counts": [8, 0], "sum_ms": 80.0}
     assert whole["offline"] == {"tokens": 140, "tokens_per_s": 14.0, "work": 210.0}
-    assert [whole[name] for name in ("iterations", "planned", "overruns", "busy_s")] == [300, 150, 3, 7.5]
+    names = ("iterations", "planned", "overruns", "standstills", "busy_s")
+    assert [whole[name] for name in names] == [300, 150, 3, 6, 7.5]
     assert whole["preemption"]["rows"] == 140
     assert whole["preemption"]["tokens_wasted"] == 1.5
     assert whole["preemption"]["reaction_ms"] == latencies(1.0, 9.0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Report = Mapping[str, Any]
-SINCE_THE_START = ("iterations", "planned", "overruns", "busy_s")
+SINCE_THE_START = ("iterations", "planned", "overruns", "standstills", "busy_s")
 IN_COMMON = ("share", "most_age_s")
 SCALES = ("largest_slo_scale", "slo_scale")
 

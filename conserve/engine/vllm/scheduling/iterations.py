@@ -74,7 +74,7 @@ class Iterations:
             self.counted += 1
             self._count_overrun(iteration)
             if iteration.batch is not None and (ms := iteration.batch_ms) is not None:
-                self._stood_still = self._stands_out(iteration.batch, ms)
+                self._stood_still = self._stands_out(iteration, iteration.batch, ms)
                 if self._stood_still:
                     self.standstills += 1
                 else:
@@ -135,12 +135,13 @@ class Iterations:
             self.planned += 1
             self.overruns += lasted_ms > limit_ms
 
-    def _stands_out(self, batch: Batch, ms: float) -> bool:
+    def _stands_out(self, iteration: Iteration, batch: Batch, ms: float) -> bool:
         """True if the process stood still in the iteration, as where a machine is moved or a process stopped.
 
         Such a time tells nothing of the next iterations. After one standstill the next is taken for a slow engine.
         """
-        if self.model is None or self._stood_still or ms < STANDSTILL_MS:
+        foretold = not (iteration.encodes or iteration.surcharged)
+        if self.model is None or not foretold or self._stood_still or ms < STANDSTILL_MS:
             return False
         return ms > STANDSTILL * self.model.predict(batch)
 

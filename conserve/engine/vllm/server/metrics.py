@@ -65,6 +65,7 @@ COUNTS = (
     Count("conserve_iterations", "Iterations that computed tokens.", ("iterations",)),
     Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
     Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
+    Count("conserve_standstills", "Iterations in which the process stood still.", ("standstills",)),
     Count("conserve_busy_seconds", "Seconds spent in iterations.", ("busy_s",)),
     Count(
         "conserve_iterations_left",
