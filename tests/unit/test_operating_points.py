@@ -12,7 +12,7 @@ import pytest
 from conserve.bench import points, sweep
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.bound import Mix, added_ms, least_iterations, rows_per_s, wanted_by
+from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
@@ -347,10 +347,10 @@ def left_rows_per_s(slow: float) -> float:
         late = sum(at > 30.0 for at in at_s)
         if late == one.output_tokens:
             cached = trace.cached(one)
-            late_ms += added_ms(MACHINE.engine, Slice(one.input_tokens - cached, cached))
+            late_ms += MACHINE.engine.added_ms(Slice(one.input_tokens - cached, cached))
             late -= 1
         context = one.input_tokens + one.output_tokens // 2
-        late_ms += late * added_ms(MACHINE.engine, Slice(1, context, True))
+        late_ms += late * MACHINE.engine.added_ms(Slice(1, context, True))
     return late_ms / mix.row_ms / 30.0 / len(traces)
 
 
@@ -381,7 +381,7 @@ def test_a_request_that_the_server_refuses_leaves_no_work_behind(
         planned=0,
         overruns=0,
     )
-    assert left_ms([block], MACHINE.engine) == counts * added_ms(MACHINE.engine, Slice(1000, 0))
+    assert left_ms([block], MACHINE.engine) == counts * MACHINE.engine.added_ms(Slice(1000, 0))
 
 
 def test_cells_with_few_requests_have_more_blocks() -> None:
