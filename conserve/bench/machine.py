@@ -46,9 +46,11 @@ class BenchMachine:
 
     @property
     def digest(self) -> str:
-        """Digest of all that its times depend on."""
+        """Digest of all that its times depend on; a term that the model got later is none of it where it is 0."""
+        model = self.model
+        costs = {name: ms for name, ms in model.coefficients.items() if ms or name not in model.added}
         sizes = (self.layers, dict(self.flags), self.num_blocks, self.host_blocks, self.copy_ms)
-        said = json.dumps([self.model.name, self.model.coefficients, sizes], sort_keys=True)
+        said = json.dumps([model.name, costs, sizes], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
     @classmethod

@@ -1,5 +1,6 @@
 """Operating points, their bound, the sweep's ledger and tables: all on made-up engines and made-up cells."""
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from conserve.profiles.conserve import ConServeModel
 from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = BenchMachine.demo()
+RAW = Path(__file__).parents[2] / "docs" / "benchmarks" / "raw"
 PLAN = SweepPlan(
     seed=3,
     cells=4,
@@ -467,6 +469,18 @@ def test_an_engine_that_is_profiled_again_is_another() -> None:
         len({one.digest for one in (demo, slower, replace(demo, num_blocks=5), replace(demo, flags={}))}) == 4
     )
     assert demo.digest == BenchMachine.demo().digest
+    several = replace(demo, model=ConServeModel({**demo.model.coefficients, "several": 1.0}))
+    assert several.digest != demo.digest
+
+
+def test_a_published_sweep_goes_on(tmp_path: Path) -> None:
+    """Its ledger is unpacked into the folder of the command, whose engine is the same one."""
+    published = gzip.decompress((RAW / "sweep-grid.jsonl.gz").read_bytes())
+    policies = "conserve,conserve/harm,online-only,non-preemptive"
+    flags = SweepFlags.of({**FLAGS, "cells": 216, "policies": policies})
+    plan = replace(plan_of(flags, SIZES["quick"], MACHINE.name), machine=MACHINE.digest)
+    (tmp_path / "cells.jsonl").write_bytes(published)
+    assert not CellLedger.open(tmp_path / "cells.jsonl", plan).missing
 
 
 def test_an_estimate_is_of_the_cells_so_far() -> None:
