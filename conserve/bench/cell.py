@@ -110,15 +110,18 @@ def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | No
 
 
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:
-    """Ratio of a latency to online-only's in a cell's document."""
-    found = measured["policies"].get(policy, {}).get("ratios", {}).get(name)
+    """Ratio of a latency to online-only's in a cell's document; infinite for a P99 where a request failed.
+
+    Percentiles are of answers, and a request that failed would have had the longest latency.
+    """
+    said = measured["policies"].get(policy, {})
+    if said.get("failed") and name.endswith("p99"):
+        return inf
+    found = said.get("ratios", {}).get(name)
     return found[0] if found else None
 
 
 def worst(measured: Mapping[str, Any], policy: str) -> float:
-    """Larger of the two P99s to online-only's; infinite where the policy failed a request or answered none.
-
-    The percentiles are of answers, and a request that failed would have had the longest latency.
-    """
-    ttft, failed = ratio(measured, policy, "ttft_p99"), measured["policies"].get(policy, {}).get("failed")
-    return inf if ttft is None or failed else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)
+    """Larger of the two P99s to online-only's; infinite where the policy failed a request or answered none."""
+    ttft = ratio(measured, policy, "ttft_p99")
+    return inf if ttft is None else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)

@@ -558,6 +558,19 @@ def test_a_cell_in_which_one_request_failed_is_not_told_as_one_without_an_answer
     assert square.told == f"{name}: a request failed, or none was answered"
 
 
+def test_over_all_cells_a_p99_without_the_requests_that_failed_is_none() -> None:
+    """The slowest requests time out, and the others' P99 would be the best of all cells."""
+    measured = [told(cell, 1.4) for cell in PLAN.wanted()]
+    fails = {**told(CELL, 0.9)["policies"]["conserve"], "failed": 1, "requests": 40}
+    measured[1]["policies"] = {**measured[1]["policies"], "conserve": fails}
+    rows = {row[0]: row for row in sweep_report.first_table(measured, PLAN.policies).rows if row[0]}
+    assert rows["median of 4 cells"][2:6] == ["1.00", "1.40", "-", "1.00"]
+    assert rows["worst of 4 cells"][2:6] == ["1.00", "failed", "-", "failed"]
+    assert "In the middle P99 TTFT is 1.40" in sweep_report.sentence(measured, PLAN.policies)
+    measured[2]["policies"] = measured[1]["policies"]
+    assert "In half of the cells or more live requests fail" in sweep_report.sentence(measured, PLAN.policies)
+
+
 def test_a_stopped_sweep_reports_the_cells_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,18 @@ def test_a_missed_floor_and_a_broken_promise_are_bold() -> None:
     assert rows[1].startswith("| | `conserve/harm` | **1.20** [1.10, 1.30] | 1.20 [")
 
 
+def test_a_p99_without_the_requests_that_failed_is_none() -> None:
+    failing = cell("chat", harm=1.0, p99=0.9, rows=0.9)
+    failing["policies"]["conserve"]["failed"] = 2
+    claims = claims_of([*MEASURED, failing])
+    assert claims["`conserve`, P99 TBT"] == "**1.20** | **failed** | 1.05, 1.25"
+    assert claims["`conserve`, P99 TTFT to its promise"] == "0.96 | failed"
+    assert claims["`conserve`, P99 TTFT to its SLO in ms"] == "0.96 | failed"
+    assert claims["`conserve`, P50 TTFT"].startswith("1.05 | 1.30")
+    _, _, first, *_ = cells([*MEASURED, failing]).splitlines()
+    assert "| 0.90 [0.80, 1.00] | **failed** | 0.90 [0.80, 1.00] | **failed** |" in first
+
+
 def test_rows_have_no_ratio_to_a_bound_where_live_requests_fill_the_time() -> None:
     full = cell("code", harm=1.0, p99=1.0, rows=0.5)
     full["policies"]["conserve"] |= {"of_non_preemptive": None, "of_bound": -2.5}

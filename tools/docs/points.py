@@ -7,6 +7,7 @@ A page names them between two comments: `<!-- cells: LEDGER -->` or `<!-- middle
 import gzip
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from conserve.bench import names
 from conserve.bench.cell import RATIOS, ratio
 from conserve.bench.names import CONSERVE, HARM_PERCENT
 from conserve.bench.pages.report import times
-from conserve.bench.pages.sweep_report import LATENCIES, interval
+from conserve.bench.pages.sweep_report import FAILED, LATENCIES, interval
 from conserve.bench.points import TRACES, Cell
 from conserve.bench.sweep import documents, ranked
 
@@ -42,7 +43,7 @@ class Claim(NamedTuple):
 
     def told(self, value: float) -> str:
         """A figure or a floor."""
-        return _spaced(format(value, self.form))
+        return FAILED if value == inf else _spaced(format(value, self.form))
 
     def misses(self, value: float, floor: float) -> bool:
         """True if the value is on the wrong side of the floor."""
@@ -67,7 +68,10 @@ def _to_slo(latency: str) -> Callable[[Measured], float | None]:
     """A P99 of `conserve` to the cell's SLO in ms, which a pass of online-only before the blocks has set."""
 
     def kept(cell: Measured) -> float | None:
-        found = cell["policies"][CONSERVE][f"{latency}_ms"]
+        figures = cell["policies"][CONSERVE]
+        found = figures[f"{latency}_ms"]
+        if figures.get("failed"):
+            return inf
         if not cell["slo_ms"] or not found:
             return None
         ttft_ms, tbt_ms = cell["slo_ms"]
@@ -169,6 +173,8 @@ def _latency(cell: Measured, policy: str, name: str) -> str:
     told, *between = interval(cell["policies"][policy]["ratios"][name]).split(" ", 1)
     promised = {"p50": HARM_TIMES} if policy == HARM else {"p99": cell["scale"]}
     limit, found = promised.get(name[-3:]), ratio(cell, policy, name)
+    if found == inf:
+        return _bold(FAILED, True)
     exceeds = limit is not None and found is not None and round(found, 2) > limit
     return " ".join([_bold(told, exceeds), *between])
 

@@ -43,7 +43,8 @@ EQUAL = [
 ]
 NOTE = (
     "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, "
-    "and of token gaps, within the cell's SLO. Failed: live requests without an answer. Rows/s: offline work per "
+    "and of token gaps, within the cell's SLO. Failed: live requests without an answer. A P99 over all cells "
+    "counts as failed where one of its requests failed, above any other. Rows/s: offline work per "
     "second, by the cost of a mean row, less the live work that a policy left behind when a block's time was over. "
     "Of non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that "
     "knows the future would have harvested with every live answer within the SLO; a policy that breaks the SLO can "
@@ -145,7 +146,7 @@ def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
 
 def _over(measured: Sequence[Mapping[str, Any]], policy: str, of: Any) -> list[str]:
     """Figures of a policy over all cells; with `of` None each column's worst."""
-    latencies = [times(_fold([ratio(one, policy, name) for one in measured], of or max)) for name in RATIOS]
+    latencies = [_ratio(_fold([ratio(one, policy, name) for one in measured], of or max)) for name in RATIOS]
     said = [one["policies"][policy] for one in measured]
     kept = [
         percent(_fold([(one["attainment"] or {}).get(name) for one in said], of or min))
@@ -167,6 +168,10 @@ def interval(said: Sequence[float | None] | None) -> str:
         return NOTHING
     value, low, high = said
     return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
+
+
+def _ratio(value: float | None) -> str:
+    return FAILED if value == inf else times(value)
 
 
 def _count(value: float | None) -> str:
@@ -267,17 +272,19 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     """The answer: the worst cell, then the medians."""
     lead = lead_of(policies)
     first = ranked(measured, lead)[0]
-    middle = {
-        name: times(_fold([ratio(one, lead, name) for one in measured], statistics.median)) for name in RATIOS
-    }
+    ttft, tbt = (
+        _fold([ratio(one, lead, name) for one in measured], statistics.median)
+        for name in ("ttft_p99", "tbt_p99")
+    )
+    failing = inf in (ttft, tbt)
+    middle = f"In the middle P99 TTFT is {times(ttft)} and P99 TBT {times(tbt)} times"
     share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
     queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
     larger = worst(first, lead)
     has = f"has a P99 {larger:.2f} times online-only's" if larger < inf else _failing(first["policies"][lead])
     return (
         f"Under {lead} the worst of {count(len(measured), 'cell')} ({Cell.of(first).name}) {has}. "
-        f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
-        f"{middle['tbt_p99']} times{queue}."
+        f"{'In half of the cells or more live requests fail' if failing else middle}{queue}."
     )
 
 
