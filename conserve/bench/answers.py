@@ -23,8 +23,8 @@ class RequestEnd(StrEnum):
 class LoadAnswer:
     """One request and its answer; all times are seconds since the load began.
 
-    `token_at_s` has one entry per token: tokens that came in one chunk share its time. `detail` says why a
-    request failed.
+    `token_at_s` has one entry per token: tokens that came in one chunk share its time. `output_tokens` were asked
+    for, 0 where that is unknown. `detail` says why a request failed.
     """
 
     index: int
@@ -35,6 +35,7 @@ class LoadAnswer:
     token_at_s: tuple[float, ...]
     status: RequestEnd
     detail: str = ""
+    output_tokens: int = 0
 
     @property
     def tokens(self) -> int:

@@ -26,7 +26,8 @@ def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int 
     """Time that live tokens which came after the end of their block's time add to iterations.
 
     The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole,
-    also that of a request that failed. A request that was refused within the block's time is no work.
+    also that of a request that failed, and so do the tokens that a failed one lacks. A request that was refused
+    within the block's time is no work.
     """
     return sum(
         _left_ms(answer, block.duration_s, engine, shared_tokens)
@@ -42,4 +43,6 @@ def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_token
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
     cached = min(shared_tokens, prompt - 1)
     prompt_ms = 0.0 if done else engine.added_ms(Slice(prompt - cached, cached))
-    return prompt_ms + decodes_ms(engine, prompt, answer.tokens, max(0, answer.tokens - max(1, done)))
+    failed = answer.status is not RequestEnd.OK
+    tokens = max(answer.tokens, answer.output_tokens) if failed else answer.tokens
+    return prompt_ms + decodes_ms(engine, prompt, tokens, max(0, tokens - max(1, done)))

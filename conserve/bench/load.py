@@ -253,6 +253,7 @@ def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -
         token_at_s=tuple(at - start_at for at in exchange.token_at),
         status=exchange.status,
         detail=exchange.detail,
+        output_tokens=arrival.output_tokens,
     )
 
 

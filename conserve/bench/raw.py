@@ -20,6 +20,7 @@ SCHEMA = pa.schema(
         ("sent_s", pa.float64()),
         ("ended_s", pa.float64()),
         ("input_tokens", pa.int32()),
+        ("output_tokens", pa.int32()),  # asked for
         ("ttft_ms", pa.float64()),
         ("tokens", pa.int32()),
         ("token_at_ms", pa.list_(pa.float64())),  # milliseconds since the load began, like due_s
@@ -65,6 +66,7 @@ def table(answers: Sequence[LoadAnswer], *, policy: str, block: int) -> Any:
             "sent_s": answer.sent_s,
             "ended_s": answer.ended_s,
             "input_tokens": answer.input_tokens,
+            "output_tokens": answer.output_tokens,
             "ttft_ms": answer.ttft_ms,
             "tokens": answer.tokens,
             "token_at_ms": np.asarray(answer.token_at_s) * 1e3,
@@ -114,6 +116,7 @@ def read_answers(path: Path) -> list[LoadAnswer]:
             token_at_s=tuple(ms / 1e3 for ms in row["token_at_ms"]),
             status=RequestEnd(row["status"]),
             detail=row["detail"],
+            output_tokens=row["output_tokens"],
         )
         for row in pq.read_table(path).to_pylist()
     ]

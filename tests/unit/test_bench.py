@@ -399,6 +399,7 @@ def test_a_failed_request_is_recorded_with_what_came(
         assert (answer.status, answer.tokens) == (status, tokens)
         assert detail in answer.detail
         assert answer.ended_s >= answer.sent_s
+        assert answer.output_tokens == 3, "as asked"
 
 
 def test_a_server_that_is_not_there_fails_every_request() -> None:
@@ -475,6 +476,7 @@ def test_a_plan_is_played_in_a_process_of_its_own() -> None:
 
     answers = asyncio.run(go())
     assert [(answer.status, answer.tokens) for answer in answers] == [(RequestEnd.OK, 3)] * 4
+    assert [answer.output_tokens for answer in answers] == [3] * 4
     assert [answer.due_s for answer in answers] == [arrival.at_s for arrival in even(4)]
 
 

@@ -386,6 +386,36 @@ def test_a_request_that_the_server_refuses_leaves_no_work_behind(
     assert left_ms([block], MACHINE.engine) == counts * MACHINE.engine.added_ms(Slice(1000, 0))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_an_answer_that_is_cut_off_leaves_the_tokens_that_it_lacks(tokens: int) -> None:
+    """A policy that drops a live request early would have its decode steps for rows."""
+    cut = LoadAnswer(
+        index=0,
+        due_s=0.0,
+        sent_s=0.0,
+        ended_s=5.0,
+        input_tokens=1000,
+        token_at_s=tuple(1.0 + 0.1 * n for n in range(tokens)),
+        status=RequestEnd.BROKEN,
+        output_tokens=48,
+    )
+    block = Block(
+        policy="conserve",
+        started_s=0.0,
+        duration_s=30.0,
+        answers=(cut,),
+        offline_tokens=0,
+        iterations=0,
+        planned=0,
+        overruns=0,
+    )
+    prompt_ms = 0.0 if tokens else MACHINE.engine.added_ms(Slice(1000, 0))
+    step_ms = MACHINE.engine.added_ms(Slice(1, 1024, True))
+    assert left_ms([block], MACHINE.engine) == pytest.approx(prompt_ms + (48 - max(1, tokens)) * step_ms)
+    complete = replace(cut, status=RequestEnd.OK)
+    assert left_ms([replace(block, answers=(complete,))], MACHINE.engine) == prompt_ms
+
+
 def test_cells_with_few_requests_have_more_blocks() -> None:
     few = replace(CELL, busy=0.2, lengths="documents")
     _, blocks = sweep.arrivals(few, replace(PLAN, requests=1000), simulator())
