@@ -1,7 +1,9 @@
 """A co-serving server under test: its policy is switched, its counters are read."""
 
+import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, Self
@@ -10,17 +12,18 @@ import httpx
 
 from conserve.bench.answers import LoadAnswer
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.field import Turn, readings
+from conserve.bench.field import LOOK_S, Turn, readings
 from conserve.bench.load import LoadTarget
-from conserve.bench.names import HYGENS, OFF, regime_of, wanted
+from conserve.bench.names import HYGENS, OFF, regime_of, runs_offline, wanted
 from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
-from conserve.errors import EndpointUnusable
+from conserve.errors import ConserveError, EndpointUnusable
 from conserve.hosts import split_login
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
 PATH = "/v1/conserve"
+LOOKS = 5  # for a row, since there may be none between the end of one and the next
 RUN_BITS = 48  # of the first seed of a comparison on a server that runs already
 FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's report that say what it can do
 
@@ -171,6 +174,11 @@ class Deployment:
         except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
             return None
 
+    async def rows(self) -> int | None:
+        """Offline rows in the engine now; None if the server, an older one, does not tell."""
+        rows = (await self._ask("GET"))["offline"].get("rows")
+        return None if rows is None else int(rows)
+
     async def engines(self) -> int:
         """Number of data parallel engines behind the server."""
         return number_of_engines(await self._ask("GET"))
@@ -248,4 +256,15 @@ class OneServer:
         return Turn(self.deployment, self.target, next(self.seeds))
 
     async def played(self, policy: str) -> None:
-        """The queue is the user's."""
+        """Raise `ConserveError` if the server has no row of the user's queue any more, or never had one."""
+        if not runs_offline(policy):
+            return
+        with suppress(EndpointUnusable):  # the next turn tells of a server that went away
+            for _ in range(LOOKS):
+                if await self.deployment.rows() != 0:
+                    return
+                await asyncio.sleep(LOOK_S)
+            raise ConserveError(
+                f"the server has no offline row at the end of a block of {policy}, which is dropped; queue rows "
+                "for the whole comparison with conserve submit, and see whether a harvester runs: conserve status"
+            )

@@ -1098,6 +1098,7 @@ def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
     assert report["online"]["tbt_ms"]["p99"] <= 100
     assert report["online"]["tbt_ms"]["p50"] > 50, "time is left that offline tokens could have used"
     assert report["offline"]["tokens"] > 10_000
+    assert 0 < report["offline"]["rows"] < 600, "those that have ended are gone"
 
 
 def test_what_is_learned_is_saved_twice_a_minute_of_the_simulated_clock(make: Make) -> None:

@@ -66,6 +66,7 @@ class World:
         self.killed = False
         self.started: list[str] = []  # modules of the servers
         self.taken: Callable[[int], None] = lambda block: None  # takes offline rows
+        self.rows: int | None = None  # in the engine, as the server tells; None: it does not
         self.played: list[
             tuple[str, str]
         ] = []  # by whom each block was answered, and the plug-in's policy then
@@ -108,7 +109,8 @@ class World:
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.method == "POST":
             self.posted.append(json.loads(request.content))
-        return httpx.Response(200, json=STATE)
+        told = {} if self.rows is None else {"rows": self.rows}
+        return httpx.Response(200, json={**STATE, "offline": {**STATE["offline"], **told}})
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Instead of `asyncio.run`."""
@@ -274,6 +276,25 @@ def test_a_queue_that_runs_dry_ends_the_comparison_with_the_blocks_before_it(
     last = done.stderr.splitlines()[-1]
     assert "the offline rows of non-preemptive/planned ran out within a block" in last
     assert last.endswith("give fewer or shorter blocks (--rounds, --block-s)")
+
+
+def test_rows_of_the_user_that_run_out_end_the_comparison_with_the_blocks_before_it(
+    stopped: Run, tmp_path: Path
+) -> None:
+    world = World()
+    world.rows = 9
+
+    def take_all(block: int) -> None:
+        world.rows = 9 if block < 3 else 0
+
+    world.taken = take_all
+    done = stopped(world, "--endpoint", "http://host")
+    assert done.returncode == 1, done.stderr
+    counts = "1 of conserve, 1 of online-only/planned, 0 of non-preemptive/planned, 0 of priority"
+    assert f"Stopped after 2 of 8 blocks: {counts}." in (tmp_path / "out" / "page.html").read_text()
+    last = done.stderr.splitlines()[-1]
+    assert "the server has no offline row at the end of a block of non-preemptive/planned" in last
+    assert world.posted[-1]["policy"] == STATE["policy"], "the server has its policy back"
 
 
 def test_a_queue_has_as_many_rows_before_a_block_as_a_fast_engine_answers_in_it(

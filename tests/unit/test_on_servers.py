@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -280,6 +281,8 @@ class CountlessServer:
 
     async def counters(self) -> None: ...
 
+    async def rows(self) -> None: ...
+
     async def watch(self, start_at: float) -> list[Any]:
         try:
             await asyncio.sleep(3600.0)
@@ -450,6 +453,35 @@ def test_a_queue_knows_whether_a_row_was_taken(tmp_path: Path) -> None:
     assert len(leased(store).rows) == 3
     store.close()
     assert (queue.waiting(), queue.taken()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen", "dropped"),
+    [
+        ("conserve", [0] * 5, True),
+        ("conserve", [0, 0, 3], False),
+        ("conserve", [None], False),
+        ("online-only/planned", [], False),
+    ],
+)
+def test_a_block_counts_if_the_users_server_has_a_row_at_one_of_several_looks(
+    policy: str, seen: list[int | None], dropped: bool
+) -> None:
+    """A harvester with one row in flight has none for a moment; an older server does not tell."""
+
+    class Told(CountlessServer):
+        async def rows(self) -> int | None:  # type: ignore[override]
+            return seen.pop(0)
+
+    field = OneServer(
+        deployment=Told(),  # type: ignore[arg-type]
+        target=LoadTarget(base_url="http://host", model="m"),
+        preemption="off",
+    )
+    ends = pytest.raises(ConserveError, match="no offline row at the end of a block of conserve")
+    with ends if dropped else nullcontext():
+        virtual_time.run(field.played(policy))
+    assert not seen
 
 
 def test_each_turn_begins_with_live_requests_that_count_for_nothing(

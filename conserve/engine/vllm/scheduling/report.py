@@ -26,6 +26,7 @@ def report(scheduler: CoServing) -> dict[str, Any]:
     traffic = scheduler.traffic.report(now=time.monotonic(), holds_back=holds_back)
     traffic["offline"]["work"] = scheduler.offline_tokens.work
     traffic["offline"]["decode_steps"] = scheduler.offline_tokens.steps
+    traffic["offline"]["rows"] = len(scheduler.offline)
     return {
         "policy": scheduler.policy_name,
         "refused_plans": refusals_of(scheduler.chosen_policy),
