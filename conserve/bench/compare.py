@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Field, Turn
 from conserve.bench.load import LoadPlan, play, play_apart
 from conserve.bench.measure import Block, by_policy, online_only_p99s, percentiles
-from conserve.bench.names import OFF, alone_of
+from conserve.bench.names import OFF, alone_of, is_stock
 from conserve.bench.traces import Trace
 
 STARTING_S = 2.0  # of the load generator's process, about
@@ -21,6 +21,8 @@ T = TypeVar("T")
 WARMED_BY, WARM_TOKENS = 3, 8  # requests, and tokens of an answer
 WARM_SEED = 1_000_003  # apart from those of all turns, so that no block's prompt is in the prefix cache
 PRACTICE_S = 20.0  # of arrivals that a server has met before its first block
+FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
+STARTED_S = 60.0 + FILL_S + PRACTICE_S  # of a server, about, from its start to its first block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Design:
     seed: int = 0
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
     load_cores: tuple[int, ...] = ()  # cores that the load generator is pinned to
+    starts_servers: bool = False  # stock ones start in their turns
 
     @property
     def blocks(self) -> int:
@@ -114,6 +117,30 @@ def order(policies: Sequence[str], number: int) -> list[str]:
     first = sorted(policies, key=lambda policy: policy != alone)
     turn = number % len(first)
     return [*first[turn:], *first[:turn]]
+
+
+def turns(design: Design) -> Iterator[str]:
+    """Policies in the order of their turns, those before the blocks included."""
+    alone = alone_of(design.policies)
+    if design.slo_ahead and design.slo is None and alone is not None:
+        yield from [alone] * 2 * design.rounds  # two passes
+    for number in range(design.rounds):
+        yield from order(design.policies, number)
+
+
+def started(design: Design, *, resident: bool) -> list[str]:
+    """Policies of the turns for which a server starts; one that is `resident` stays while others have theirs.
+
+    The plug-in's server is up when the first turn begins.
+    """
+    plugged = ""
+    found, up = list[str](), {plugged}
+    for policy in turns(design) if design.starts_servers else ():
+        place = policy if is_stock(policy) else plugged
+        if place not in up:
+            found.append(policy)
+        up = up | {place} if resident else {place}
+    return found
 
 
 def slo_of(design: Design, blocks: Sequence[Block]) -> LatencyLimits | None:

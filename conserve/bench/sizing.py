@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
 
-from conserve.bench.compare import LEAD_S, STARTING_S, Design, Source
+from conserve.bench.compare import (
+    LEAD_S,
+    STARTED_S,
+    STARTING_S,
+    WARM_TOKENS,
+    Design,
+    Source,
+    started,
+    turns,
+)
 from conserve.bench.measure import Block
 from conserve.bench.names import (
     NON_PREEMPTIVE,
@@ -101,7 +110,8 @@ class Sized:
     lengths: float  # times the preset's
     chosen: bool  # True if the machine's speed decided
     forecasts: Sequence[BlockForecast]  # one a round; none if the engine's speed is unknown
-    takes_s: float = 0.0
+    takes_s: float = 0.0  # of the blocks
+    begins_s: float = 0.0  # before blocks: servers that start, and live requests that count for nothing
     trace_s: float | None = None  # as in `Offered`
     on_ticks: bool = False  # as in `Offered`
 
@@ -139,7 +149,7 @@ class Sized:
         ttft_ms, tbt_ms = p99s_ms(self.forecasts)
         ahead = " of a pass before them" if design.slo_ahead else ""
         slo = "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s{ahead}"
-        takes = f"about {max(1, round(self.takes_s / 60))} min once the engines are ready"
+        takes = f"about {max(1, round((self.takes_s + self.begins_s) / 60))} min"
         return (
             f"{how}: {self.rate:.3g} requests/s, prompts of {prompt:.0f} and answers of {answer:.0f} tokens on "
             f"average, {blocks}, SLO {slo}; expected of online-only: engine busy {self.load.busy:.0%}, "
@@ -261,7 +271,13 @@ def _at_lengths(
 def _with_forecasts(sized: Sized, engine: EngineModel) -> Sized:
     """Copy with a forecast of each round."""
     forecasts = _forecasts(sized.source, sized.design, engine)
-    return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
+    design, resident = sized.design, sized.preset.resident
+    return replace(
+        sized,
+        forecasts=forecasts,
+        takes_s=_takes_s(design, forecasts, engine),
+        begins_s=_begins_s(design, forecasts, engine, resident=resident),
+    )
 
 
 def _forecasts(
@@ -316,16 +332,35 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: EngineModel,
 
 
 def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel) -> float:
-    """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival."""
+    """Estimate the seconds of all blocks, and of their longest answers after the last arrival."""
+    tails_s = _tails_s(design, forecasts, engine)
+    before_s = STARTING_S + LEAD_S + design.settle_s
+    return sum(before_s + design.block_s + tails_s[policy] for policy in turns(design))
+
+
+def _begins_s(
+    design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel, *, resident: bool
+) -> float:
+    """Estimate the seconds before blocks: of servers that start, and of live requests that count for nothing."""
+    tails_s = _tails_s(design, forecasts, engine)
+    share = min(1.0, WARM_TOKENS / max(1, _longest(forecasts)))  # of the longest answer
+    warmed_s = sum(design.warmed_by * share * tails_s[policy] for policy in turns(design))
+    return warmed_s + sum(STARTED_S + tails_s[policy] for policy in started(design, resident=resident))
+
+
+def _tails_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel) -> dict[str, float]:
+    """Seconds of a block's longest answer after the last arrival, by policy."""
     # Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe one of the SLO.
     tbt_s = (design.slo.tbt_ms if design.slo else p99s_ms(forecasts)[1]) / 1e3
-    longest = max((one.output_tokens for forecast in forecasts for one in forecast.requests), default=0)
+    longest = _longest(forecasts)
     alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)
-    tails_s = dict.fromkeys(ALONE, alone_s) | dict.fromkeys(UNBOUNDED, longest * engine.full_s())
-    each_s = [tails_s.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies]
-    each_s += [alone_s, alone_s] if design.slo_ahead else []  # two passes
-    before_s = STARTING_S + LEAD_S + design.settle_s
-    return design.rounds * sum(before_s + design.block_s + tail_s for tail_s in each_s)
+    known = dict.fromkeys(ALONE, alone_s) | dict.fromkeys(UNBOUNDED, longest * engine.full_s())
+    return {policy: known.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies}
+
+
+def _longest(forecasts: Sequence[BlockForecast]) -> int:
+    """Tokens of the longest answer."""
+    return max((one.output_tokens for forecast in forecasts for one in forecast.requests), default=0)
 
 
 def _slowdown(block: Block, sized: Sized) -> float:

@@ -228,8 +228,13 @@ def test_each_cell_is_a_comparison_on_servers_of_one_store(
 
 def test_servers_start_anew_for_each_cell_of_a_full_sweep(tmp_path: Path, measured: Measured) -> None:
     """A server that is started twice is some percent faster or slower, and would be so in all cells."""
-    cells = sweep_in(tmp_path, replace(PLAN, anew=True))
-    assert cells._starts_s() == sweep.START_S * 8, "three servers a cell, of which one runs by then"
+    cells, once = sweep_in(tmp_path, replace(PLAN, anew=True)), sweep_in(tmp_path / "once")
+    assert cells._starts_s() == compare.STARTED_S * 2, (
+        "the plug-in's; two stock ones start in each cell's turns"
+    )
+    assert once._starts_s() == compare.STARTED_S * 2, "the stock ones"
+    anew_s, once_s = (one._takes_s(PLAN.wanted()[0], MACHINE.engine) for one in (cells, once))
+    assert anew_s - once_s > compare.STARTED_S * 2
     asyncio.run(cells.run(as_many_as_fit=False))
     (servers,) = FakeServers.made
     assert servers.ends == [1, 2], "between cells"

@@ -182,7 +182,7 @@ def test_what_is_set_is_said_in_one_line() -> None:
         f"{sized.rate:.3g} requests/s",
         f"1 x 4 blocks of {sized.design.block_s:g} s",
         f"busy {forecast.busy:.0%}",
-        f"about {sized.takes_s / 60:.0f} min once the engines are ready",
+        f"takes about {(sized.takes_s + sized.begins_s) / 60:.0f} min",
         f"P99 TTFT {p99s_ms([forecast])[0]:,.0f} ms",
         "SLO 1 x online-only's P99s",
     ):
@@ -528,6 +528,42 @@ def test_a_pass_before_the_rounds_takes_its_time_and_is_said() -> None:
     passes = 2 * rounds
     assert passes * each_s < ahead.takes_s - usual.takes_s < passes * (each_s + 10)
     assert "SLO 1 x online-only's P99s of a pass before them;" in ahead.sentence()
+
+
+def test_servers_start_in_their_turns_and_those_that_stay_start_once() -> None:
+    two = [CONSERVE, "online-only/planned", ONLINE_ONLY, NON_PREEMPTIVE]
+    turning = design(policies=two, rounds=2, starts_servers=True)
+    first, second = compare.order(two, 0), compare.order(two, 1)
+    assert [*compare.turns(turning)] == [*first, *second]
+    assert compare.started(turning, resident=True) == [ONLINE_ONLY, NON_PREEMPTIVE]
+    assert (first, second) == (
+        [ONLINE_ONLY, CONSERVE, "online-only/planned", NON_PREEMPTIVE],
+        [CONSERVE, "online-only/planned", NON_PREEMPTIVE, ONLINE_ONLY],
+    )
+    assert compare.started(turning, resident=False) == [
+        *(ONLINE_ONLY, CONSERVE, NON_PREEMPTIVE),
+        *(CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY),
+    ]
+    assert not compare.started(replace(turning, starts_servers=False), resident=False)
+    ahead = replace(turning, slo_ahead=True)
+    assert [*compare.turns(ahead)] == [ONLINE_ONLY] * 4 + [*first, *second]
+
+
+def test_the_time_before_blocks_is_announced_and_sizes_nothing() -> None:
+    """Servers start, meet arrivals and get rows; three live requests before each block wait as those in it."""
+    given = asked(rate=0.8)
+    running, own = (
+        size(given, preset, design(preset, starts_servers=starts), slower(1))
+        for preset, starts in ((CPU, False), (CPU, True))
+    )
+    assert running.takes_s == own.takes_s
+    assert own.begins_s - running.begins_s > 2 * compare.STARTED_S, "two stock servers"
+    ended = size(given, replace(CPU, resident=False), design(starts_servers=True), slower(1))
+    assert ended.begins_s - running.begins_s > 6 * compare.STARTED_S
+    full_s = slower(1).full_s()
+    beside_rows = CPU.rounds * 2 * compare.WARMED_BY * compare.WARM_TOKENS * full_s
+    assert beside_rows < running.begins_s < 2 * beside_rows, "of the two policies whose iterations are full"
+    assert f"takes about {round((own.takes_s + own.begins_s) / 60)} min" in own.sentence()
 
 
 def test_an_engine_with_room_is_asked_too_much_only_where_it_leaves_a_queue() -> None:

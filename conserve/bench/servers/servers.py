@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, Self
 
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.compare import PRACTICE_S, Design
+from conserve.bench.compare import FILL_S, PRACTICE_S, Design
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
 from conserve.bench.load import LoadTarget
@@ -30,7 +30,6 @@ MakeServer = Callable[[Settings, dict[str, Any], list[str], int], ProcessCommand
 MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
 MOST_ROWS = 256  # in flight at a stock server beside one of unknown speed
 MOST_BLOCKS = 10_000  # on the same servers
-FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +54,7 @@ async def on_own_server(
     servers = Servers(plan, design)
     try:
         await servers.start()
+        design = replace(design, starts_servers=True)
         await measure(servers.deployment, servers.prepare, plan.preset, design, measurement, wishes)
     finally:
         await servers.close()

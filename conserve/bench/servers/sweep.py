@@ -9,7 +9,7 @@ from conserve.bench import cell as cells
 from conserve.bench import raw
 from conserve.bench.bound import Mix, rows_per_s
 from conserve.bench.cell import PlayedCell
-from conserve.bench.compare import Design
+from conserve.bench.compare import STARTED_S, Design
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
 from conserve.bench.names import SARATHI_P, is_stock
@@ -29,7 +29,6 @@ from conserve.words import duration
 
 MakePlan = Callable[[Sequence[str], Preset, Path], ServersPlan]
 QUICK_S = 1800.0  # of a sweep that has as many cells as fit
-START_S = 60.0  # of a server
 
 
 class OnServers:
@@ -74,7 +73,7 @@ class OnServers:
                 await servers.end()
             self.ledger.keep(await self._measure(cell, servers, engine))
             left = missing[number + 1 :]
-            left_s = sum(takes_s[other] for other in left) + START_S * self._started_each * len(left)
+            left_s = sum(takes_s[other] for other in left) + STARTED_S * self._started_each * len(left)
             self._say(
                 f"{known + number + 1} of {len(missing) + known}: {cell.name}; about {duration(left_s)} left"
             )
@@ -131,21 +130,23 @@ class OnServers:
 
     def _takes_s(self, cell: Cell, engine: EngineModel) -> float:
         offered = self._offered(cell, engine)
-        return size(offered, self._preset, self._design(cell.scale), engine, overload=True).takes_s
+        sized = size(offered, self._preset, self._design(cell.scale), engine, overload=True)
+        return sized.takes_s + sized.begins_s
 
     def _starts_s(self) -> float:
-        """Time that servers take to start; the plug-in's runs when this is told."""
-        again = self._started_each * (len(self.ledger.missing) - 1)
-        return START_S * (self._stock + again)
+        """Time of servers that start between cells; the plug-in's runs when this is told."""
+        stock = 0 if self._starts_in_turns else sum(map(is_stock, self._plan.policies))
+        return STARTED_S * (stock + self._started_each * (len(self.ledger.missing) - 1))
 
     @property
-    def _stock(self) -> int:
-        return sum(map(is_stock, self._plan.policies))
+    def _starts_in_turns(self) -> bool:
+        """True if stock servers start in the turns of each cell, whose time has theirs."""
+        return self._plan.anew or not self._preset.resident
 
     @property
     def _started_each(self) -> int:
         """Number of servers that start for each further cell; `sarathi-p` has a token budget of its own in each."""
-        return self._stock + 1 if self._plan.anew else int(SARATHI_P in self._plan.policies)
+        return 1 if self._starts_in_turns else int(SARATHI_P in self._plan.policies)
 
     def _fit(self, engine: EngineModel) -> None:
         """Cut the sweep to the cells that half an hour allows, before the first one is measured."""
@@ -167,4 +168,5 @@ class OnServers:
             seed=self._plan.seed,
             preemption=PREEMPTION,
             load_cores=self._preset.other_cores,
+            starts_servers=self._starts_in_turns,
         )
