@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -43,7 +44,8 @@ class SweepPlan:
     requests: int = 0  # live ones in a cell, as its rate expects: a P99 of forty is the slowest one
     block_s: float
     simulated: bool
-    engine: str  # what is measured
+    engine: str  # what is measured: a model with all of vLLM's flags
+    preset: str = ""  # which says more than flags: lengths of rows, cores
     anew: bool = False  # servers start for each cell: the same server started twice differs by some percent
     machine: str = ""  # digest of a simulated engine: a profile that is measured again keeps its name
     equal_p99: bool = False  # baselines are tuned to ConServe's P99s on the reported blocks
@@ -65,30 +67,34 @@ class SweepPlan:
             "simulated": self.simulated,
             "engine": self.engine,
             "figures": FIGURES,
-            **({"machine": self.machine} if self.simulated else {"slo": AHEAD, "servers": self._servers}),
+            **({"machine": self.machine} if self.simulated else self._on_servers()),
             **({"equal_p99": True} if self.equal_p99 else {}),
         }
 
-    @property
-    def _servers(self) -> str:
-        return "started for each cell" if self.anew else "started once"
+    def _on_servers(self) -> Document:
+        started = "started for each cell" if self.anew else "started once"
+        return {"preset": self.preset, "slo": AHEAD, "servers": started}
 
 
 @dataclass(slots=True)
 class CellLedger:
-    """Measured cells in a file of lines, the plan first. A line that was cut short is measured again."""
+    """Measured cells in a file of lines, the plan first. A line that was cut short is measured again.
+
+    Cells may be of several versions and machines: each says what it was `measured_with`.
+    """
 
     path: Path
     plan: SweepPlan
     measured: dict[Cell, Document] = field(default_factory=dict)
+    here: str = ""  # versions and the machine of this process; unknown where empty
 
     @classmethod
-    def open(cls, path: Path, plan: SweepPlan) -> "CellLedger":
+    def open(cls, path: Path, plan: SweepPlan, here: str = "") -> "CellLedger":
         """Go on with the file, or begin it; raises `InputError` if it is another sweep's.
 
         A single cell is played anew, so a file with measured cells is another's.
         """
-        ledger = cls(path, plan)
+        ledger = cls(path, plan, here=here)
         lines = list(documents(path.read_text())) if path.exists() else []
         if lines and lines[0] != plan.document():
             before, now = lines[0], plan.document()
@@ -109,6 +115,7 @@ class CellLedger:
 
     def keep(self, document: Document) -> None:
         """Append a cell, behind a line that may have been cut short."""
+        document = {**document, **({"measured_with": self.here} if self.here else {})}
         before = self.path.read_bytes()
         cut = before and not before.endswith(b"\n")
         with self.path.open("a") as opened:
@@ -124,6 +131,21 @@ class CellLedger:
     def done(self) -> list[Document]:
         """Measured cells of the plan, in its order."""
         return [self.measured[cell] for cell in self.plan.wanted() if cell in self.measured]
+
+    @property
+    def measured_with(self) -> Counter[str]:
+        """Number of the plan's cells by what they were measured with, as far as that is known."""
+        return Counter(one["measured_with"] for one in self.done if "measured_with" in one)
+
+    def mixed(self) -> str | None:
+        """Sentence on cells of other versions or another machine beside those to come; None if there are none."""
+        others = [name for name in self.measured_with if name != self.here]
+        if not others or not self.missing:
+            return None
+        return (
+            f"cells in {self.path.parent} were measured with {'; '.join(others)}, and the others will be with "
+            f"{self.here}; to have all of one, name another folder with --output"
+        )
 
 
 def documents(text: str) -> Iterator[Document]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from conserve.cli import exits, output
 from conserve.engine.policy.policies import CONSERVE
+from conserve.engine.runtime.machine import compute_threads, cpu_model, gpu_models
+from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.errors import ConserveError
 
 if TYPE_CHECKING:
@@ -146,6 +148,18 @@ def facts(design: "Design", slo: "LatencyLimits | None") -> dict[str, str]:
         "SLO": ("given" if design.slo else f"{design.slo_scale:g} x online-only's P99s")
         + (f": {limits_words(slo)}" if slo else ""),
     }
+
+
+def measured_with(*, simulated: bool) -> str:
+    """What cells of a sweep are measured with now: versions, and the machine unless its time is simulated."""
+    from conserve import __version__
+
+    engine = installed_engine()
+    words = [f"ConServe {__version__}", *([f"{engine.distribution} {engine.version}"] if engine else [])]
+    if not simulated:
+        gpus = "" if engine is None or engine.computes_on_cpu else gpu_models()
+        words.append(gpus or f"{cpu_model()}, {output.count(compute_threads(), 'core')}")
+    return ", ".join(words)
 
 
 def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:

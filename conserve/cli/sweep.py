@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from conserve.bench.names import regime_of
 from conserve.cli import exits, output
 from conserve.cli.bench_names import which
+from conserve.cli.bench_report import measured_with
 from conserve.cli.context import Context
 from conserve.cli.side_by_side import side_by_side
 from conserve.config import Settings
@@ -139,8 +140,18 @@ def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
         requests=REQUESTS if wanted.simulated and wanted.rounds is None else 0,
         simulated=wanted.simulated,
         engine=engine,
+        preset=wanted.preset,
         equal_p99=wanted.equal_p99,
     )
+
+
+def plan_on_servers(settings: Settings, flags: list[str], wanted: SweepFlags, size: Size) -> "SweepPlan":
+    """The plan of a sweep on servers, with the flags of settings and files spelled out; raises `SettingsError`."""
+    from conserve.api.running import engine_flags
+    from conserve.bench.presets import PRESETS
+
+    words = [*PRESETS[wanted.preset].engine_flags, *engine_flags(settings, flags)]
+    return plan_of(wanted, size, " ".join([settings.engine_model, *words]))
 
 
 def policies_of(wanted: SweepFlags) -> list[str]:
@@ -247,11 +258,11 @@ def on_servers(
     from conserve.cli.bench import interruptible, until_stopped
     from conserve.cli.bench_plan import own_plan
 
-    preset = PRESETS[wanted.preset]
-    plan = plan_of(wanted, size, " ".join([settings.engine_model, *preset.engine_flags, *flags]))
-    ledger = CellLedger.open(folder / FILE, plan)
+    preset, plan = PRESETS[wanted.preset], plan_on_servers(settings, flags, wanted, size)
+    ledger = CellLedger.open(folder / FILE, plan, measured_with(simulated=False))
     if ledger.missing:
         require_engine()
+        say_if_mixed(ledger)
         made = partial(own_plan, settings, flags, seed=plan.seed)
         sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
         quick = wanted.size == "quick" and wanted.cells is None and wanted.cell is None
@@ -268,9 +279,10 @@ def simulated(
     from conserve.bench.sweep import CellLedger
     from conserve.cli.bench import interruptible
 
-    ledger = CellLedger.open(folder / FILE, plan)
+    ledger = CellLedger.open(folder / FILE, plan, measured_with(simulated=True))
     if ledger.missing:
         require_engine()
+        say_if_mixed(ledger)
     most = processes or min(compute_threads(), MOST_PROCESSES)
     with interruptible():  # the cells under way are dropped
         if ledger.missing:
@@ -309,6 +321,12 @@ def fill(ledger: "CellLedger", make: "Callable[[], Callable[[Cell], Document]]",
             estimate.measured()
             left = output.duration(estimate.left_s(len(missing) - number))
             output.say(f"{known + number} of {len(missing) + known}: {cell.name}; {left} left")
+
+
+def say_if_mixed(ledger: "CellLedger") -> None:
+    """Say that cells of other versions or another machine are in the folder."""
+    if (sentence := ledger.mixed()) is not None:
+        output.say(sentence)
 
 
 def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
@@ -358,11 +376,13 @@ def facts(ledger: "CellLedger") -> dict[str, str]:
     from conserve.bench.points import grid
 
     plan = ledger.plan
+    with_what = [f"{name} ({output.count(n, 'cell')})" for name, n in ledger.measured_with.items()]
     restless = None if plan.simulated else machine(ledger.done)
     how = ", simulated: the scheduler is real, the time is a latency model's" if plan.simulated else ""
     return {
         "engine": f"{plan.engine}{how}",
         "version": __version__,
+        "measured with": "; ".join(with_what) or "unknown",
         "measured": time.strftime("%Y-%m-%d %H:%M"),
         "cells": f"{len(ledger.done)} of {len(grid())}, in the order of a Sobol sequence; none is left out",
         "seed": str(plan.seed),

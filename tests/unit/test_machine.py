@@ -10,6 +10,7 @@ from conserve.engine.runtime.machine import (
     Cores,
     cpu_model,
     cpu_quota,
+    gpu_models,
     memory_headroom,
     memory_limit,
 )
@@ -113,4 +114,13 @@ def test_arm_processors_go_by_maker_and_part(tmp_path: Path) -> None:
     assert cpu_model(info) == "ARM 0x41/0xd40"
     info.write_text("processor\t: 0\nmodel name\t: AMD EPYC: 9B14\n\nprocessor\t: 1\nmodel name\t: other\n")
     assert cpu_model(info) == "AMD EPYC: 9B14"
+
+
+def test_gpus_go_by_their_names(tmp_path: Path) -> None:
+    assert gpu_models(tmp_path) == ""
+    for number, model in enumerate(("NVIDIA H200", "NVIDIA L4", "NVIDIA H200")):
+        file = tmp_path / f"0000:0{number}:00.0" / "information"
+        file.parent.mkdir()
+        file.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 29\nDevice Minor: \t {number}\n")
+    assert gpu_models(tmp_path) == "2 x NVIDIA H200, 1 x NVIDIA L4"
     assert cpu_model(tmp_path / "none") == "CPU"

@@ -27,7 +27,18 @@ from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated, usual_folder
+from conserve.cli.sweep import (
+    SETS,
+    SIZES,
+    SweepFlags,
+    facts,
+    plan_of,
+    plan_on_servers,
+    policies_of,
+    simulated,
+    usual_folder,
+)
+from conserve.config import Settings
 from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
@@ -461,6 +472,43 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         CellLedger.open(tmp_path / "equal.jsonl", PLAN)
     with pytest.raises(InputError, match=r"other machine;"):
         CellLedger.open(file, replace(PLAN, machine="measured again"))
+
+
+def test_a_sweep_of_several_versions_or_machines_goes_on_and_says_so(tmp_path: Path) -> None:
+    file, wanted = tmp_path / "cells.jsonl", PLAN.wanted()
+    CellLedger.open(file, PLAN).keep(told(wanted[0], 1.0))
+    first = CellLedger.open(file, PLAN, "vllm 1 on a machine")
+    assert first.mixed() is None, "what measured cells of earlier versions is unknown"
+    first.keep(told(wanted[1], 1.0))
+    assert CellLedger.open(file, PLAN, "vllm 1 on a machine").mixed() is None
+    other = CellLedger.open(file, PLAN, "vllm 2 on a machine")
+    assert f"{tmp_path} were measured with vllm 1 on a machine, and the others will be with" in str(
+        other.mixed()
+    )
+    for cell in wanted[2:]:
+        other.keep(told(cell, 1.0))
+    assert other.mixed() is None, "none is to come"
+    assert facts(other)["measured with"] == "vllm 1 on a machine (1 cell); vllm 2 on a machine (2 cells)"
+
+
+def test_a_sweep_on_servers_is_of_all_flags_that_they_start_with(tmp_path: Path) -> None:
+    """Those of `conserve.toml` and of a file change between two sittings, and the command stays the same."""
+    file = tmp_path / "flags.yaml"
+
+    def plan(content: str, engine_args: str = "", preset: str = "cpu") -> SweepPlan:
+        file.write_text(content)
+        flags = SweepFlags.of({**FLAGS, "simulated": False, "preset": preset})
+        settings = Settings(home=tmp_path, engine_args=engine_args)
+        return plan_on_servers(settings, ["--config", str(file)], flags, SIZES["quick"])
+
+    ledger = tmp_path / "cells.jsonl"
+    CellLedger.open(ledger, plan("dtype: float32"))
+    CellLedger.open(ledger, plan("dtype: float32"))
+    for other in (plan("dtype: bfloat16"), plan("dtype: float32", "--enforce-eager")):
+        with pytest.raises(InputError, match=r"other engine;"):
+            CellLedger.open(ledger, other)
+    with pytest.raises(InputError, match=r"other engine, preset;"):
+        CellLedger.open(ledger, plan("dtype: float32", preset="full"))
 
 
 def test_a_single_cell_is_played_anew_beside_no_other(tmp_path: Path) -> None:

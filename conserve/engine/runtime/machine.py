@@ -1,9 +1,10 @@
-"""Cores and memory that this process may use, by its affinity, its control group and the machine."""
+"""Cores and memory that this process may use, by its affinity, its control group and the machine; device names."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"  # cores that it leaves free
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
+GPUS = Path("/proc/driver/nvidia/gpus")
 UNLIMITED = 1 << 60  # bytes; for no limit, version 1 of control groups writes a huge number
 
 
@@ -125,6 +127,14 @@ def cpu_model(info: Path = CPU_INFO) -> str:
     if "CPU part" in fields:
         return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
     return "CPU"
+
+
+def gpu_models(folder: Path = GPUS) -> str:
+    """Names of the machine's NVIDIA GPUs, each with its number; empty without any."""
+    lines = (line for file in sorted(folder.glob("*/information")) for line in _read(file).splitlines())
+    fields = (line.partition(":") for line in lines)
+    models = Counter(value.strip() for name, _, value in fields if name.strip() == "Model")
+    return ", ".join(f"{number} x {model}" for model, number in models.items())
 
 
 def _read(path: Path) -> str:
