@@ -12,7 +12,7 @@ from conserve.profiles.points import NOISE_EVERY
 
 SHORT_MS = 60.0  # iterations under this are repeated at once
 SHORT_REPEATS = 3
-LEAST_FITTED = 32  # fewest batches in a fit: four for each term of the largest model
+LEAST_FITTED = 32  # fewest batches in a fit: three and a half for each term of the largest model
 SLACK = 1.2  # the next batches of a random order take more than their mean
 
 
