@@ -35,11 +35,11 @@ class PaperModel(LinearModel):
         return (sums.tokens, sums.square + sums.product, sums.tokens + sums.context, 1)
 
     def _with(self, batch: Batch, context: int) -> Parabola:
-        compute, attention, memory, _ = self._weights
+        k = self.coefficients
         return Parabola(
-            attention,
-            compute + attention * context + memory,
-            self.predict(batch) + memory * context,
+            k["attention"],
+            k["compute"] + k["attention"] * context + k["memory"],
+            self.predict(batch) + k["memory"] * context,
         )
 
 
@@ -83,13 +83,13 @@ class ConServeModel(LinearModel):
         )
 
     def _with(self, batch: Batch, context: int) -> Parabola:
-        compute, causal, attention, memory, request, prefill, reread, _, several = self._weights
+        k = self.coefficients
         return Parabola(
-            causal,
-            compute + attention * context + memory,
+            k["causal"],
+            k["compute"] + k["attention"] * context + k["memory"],
             self.predict(batch)
-            + (memory + reread) * context
-            + request
-            + prefill
-            + several * (batch.tokens <= 1),
+            + (k["memory"] + k["reread"]) * context
+            + k["request"]
+            + k["prefill"]
+            + k["several"] * (batch.tokens <= 1),
         )

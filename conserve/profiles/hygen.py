@@ -41,5 +41,9 @@ class HyGenModel(LinearModel):
         )
 
     def _with(self, batch: Batch, context: int) -> Parabola:
-        tokens, _, square, _, prefill, _, _ = self._weights
-        return Parabola(square, tokens + 2 * square * batch.prefill_tokens, self.predict(batch) + prefill)
+        k = self.coefficients
+        return Parabola(
+            k["prefill_square"],
+            k["prefill_tokens"] + 2 * k["prefill_square"] * batch.prefill_tokens,
+            self.predict(batch) + k["prefills"],
+        )
