@@ -3,7 +3,7 @@
 A percentile is the smallest measured value that at least so many values do not exceed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -336,20 +336,18 @@ def ratios(name: str, policies: Mapping[str, PolicyOutcome]) -> Ratios:
     prioritised = next((other for other in (SARATHI_P, PRIORITY) if other in policies), None)
     yardsticks = (alone_of(names), most_of(names), prioritised)
     alone, most, priority = (policies.get(other or "") for other in yardsticks)
+
+    def to(other: PolicyOutcome | None, figure: Callable[[PolicyOutcome], float | None]) -> float | None:
+        return _ratio(figure(this), figure(other)) if other is not None else None
+
     return Ratios(
-        ttft_p50_to_online_only=_ratio(_p50(this.ttft_ms), _p50(alone.ttft_ms) if alone else None),
-        ttft_p99_to_online_only=_ratio(_p99(this.ttft_ms), _p99(alone.ttft_ms) if alone else None),
-        tbt_p50_to_online_only=_ratio(_p50(this.tbt_ms), _p50(alone.tbt_ms) if alone else None),
-        tbt_p99_to_online_only=_ratio(_p99(this.tbt_ms), _p99(alone.tbt_ms) if alone else None),
-        offline_tokens_to_non_preemptive=_ratio(
-            this.offline_tokens_per_s, most.offline_tokens_per_s if most else None
-        ),
-        offline_work_to_non_preemptive=_ratio(
-            this.offline_work_per_s, most.offline_work_per_s if most else None
-        ),
-        offline_work_to_priority=_ratio(
-            this.offline_work_per_s, priority.offline_work_per_s if priority else None
-        ),
+        ttft_p50_to_online_only=to(alone, lambda one: _p50(one.ttft_ms)),
+        ttft_p99_to_online_only=to(alone, lambda one: _p99(one.ttft_ms)),
+        tbt_p50_to_online_only=to(alone, lambda one: _p50(one.tbt_ms)),
+        tbt_p99_to_online_only=to(alone, lambda one: _p99(one.tbt_ms)),
+        offline_tokens_to_non_preemptive=to(most, lambda one: one.offline_tokens_per_s),
+        offline_work_to_non_preemptive=to(most, lambda one: one.offline_work_per_s),
+        offline_work_to_priority=to(priority, lambda one: one.offline_work_per_s),
         ttft_p99_priority_over_this=_ratio(_p99(priority.ttft_ms) if priority else None, _p99(this.ttft_ms)),
     )
 
