@@ -189,6 +189,19 @@ def test_a_cache_that_is_reset_is_forgotten(make: Make) -> None:
     assert said["lost_tokens"] == 0, "no row took anything"
 
 
+def test_blocks_of_live_requests_that_a_reset_preempts_are_not_kept(make: Make) -> None:
+    """They are empty behind it."""
+    engine = make(0.5, rows=False)
+    play(engine)
+    live = engine.request(320, 20)
+    engine.scheduler.add_request(live)
+    while live.num_output_tokens < 2:
+        engine._iterate()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert live.num_preemptions == 1
+    assert engine.scheduler.prefixes._queue.kept == 0
+
+
 def test_later_turns_beside_rows_get_the_answers_that_they_get_alone(few_layers: Path) -> None:
     """With a real worker: what was kept is what the earlier turn has computed."""
     from tests.preempted_engine import Ask, greedy, prompt, started

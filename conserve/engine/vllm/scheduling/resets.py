@@ -23,7 +23,6 @@ def resetting(scheduler: CoServing, *, running: bool) -> Iterator[None]:
 
     A row that is being restored keeps its blocks, which the workers write: vLLM refuses the reset.
     """
-    scheduler.prefixes.forget()
     saves = scheduler.checkpoints
     with saves.standing_still(free=running) if saves is not None else nullcontext():
         if running:
@@ -31,4 +30,7 @@ def resetting(scheduler: CoServing, *, running: bool) -> Iterator[None]:
             held, blocked = scheduler.kv_holding_waiting, scheduler._is_blocked_waiting_status
             names = [request.request_id for request in held if not blocked(request.status)]
             evict(scheduler, names, time.monotonic())
-        yield
+        try:
+            yield
+        finally:
+            scheduler.prefixes.forget()  # also what live requests left that vLLM has preempted for the reset
