@@ -124,6 +124,20 @@ class Checkpointed:
         assert new["blocks_failed"] == before["blocks_failed"]
         assert new["blocks_saved"] > before["blocks_saved"], "blocks are saved again"
 
+    def test_no_copy_of_before_a_reset_comes_back(self, engine: Any) -> None:
+        """Weights may have been replaced before it; vLLM does not ask connectors unless told so."""
+        asked = rows(4, count=3, tokens=30)
+        wanted = engine.undisturbed(asked)
+        before = counts(engine)
+        engine.add(*asked)
+        until(engine, lambda: saved(engine, "row2") >= BLOCK)
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert not engine.scheduler.checkpoints.any_saved
+        for host in worker_copies().cpu_kv_caches.values():
+            host.fill_(7)
+        assert engine.drain() == wanted
+        assert counts(engine)["tokens_restored"] == before["tokens_restored"]
+
     def test_what_comes_back_is_what_was_there_and_the_row_goes_on_where_it_stopped(
         self, engine: Any
     ) -> None:

@@ -326,7 +326,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "KVCacheManager.{get_block_ids,free}": "a row's blocks",
         "Request.{block_hashes,skip_reading_prefix_cache}": "what names a block; True: cannot be restored",
         "Scheduler._inflight_prefill_reserved_blocks": "blocks of requests whose KV comes back",
-        "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
+        "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile, and copies go too",
         "GPUModelRunner.maybe_get_kv_connector_output": "what an abandoned iteration brings, from the V1 runner",
         "KVConnectorBase_V1.{_cache_hit_source,_kv_transfer_config,requires_kv_delivery,shutdown}": "ours or read",
         "KVConnectorBase_V1.{bind_kv_cache_manager,get_num_new_matched_tokens,update_state_after_alloc,"

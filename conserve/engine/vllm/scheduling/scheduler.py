@@ -368,9 +368,13 @@ class CoServing(VllmsAttributes):
         super().shutdown()  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Reset the cache as vLLM does, which needs all blocks free."""
+        """Reset the cache as vLLM does, which needs all blocks free, and its copies in host memory.
+
+        Weights may have been replaced: their KV would come back with rows, under names that do not tell.
+        """
         with resetting(self, running=reset_running_requests):
-            return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
+            done = bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))  # type: ignore[misc]
+            return done and (self.checkpoints is None or self.checkpoints.reset())
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]
