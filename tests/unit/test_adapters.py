@@ -6,7 +6,7 @@ import pytest
 
 from conserve.engine.policy.adapters import Adapters
 from conserve.engine.policy.composer import Composer
-from conserve.engine.policy.offline import MOST_PASSED
+from conserve.engine.policy.offline import MOST_PASSED, OVERTAKE_MS
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate
 from tests.policy_views import FRESH, decodes, plan_of, view_of
@@ -110,6 +110,46 @@ class TestPlan:
         others = [FRESH, Candidate("plain", 10, 0)]
         assert self.plan((1, 1, 2), waiting_offline=others).admitted == ["plain"]
         assert self.plan((1, 1, 1), waiting_offline=others).admitted == ["fresh", "plain"]
+
+    @pytest.mark.parametrize(
+        ("waited_ms", "admitted"),
+        [(OVERTAKE_MS, ["late", "plain", "later"]), (OVERTAKE_MS + 1, ["plain"])],
+    )
+    def test_a_row_is_not_overtaken_for_ever_by_rows_whose_adapter_runs(
+        self, waited_ms: float, admitted: list[str]
+    ) -> None:
+        """Otherwise it would wait as long as there are any."""
+        names = ("waits", "other", "late", "plain", "later")
+        waiting = [Candidate(name, 10, 0, age_ms=waited_ms * (name == "waits")) for name in names]
+        plan = plan_of(
+            offline=self.ROWS[:1],
+            waiting_offline=waiting,
+            adapters={"row0": 1, "waits": 2, "other": 2, "late": 1, "later": 1},
+            most_adapters=1,
+        )
+        assert plan.admitted == admitted
+
+    def test_rows_with_the_adapter_of_a_live_request_overtake_it_since_that_one_stays(self) -> None:
+        waiting = [Candidate("waits", 10, 0, age_ms=2 * OVERTAKE_MS), Candidate("late", 10, 0)]
+        plan = plan_of(
+            online=decodes(1, "live"),
+            offline=self.ROWS[:1],
+            waiting_offline=waiting,
+            adapters={"live0": 1, "row0": 1, "waits": 2, "late": 1},
+            most_adapters=1,
+        )
+        assert plan.admitted == ["late"]
+
+    def test_rows_that_came_before_it_overtake_it(self) -> None:
+        """The queue is sorted by priority first."""
+        waiting = [Candidate("waits", 10, 0, age_ms=OVERTAKE_MS), Candidate("old", 10, 0, age_ms=9 * OVERTAKE_MS)]
+        plan = plan_of(
+            offline=self.ROWS[:1],
+            waiting_offline=waiting,
+            adapters={"row0": 1, "waits": 2, "old": 1},
+            most_adapters=1,
+        )
+        assert plan.admitted == ["old"]
 
     @pytest.mark.parametrize(("passed", "admitted"), [(MOST_PASSED - 1, ["plain"]), (MOST_PASSED, [])])
     def test_so_many_waiting_rows_are_passed_over_at_most(self, passed: int, admitted: list[str]) -> None:

@@ -19,6 +19,7 @@ class Adapters:
         self._most = view.most_adapters
         named = [self._of.get(one.name) for one in (*view.online, *view.offline)] if self._of else []
         self._running = Counter(adapter for adapter in named if adapter is not None)
+        self._live = {self._of.get(one.name) for one in view.online} if self._of else set()
 
     def fits(self, name: str) -> bool:
         """True if the request may run beside those that do."""
@@ -26,6 +27,11 @@ class Adapters:
         if self._most is None or adapter is None or self._running[adapter]:
             return True
         return len(+self._running) < self._most
+
+    def of_rows_alone(self, name: str) -> bool:
+        """True if the request has an adapter, and no live request runs with it."""
+        adapter = self._of.get(name)
+        return adapter is not None and adapter not in self._live
 
     def enter(self, name: str) -> None:
         """Count a request that is to run."""

@@ -308,6 +308,10 @@ class Composer:
         """True if the waiting request has no LoRA adapter too many beside those of running requests."""
         return self._adapters.fits(candidate.name)
 
+    def keeps_adapter(self, candidate: Candidate) -> bool:
+        """True if the waiting request has a LoRA adapter that goes with the last row that runs with it."""
+        return self._adapters.of_rows_alone(candidate.name)
+
     def adapter_comes(self, candidate: Candidate, victims: Sequence[Candidate]) -> bool:
         """True if the waiting request's adapter fits, or would without some of the victims."""
         return self.adapter_fits(candidate) or bool(self._adapters.in_the_way(victims))

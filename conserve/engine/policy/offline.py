@@ -9,6 +9,7 @@ from conserve.engine.policy.view import Candidate, View
 
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
 MOST_PASSED = 256  # waiting requests that are passed over at most, since their LoRA adapter is one too many
+OVERTAKE_MS = 60_000.0  # by which rows overtake one whose LoRA adapter is one too many, at most
 MOST_PUSHED = 32  # waiting requests among which pushed ones are looked for
 GROWTH = 2  # running requests for which one block is kept free, so that the next decode step evicts none
 
@@ -131,12 +132,19 @@ def _with_blocks_to_grow(
 
 
 def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The waiting requests whose LoRA adapter fits when their turn comes."""
+    """The waiting requests whose LoRA adapter fits when their turn comes.
+
+    The first one that is passed over waits until an adapter has no running request. So rows that came long after it
+    begin with no adapter that rows alone use: one with ever new rows would never leave.
+    """
     passed = 0
+    first: Candidate | None = None
     for request in waiting:
-        if composer.adapter_fits(request):
+        late = first is not None and first.age_ms - request.age_ms > OVERTAKE_MS
+        if composer.adapter_fits(request) and not (late and composer.keeps_adapter(request)):
             yield request
             continue
+        first = first or request
         passed += 1
         if passed == MOST_PASSED:
             return
