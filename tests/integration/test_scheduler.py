@@ -841,30 +841,46 @@ def test_memory_is_that_of_all_groups_of_kv_blocks(make: Make, windows: int) -> 
     assert engine.scheduler.offline_tokens.again  # memory was full
 
 
-def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
+def with_adapter(engine: Any, adapter: int, prompt: int, tokens: int, *, offline: bool = True) -> Any:
+    """Have the scheduler take in a new request with this LoRA adapter; 0 is none."""
     from vllm.lora.request import LoRARequest
 
-    def add(adapter: int, prompt: int, tokens: int, *, offline: bool = True) -> Any:
-        request = engine.request(prompt, tokens, offline=offline)
-        request.lora_request = LoRARequest(f"adapter{adapter}", adapter, "/there") if adapter else None
-        engine.scheduler.add_request(request)
-        return request
+    request = engine.request(prompt, tokens, offline=offline)
+    request.lora_request = LoRARequest(f"adapter{adapter}", adapter, "/there") if adapter else None
+    engine.scheduler.add_request(request)
+    return request
 
+
+def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
     engine = make("conserve", slo={"tbt_slo_ms": 200}, enable_lora=True, max_loras=1, max_lora_rank=8)
     for _ in range(4):
-        add(1, 200, 100)
+        with_adapter(engine, 1, 200, 100)
     for _ in range(5):
         engine.step()
-    live = add(2, 100, 60, offline=False)
+    live = with_adapter(engine, 2, 100, 60, offline=False)
     engine.step()
     assert live.num_output_tokens == 1
-    behind = [add(1, 3000, 10), *(add(0, 100, 5) for _ in range(5))]
+    behind = [with_adapter(engine, 1, 3000, 10), *(with_adapter(engine, 0, 100, 5) for _ in range(5))]
     while live.request_id in engine.scheduler.requests:
         engine.step()  # vLLM ends where two adapters are computed at once
     assert [row.num_output_tokens for row in behind] == [0, 5, 5, 5, 5, 5]
     while engine.scheduler.requests:
         engine.step()
     assert behind[0].num_output_tokens == 10
+
+
+def test_a_row_whose_next_step_has_to_wait_keeps_its_adapter(make: Make) -> None:
+    """As with pipeline parallelism. vLLM would let another adapter in, and end where both are computed at once."""
+    engine = make("conserve", slo={"tbt_slo_ms": 200}, enable_lora=True, max_loras=1, max_lora_rank=8)
+    row = with_adapter(engine, 1, 200, 100)
+    for _ in range(3):
+        engine.step()
+    row.next_decode_eligible_step = engine.scheduler.current_step + 3
+    live = with_adapter(engine, 2, 100, 6, offline=False)
+    for _ in range(2):
+        assert not engine.step().num_scheduled_tokens
+    engine.step()
+    assert (row.num_preemptions, live.num_output_tokens) == (1, 1)
 
 
 def test_images_behind_a_chunk_are_not_encoded_and_no_model_learns_from_those_in_it(make: Make) -> None:

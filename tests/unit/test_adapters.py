@@ -1,5 +1,6 @@
 """LoRA adapters of running requests: which waiting ones fit beside them, and which rows give theirs up."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ class TestFits:
         running = [Candidate(name, 1, 20, True, 2) for name in ("plain", "a1")]
         view = view_of(online=running, adapters={"a1": 1, "wants": 2}, most_adapters=2)
         assert Adapters(view).fits("wants")
+
+    def test_the_adapter_of_a_request_that_has_to_wait_a_step_is_used_too(self) -> None:
+        view = view_of(online=decodes(1, "a"), adapters={"a0": 1, "wants": 2}, most_adapters=2)
+        assert Adapters(view).fits("wants")
+        assert not Adapters(replace(view, resting_adapters=[3])).fits("wants")
+        assert Adapters(replace(view, resting_adapters=[2, 3])).fits("wants")
 
     def test_one_that_entered_counts_until_it_has_left_as_often(self) -> None:
         adapters = adapters_of(1, first=1, second=1, other=2)

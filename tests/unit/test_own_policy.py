@@ -130,6 +130,8 @@ def test_no_more_adapters_run_than_can_be_computed_whoever_has_tokens() -> None:
         assert fault_of(replace(beside, **{gone: ["row"]}), view) is None
     for fits in ({"most_adapters": 2}, {"adapters": {"row": 1, "prompt": 1}}, {"adapters": {"row": 1}}):
         assert fault_of(beside, replace(view, **fits)) is None
+    resting = replace(view, adapters={"prompt": 2}, resting_adapters=[1])
+    assert fault_of(beside, resting) == "it runs 2 LoRA adapters at once, and 1 can"
     assert fault_of(plan_of((LIVE, 1)), view) is None
 
 

@@ -19,6 +19,7 @@ class Adapters:
         self._most = view.most_adapters
         named = [self._of.get(one.name) for one in (*view.online, *view.offline)] if self._of else []
         self._running = Counter(adapter for adapter in named if adapter is not None)
+        self._running.update(view.resting_adapters)
         self._live = {self._of.get(one.name) for one in view.online} if self._of else set()
 
     def fits(self, name: str) -> bool:

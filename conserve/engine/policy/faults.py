@@ -117,7 +117,7 @@ def _adapters(plan: Plan, view: View) -> int:
     """LoRA adapters of the requests that run under the plan, those without tokens too: each has a turn to come."""
     running = {request.name for request in (*view.online, *view.offline)}
     running = running.difference(plan.evicted, plan.parked).union(plan.admitted)
-    return len({view.adapters[name] for name in running if name in view.adapters})
+    return len({view.adapters[name] for name in running if name in view.adapters} | {*view.resting_adapters})
 
 
 def _blocks(request: Candidate, plan: Plan, view: View) -> int:

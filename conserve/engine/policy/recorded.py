@@ -44,7 +44,7 @@ NUMBERS = [
     field.name
     for field in fields(View)
     if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups", "adapters")
-]  # and truth values
+]  # and truth values, and a list of numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

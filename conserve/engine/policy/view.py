@@ -235,6 +235,7 @@ class View:
     block_tokens: int
     adapters: Mapping[str, int] = field(default_factory=dict)  # request -> LoRA adapter, of those with one
     most_adapters: int | None = None  # of the requests that run; None without adapters
+    resting_adapters: Sequence[int] = ()  # of running requests that are left out: they have to wait a step
     kv_groups: Sequence[KvGroup] = ()  # empty where one group keeps the KV of all tokens
     batches: bool = True  # batching mode is allowed
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
@@ -245,7 +246,7 @@ class View:
 
     def __post_init__(self) -> None:
         """Make tuples of lists, and mappings read-only; lazy queues stay lazy, and no mapping is copied."""
-        for name in (*QUEUES, "kv_groups"):
+        for name in (*QUEUES, "kv_groups", "resting_adapters"):
             if isinstance(queue := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(queue))
         for name in (*BY_CLASS, "adapters"):

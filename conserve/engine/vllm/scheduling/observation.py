@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ class Picture:
         ahead, monitor = scheduler.ahead.beside, scheduler.arrival_monitor
         rows_leave = monitor.may_leave_next and not (ahead or scheduler.online_grammars_compile)
         rows_join = rows_leave and monitor.separable
+        adapters = self._adapters()
         return View(
             online=online,
             offline=offline,
@@ -91,7 +92,8 @@ class Picture:
             waiting_with_blocks=Lazy(self._waiting_with_blocks(holding)),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
-            adapters=self._adapters(),
+            adapters=adapters,
+            resting_adapters=self._resting(adapters, chain(online, offline)) if adapters else (),
             most_adapters=scheduler.lora_config.max_loras if scheduler.lora_config is not None else None,
             pushed=self._traffic.pushing.urgent,
             push_scale=self._traffic.pushing.scale,
@@ -105,6 +107,12 @@ class Picture:
             return {}
         asked = ((name, request.lora_request) for name, request in self._scheduler.requests.items())
         return {name: lora.lora_int_id for name, lora in asked if lora is not None}
+
+    def _resting(self, adapters: Mapping[str, int], running: Iterable[Candidate]) -> tuple[int, ...]:
+        """LoRA adapters of running requests that are not among these: they have to wait a step."""
+        shown = {one.name for one in running}
+        resting = (one.request_id for one in self._scheduler.running if one.request_id not in shown)
+        return tuple(adapters[name] for name in resting if name in adapters)
 
     def _waited_ms(self, online: Sequence[Candidate]) -> float:
         """Time of the last iteration if a request that decodes was not in it: it was the rows' turn."""
