@@ -249,10 +249,30 @@ def test_a_pause_that_resets_the_cache_takes_the_blocks_of_restored_rows(make: M
 @pytest.mark.parametrize(("policy", "left"), [("priority", 0), ("non-preemptive", 0), ("online-only", 4)])
 def test_where_no_policy_plans_they_hold_no_live_request_up(make: Make, policy: str, left: int) -> None:
     """vLLM runs what waits with KV blocks before all arrivals."""
-    scheduler = parked(make([(100, 60)] * 4))
+    engine = make([(100, 60)] * 4)
+    scheduler = parked(engine)
     assert len(scheduler.parking.names) == 4
     scheduler.conserve({"policy": policy})
+    engine._iterate()
     assert len(scheduler.parking.names) == left
+
+
+def test_nor_does_one_that_a_pause_of_the_receipt_has_parked(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conserve.engine.runtime.traffic import Pause
+
+    engine = make([(100, 60)] * 4, policy="priority")
+    scheduler = engine.scheduler
+    while len(scheduler.running) < 4:
+        engine._iterate()
+    for _ in range(4):
+        scheduler.add_request(engine.request(20, 30))
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.traffic, "pauses", lambda **_: Pause.RECEIPT)
+        until(engine, lambda: bool(scheduler.parking.names))
+    engine._iterate()
+    assert not scheduler.parking.names
 
 
 def test_a_step_of_live_requests_alone_is_repeated_while_they_wait(make: Make) -> None:

@@ -13,15 +13,14 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.delivery_delay import Delays
 from conserve.engine.runtime.traffic import Pause
-from conserve.engine.vllm.scheduling.application import evict
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.scheduling.scheduler import CoServing
 
-# What a pause compares with is an engine without rows, and a pause for a promise keeps the others.
-AS_VLLM, AS_PROMISED = OnlineOnly(), OnlineOnly(keeps_promises=True)
+AS_VLLM = OnlineOnly()  # in a pause of the receipt: it compares with an engine without rows
+AS_PROMISED = OnlineOnly(keeps_promises=True)  # in a pause for a promise, which keeps the others
 
 
 def planner_of(scheduler: CoServing) -> Policy:
@@ -42,8 +41,6 @@ def change_regime(scheduler: CoServing, change: Mapping[str, Any]) -> None:
     """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as named."""
     if "policy" in change:
         scheduler.use_policy(change["policy"])
-        if not scheduler.chosen_policy.decides:  # then vLLM would run parked rows before live requests
-            evict(scheduler, [*scheduler.parking.names], time.monotonic())
         scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
     if "preemption" in change:
         scheduler.arrival_monitor.use_rule(change["preemption"])

@@ -240,6 +240,7 @@ class CoServing(VllmsAttributes):
         self.reserve_blocks(0)
         self.traffic.planned_quiet = False
         if not decides or (model is None and not policy.defers_offline) or not keeps_kv(self):
+            evict(self, [*self.parking.names], time.monotonic())  # vLLM would run them before live requests
             return None
         paused = policy is not self.chosen_policy
         if paused and len(self.offline) == len(self.requests):  # rows are alone
