@@ -154,6 +154,25 @@ def test_a_pause_leaves_a_model_without_kv_to_vllm(make: Make, monkeypatch: pyte
     assert scheduler._plan() is None
 
 
+def test_steps_of_a_pause_that_keeps_all_requests_change_none(make: Make) -> None:
+    """vLLM steps on after `/pause?mode=keep` while copies are made. Behind it the policy plans, as before."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = make("conserve", slo={"harm": 0.1}, max_num_seqs=4)
+    scheduler = engine.scheduler
+    rows = [engine.add(64, 400, offline=True) for _ in range(4)]
+    for _ in range(3):
+        engine.step()
+    live = engine.add(64, 4)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(2):
+        assert not engine.step().num_scheduled_tokens
+    assert scheduler.running == rows
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert live.request_id in engine.step().num_scheduled_tokens
+    assert scheduler.last_iteration.plan is not None
+
+
 class Recording:
     """A policy that remembers what it saw and said."""
 

@@ -315,8 +315,18 @@ class Picture:
 
 def admits(scheduler: CoServing) -> bool:
     """True if vLLM takes in waiting requests that hold no KV blocks: it is not paused."""
-    paused = getattr(scheduler, "pause_state", None)
-    return paused is None or paused.name == "UNPAUSED"
+    return _pause_of(scheduler) == "UNPAUSED"
+
+
+def computes(scheduler: CoServing) -> bool:
+    """False in a pause in which vLLM keeps all requests as they are (`/pause?mode=keep`)."""
+    return _pause_of(scheduler) != "PAUSED_ALL"
+
+
+def _pause_of(scheduler: CoServing) -> str:
+    """Name of vLLM's state of pause; an older vLLM has none."""
+    state = getattr(scheduler, "pause_state", None)
+    return "UNPAUSED" if state is None else str(state.name)
 
 
 def slots_of(scheduler: CoServing) -> int:

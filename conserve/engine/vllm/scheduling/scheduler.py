@@ -35,7 +35,7 @@ from conserve.engine.vllm.scheduling.control import change_regime, planner_of
 from conserve.engine.vllm.scheduling.encoders import encoded_by, in_the_way
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
-from conserve.engine.vllm.scheduling.observation import Picture, keeps_kv, kv_groups_of, surcharged
+from conserve.engine.vllm.scheduling.observation import Picture, computes, keeps_kv, kv_groups_of, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.own_time import OwnTime
@@ -242,8 +242,8 @@ class CoServing(VllmsAttributes):
         if not decides or (model is None and not policy.defers_offline) or not keeps_kv(self):
             evict(self, [*self.parking.names], time.monotonic())  # vLLM would run them before live requests
             return None
-        paused = policy is not self.chosen_policy
-        if paused and len(self.offline) == len(self.requests):  # rows are alone
+        rows_alone = len(self.offline) == len(self.requests)
+        if not computes(self) or (rows_alone and policy is not self.chosen_policy):  # the rows pause
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
