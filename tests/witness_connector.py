@@ -16,7 +16,7 @@ class WitnessConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.finished: list[str] = []
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -36,3 +36,14 @@ class WitnessConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None: ...
+
+
+class AskedConnector(WitnessConnector):
+    """Answers what a test says, of live requests alone."""
+
+    answer: tuple[int | None, bool] = (0, False)  # tokens that it has (None: ask again), and if they come later
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.answer if request.priority == 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...

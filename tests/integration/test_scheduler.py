@@ -103,6 +103,55 @@ def test_a_live_request_that_vllm_turns_away_takes_the_memory_of_rows(make: Make
     assert iterations_until_answered(engine, engine.add(BLOCK * 90 - 1, 2)) < 10
 
 
+def beside_connector(make: Make, **flags: Any) -> tuple[Any, list[Any]]:
+    """An engine with another project's KV connector, and five rows with long prompts, which it computes."""
+    from vllm.config import KVTransferConfig
+
+    config = KVTransferConfig(
+        kv_connector="AskedConnector", kv_connector_module_path="tests.witness_connector", kv_role="kv_both"
+    )
+    engine = make("conserve", slo={"harm": 0.1}, kv_transfer_config=config, **flags)
+    rows = [engine.add(3000, 400, offline=True) for _ in range(5)]
+    for _ in range(3):
+        engine.step()
+    return engine, rows
+
+
+def stepping(engine: Any, rows: list[Any], steps: int) -> int:
+    """Step, each time by a plan; returns how many tokens of rows are computed meanwhile."""
+    before = sum(row.num_computed_tokens for row in rows)
+    for _ in range(steps):
+        engine.step()
+        assert engine.scheduler.last_iteration.plan is not None, "an iteration without a limit"
+    return sum(row.num_computed_tokens for row in rows) - before
+
+
+@pytest.mark.parametrize("prompt", [64, 3000])
+def test_a_live_request_that_a_connector_puts_off_takes_no_memory_and_holds_no_row_up(
+    make: Make, prompt: int
+) -> None:
+    """It says "ask again", as vLLM's offloading does while it stores. A long prompt would fill iterations alone."""
+    engine, rows = beside_connector(make)
+    engine.scheduler.connector.answer = (None, False)
+    live = engine.add(prompt, 4)
+    assert stepping(engine, rows, 12) > 0
+    assert not live.num_computed_tokens
+    assert not any(row.num_preemptions for row in rows)
+    engine.scheduler.connector.answer = (0, False)
+    assert iterations_until_answered(engine, live) <= 4
+
+
+def test_a_live_request_whose_kv_a_connector_brings_leaves_iterations_their_limit(make: Make) -> None:
+    engine, rows = beside_connector(make)
+    engine.scheduler.connector.answer = (2944, True)
+    live = engine.add(3000, 4)
+    assert stepping(engine, rows, 6) > 0
+    assert live.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert not any(row.num_preemptions for row in rows)
+    engine.scheduler.finished_recving_kv_req_ids.add(live.request_id)
+    assert iterations_until_answered(engine, live) <= 2
+
+
 def test_a_wall_clock_that_is_set_back_makes_no_arrival_one_to_come(make: Make) -> None:
     engine = make("conserve")
     live = engine.request(100, 2)

@@ -58,20 +58,26 @@ def apply(
     starts = bool(admitted or restored)
     late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late, starts=starts)
     waits, alone = alone_waiting(scheduler, [*restored, *admitted]), _spares_rows(scheduler, plan)
-    with waits, limited_to(scheduler, plan, in_parts(scheduler, plan)), late, live_alone(scheduler, on=alone):
+    limited = limited_to(scheduler, plan, in_parts(scheduler, plan))
+    with waits as taken, limited, late, live_alone(scheduler, on=alone):
         output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
     if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
         scheduler.restores_pause = RESTORES_PAUSE
     if out_of_order:  # vLLM evicts from the end, where the last arrivals should be, and begins with the first
         scheduler.running.sort()
+    # A connector may not know yet what KV it has, or begin to bring it: then vLLM skips the request.
+    skipped = [request for request in admitted if request in taken and not is_running(request)]
+    blocked = scheduler._is_blocked_waiting_status
+    iteration.skipped = frozenset(one.request_id for one in skipped if not blocked(one.status))
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
-    iteration.stalled = bool(plan.tokens and not plan.evicted) and not output.total_num_scheduled_tokens
+    nothing = not (output.total_num_scheduled_tokens or skipped)
+    iteration.stalled = nothing and bool(plan.tokens and not plan.evicted)
     iteration.turns_away = (
         not plan.evicted
         and any(
-            is_online(request) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            is_online(request) and request not in taken
             for request in admitted
             if not request.mm_features or scheduler.is_encoder_decoder  # `in_the_way` sees to these
         )
@@ -172,19 +178,36 @@ def as_it_stays(request: Request) -> None:
     """Stand in for `_free_request_blocks`."""
 
 
+class WaitingNow(FCFSRequestQueue):  # type: ignore[misc]
+    """Requests that wait for one iteration; those that vLLM takes out, to start or to skip them, are in `taken`."""
+
+    def __init__(self, requests: Iterable[Request], taken: set[Request]) -> None:
+        super().__init__(requests)
+        self._taken = taken
+
+    def pop_request(self) -> Request:
+        """Take the first request out."""
+        request = super().pop_request()
+        self._taken.add(request)
+        return request
+
+
 @contextlib.contextmanager
-def alone_waiting(scheduler: CoServing, requests: Sequence[Request]) -> Iterator[None]:
-    """Let only these requests wait, in this order; the ones that vLLM does not take wait in their lanes again."""
-    lanes, holding = scheduler.waiting, scheduler.kv_holding_waiting
+def alone_waiting(scheduler: CoServing, requests: Sequence[Request]) -> Iterator[set[Request]]:
+    """Let only these requests wait, in this order; the ones that vLLM does not start wait in their lanes again.
+
+    Yields the set of those that vLLM starts or skips. The others find no room.
+    """
+    lanes, holding, taken = scheduler.waiting, scheduler.kv_holding_waiting, set[Request]()
     with_kv = set(holding)
     here = [request for request in requests if request in with_kv]
     others = [request for request in requests if request not in with_kv]
     if here:
         holding.remove_requests(here)
     lanes.take(others)
-    scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(others), FCFSRequestQueue(here)
+    scheduler.waiting, scheduler.kv_holding_waiting = WaitingNow(others, taken), WaitingNow(here, taken)
     try:
-        yield
+        yield taken
     finally:
         lanes.prepend_requests(scheduler.waiting)
         holding.prepend_requests(scheduler.kv_holding_waiting)

@@ -147,9 +147,9 @@ class Picture:
     def _waiting(self, requests: Iterable[Request]) -> Iterator[Candidate]:
         """Waiting requests that vLLM could start; a generator, since there may be thousands."""
         scheduler, checkpoints = self._scheduler, self._scheduler.checkpoints
-        passed = 0
+        skipped, passed = scheduler.last_iteration.skipped, 0
         for request in requests:
-            if self._is_blocked(request):
+            if self._is_blocked(request) or request.request_id in skipped:
                 continue
             if request.num_stale_output_tokens and not request.drop_stale_output:
                 continue  # evicted with a token under way, which has to arrive first
