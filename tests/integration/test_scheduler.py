@@ -872,6 +872,27 @@ def test_online_requests_take_the_encoders_and_their_cache_from_offline_ones(mak
     assert iterations("conserve") <= iterations("online-only") + 2
 
 
+def test_a_burst_of_sounds_that_an_encoder_takes_one_by_one_evicts_no_row(make: Make) -> None:
+    """Encoder-decoder models cache no embeddings, and vLLM begins no request whose sound it cannot encode yet."""
+    from vllm.v1.core.encoder_cache_manager import EncoderDecoderCacheManager
+
+    from tests.bare_scheduler import let_see, show
+
+    engine = make("conserve", slo={"harm": 0.1, "preemption": "off"})
+    let_see(engine, IMAGE)
+    scheduler = engine.scheduler
+    scheduler.is_encoder_decoder, scheduler.encoder_cache_manager = True, EncoderDecoderCacheManager(IMAGE)
+    rows = [engine.add(64, 400, offline=True) for _ in range(6)]
+    for _ in range(3):
+        engine.step()
+    burst = [engine.request(20, 4) for _ in range(4)]
+    for live in burst:
+        show(live, {0: live.request_id}, IMAGE)
+        scheduler.add_request(live)
+    assert max(iterations_until_answered(engine, live) for live in burst) <= 2
+    assert not any(row.num_preemptions for row in rows)
+
+
 def test_images_of_a_live_request_that_waits_with_its_kv_are_wanted_too(make: Make) -> None:
     from conserve.engine.vllm.scheduling.application import park
     from conserve.engine.vllm.scheduling.encoders import _wanted_online

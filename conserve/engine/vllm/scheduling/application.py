@@ -74,12 +74,14 @@ def apply(
     # evictions, which free less than planned where blocks are shared: the next ones free more.
     nothing = not (output.total_num_scheduled_tokens or skipped)
     iteration.stalled = nothing and bool(plan.tokens and not plan.evicted)
+    # Elsewhere `in_the_way` sees to images and sounds. An encoder that took one may have no time for another.
+    room_alone = scheduler.is_encoder_decoder and not output.scheduled_encoder_inputs
     iteration.turns_away = (
         not plan.evicted
         and any(
             is_online(request) and request not in taken
             for request in admitted
-            if not request.mm_features or scheduler.is_encoder_decoder  # `in_the_way` sees to these
+            if room_alone or not request.mm_features
         )
         and admits(scheduler)
         and not prompts_held_back
