@@ -712,6 +712,19 @@ def test_an_online_prompt_waits_an_iteration_that_has_no_time_for_it_if_it_can(
     assert ("prompt" not in Conserve().plan(view).tokens) == waits
 
 
+@pytest.mark.parametrize(("tbt_ms", "tokens"), [(20.0, range(1, 101)), (10.2, range(400, 401))])
+def test_a_preempted_request_is_computed_again_at_the_pace_that_others_bear(
+    tbt_ms: float, tokens: range
+) -> None:
+    """It has its first token, so that its age is no delay of one; it does not wait for all that decode."""
+    view = spacious(
+        online=[Candidate("decode", 1, 20, True, 2)],
+        waiting_online=[Candidate("again", 400, 0, age_ms=20_000.0, answered=True)],
+        slo=Slo(ttft_ms=1000.0, tbt_ms=tbt_ms),
+    )
+    assert Conserve().plan(view).tokens["again"] in tokens
+
+
 def test_an_online_prompt_does_not_hold_up_first_tokens_unless_many_wait() -> None:
     """A token takes 0.1 ms, an iteration 10 more: together the first waits for 40 ms, apart the second for 10."""
     first, second = Candidate("first", 100, 0), Candidate("second", 400, 0)

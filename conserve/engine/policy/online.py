@@ -135,9 +135,12 @@ def chunk(
 
     As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, and so would it behind as many
     others as are `behind` it, each of which takes as long as this one or a typical prompt, whichever is shorter;
-    else as many as the iteration takes within `late_ms`.
+    else as many as the iteration takes within `late_ms`. A request that has its first token and lost its KV has no
+    TTFT to keep any more. Where nothing of it fits it would wait for all decoding requests.
     """
     tokens = composer.token_budget(request, limit_ms)
+    if request.answered:
+        return tokens or composer.token_budget(request, late_ms)
     left_ms = slo.online_ttft_ms - request.age_ms
     if tokens:
         queue_ms = behind * min(composer.alone_ms(request), typical_ms) if behind else 0.0
