@@ -230,6 +230,26 @@ def test_rows_that_were_looked_at_keep_what_host_memory_has_of_them(make: Any) -
     assert all(len(checkpoints.saved.blocks(request.request_id)) == 4 for request in alike)
 
 
+def test_a_live_request_can_come_back_while_no_row_does(make: Any) -> None:
+    """After a restore that vLLM had no room for."""
+    engine = make()
+    scheduler = engine.scheduler
+    scheduler.checkpoints = checkpoints = with_checkpoints(engine)
+    lost = [engine.add([*PREFIX, *range(n, n + 60)], 40, offline=n > 500) for n in (500, 600)]
+    engine.step()
+    for request in lost:
+        (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for copy in checkpoints.saved.extend(request, ids, 6):
+            checkpoints.memory.written(copy.host)
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, engine.clock.now)
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+    scheduler.restores_pause = 100
+    view = picture(scheduler)
+    assert [(one.name, one.restorable) for one in view.waiting_online] == [(lost[0].request_id, 6 * BLOCK)]
+    assert not [*view.waiting_offline]
+
+
 @pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
 def test_recorded_views_are_planned_the_same_by_their_policy_and_planned_by_every_other(
     make: Any, tmp_path: Path, policy: str

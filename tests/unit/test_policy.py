@@ -190,6 +190,17 @@ class TestComingBack:
     ) -> None:
         assert list(plan_of(waiting_offline=[ROW], **changes).restored) == (["row"] if comes else [])
 
+    @pytest.mark.parametrize(("free_blocks", "evicted"), [(12, []), (11, ["saved"])])
+    def test_of_a_live_request_leaves_the_blocks_that_running_prompts_will_need(
+        self, free_blocks: int, evicted: list[str]
+    ) -> None:
+        """Otherwise vLLM would refuse it."""
+        queues = {"waiting_online": [ROW._replace(answered=True)], "unwritten_blocks": 5}
+        saved = Candidate("saved", 1, 20, True, 4, saved=True)
+        plan = plan_of(**queues, offline=[saved], free_blocks=free_blocks)
+        assert (plan.restored, plan.evicted) == (["row"], evicted)
+        assert not plan_of(**queues, free_blocks=11).restored
+
     def test_takes_what_it_needs_and_no_time(self) -> None:
         plan = plan_of(waiting_offline=[ROW, FRESH], free_blocks=14, max_tokens=101, slo=Slo(tbt_ms=1.0))
         assert plan.restored == ["row"]

@@ -188,10 +188,12 @@ def place(
 def make_place(composer: Composer, victims: Victims, request: Candidate, owed: int = 0) -> bool:
     """Evict others until a waiting request has room for all its tokens, and `owed` KV blocks stay free.
 
-    False if that cannot be.
+    One that comes back leaves those too that running prompts will need: vLLM begins no restore into them. False if
+    that cannot be.
     """
     composer.make_adapter_room(victims, request)
-    whole = owed + composer.blocks_for(request, request.tokens)
+    left = max(owed, composer.unwritten_blocks) if request.restorable else owed
+    whole = left + composer.blocks_for(request, request.tokens)
     return any(
         composer.make_room(victims, blocks, slots=1) for blocks in (whole + composer.watermark_blocks, whole)
     )

@@ -158,7 +158,7 @@ class Picture:
             if checkpoints is not None and not request.num_computed_tokens:
                 self.looked.append((request, context))
                 restorable = checkpoints.restorable(request, context)
-                later = restorable and scheduler.restores_pause
+                later = restorable and scheduler.restores_pause and not is_online(request)
                 if later or checkpoints.is_being_saved(request.request_id):
                     passed += 1
                     if passed == MOST_PASSED:
