@@ -246,6 +246,19 @@ def test_a_pause_that_resets_the_cache_takes_the_blocks_of_restored_rows(make: M
     drain(engine)
 
 
+def test_one_that_comes_back_leaves_its_slot_to_live_requests(make: Make) -> None:
+    """vLLM counts it once it runs again."""
+    from conserve.engine.vllm.scheduling.observation import Picture
+    from tests.bare_scheduler import MODEL
+
+    engine = make([(200, 300)] * 4, blocks=70, copies=True)
+    scheduler = engine.scheduler
+    until(engine, lambda: len(scheduler.checkpoints._restores) > 0)
+    view = Picture(scheduler, scheduler.traffic, surcharge_ms=0.0).view(scheduler.slo, MODEL)
+    coming = len(scheduler.checkpoints._restores)
+    assert (view.free_slots, view.reserved_slots) == (4 - len(scheduler.running), coming)
+
+
 @pytest.mark.parametrize(("policy", "left"), [("priority", 0), ("non-preemptive", 0), ("online-only", 4)])
 def test_where_no_policy_plans_they_hold_no_live_request_up(make: Make, policy: str, left: int) -> None:
     """vLLM runs what waits with KV blocks before all arrivals."""

@@ -8,7 +8,7 @@ from itertools import chain, filterfalse
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.fairness import fair_order
 from conserve.engine.policy.kv_groups import KvGroup, blocks_taken
@@ -98,7 +98,7 @@ class Picture:
             pushed=self._traffic.pushing.urgent,
             push_scale=self._traffic.pushing.scale,
             **scheduler.row_terms.of_view(time.monotonic()),
-            **self._room(sum(self._is_blocked(request) for request in holding)),
+            **self._room(holding),
         )
 
     def _adapters(self) -> dict[str, int]:
@@ -198,8 +198,15 @@ class Picture:
                 saved = name not in parked or (checkpoints is not None and checkpoints.has_all_of(name))
                 yield Candidate(name, 1, context, blocks=self._blocks(request), saved=saved)
 
-    def _room(self, loading: int) -> dict[str, Any]:
-        """Slots and KV blocks, with `loading` of the slots spoken for, and what arrivals will want of both."""
+    def _room(self, holding: Iterable[Request]) -> dict[str, Any]:
+        """Slots and KV blocks, and what arrivals will want of both.
+
+        Of requests that hold KV blocks without running, rows whose KV comes back leave their slots to live ones.
+        """
+        blocked = [*filter(self._is_blocked, holding)]
+        coming = sum(
+            one.status == RequestStatus.WAITING_FOR_REMOTE_KVS and not is_online(one) for one in blocked
+        )
         scheduler, manager, pool = self._scheduler, self._manager, self._manager.block_pool
         moment = time.monotonic()
         expected = self._traffic.expected(now=moment)
@@ -212,8 +219,8 @@ class Picture:
             "rare_starts": self._traffic.rare_starts,
             "arrivals_per_s": self._traffic.arrivals_per_s(now=moment),
             "parks": scheduler.parking.on,
-            "free_slots": slots - len(scheduler.running) - loading,
-            "reserved_slots": min(expected, slots // 2),
+            "free_slots": slots - len(scheduler.running) - (len(blocked) - coming),
+            "reserved_slots": min(expected, slots // 2) + coming,
             "free_blocks": free_blocks,
             "kept_blocks": scheduler.prefixes.kept,
             "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
