@@ -230,11 +230,18 @@ class Service:
     async def _keep(self, child: SupervisedProcess) -> None:
         while True:
             code = await child.ended()
+            await self._start_again(child, f"ended ({code}){log_of(child.command)}")
+
+    async def _start_again(self, child: SupervisedProcess, why: str) -> None:
+        """Start a process beside the server, which serves on, until the machine has memory and processes for it."""
+        while True:
             pause_s = child.pause_s()
-            where = log_of(child.command)
-            self._say(f"the {child.command.name} ended ({code}){where}; starting it again in {pause_s:.0f} s")
+            self._say(f"the {child.command.name} {why}; starting it again in {pause_s:.0f} s")
             await asyncio.sleep(pause_s)
-            await child.start()
+            try:
+                return await child.start()
+            except OSError as error:
+                why = f"could not be started ({error})"
 
 
 def why_ended(child: SupervisedProcess, code: int) -> str:

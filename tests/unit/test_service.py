@@ -63,6 +63,38 @@ def test_a_harvester_that_is_started_again_names_its_log(tmp_path: Path) -> None
     assert "--nonsense" in log.read_text()
 
 
+def test_a_harvester_that_cannot_be_started_again_is_tried_again_and_the_server_serves_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command, said = ProcessCommand(name="harvester", words=("/bin/sh", "-c", "exit 2")), list[str]()
+    monkeypatch.setattr(SupervisedProcess, "pause_s", lambda _: 0.0)
+
+    async def keep() -> None:
+        child, started = SupervisedProcess(command), asyncio.Event()
+        await child.start()
+        errors = iter([OSError(11, "no process is left"), OSError(12, "no memory is left")])
+
+        async def start() -> None:
+            for error in errors:
+                raise error
+            started.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(child, "start", start)
+        kept = Service(command, None, url="http://127.0.0.1:1", say=said.append)
+        keeping, starting = asyncio.create_task(kept._keep(child)), asyncio.create_task(started.wait())
+        await asyncio.wait({keeping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        assert not keeping.done()
+        keeping.cancel()
+
+    asyncio.run(keep())
+    assert said == [
+        "the harvester ended (2); starting it again in 0 s",
+        "the harvester could not be started ([Errno 11] no process is left); starting it again in 0 s",
+        "the harvester could not be started ([Errno 12] no memory is left); starting it again in 0 s",
+    ]
+
+
 def test_a_start_says_its_steps_and_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "READY_S", 0.0)
     said: list[str] = []
