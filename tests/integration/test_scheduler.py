@@ -4,6 +4,7 @@ import ast
 import inspect
 import random
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +32,7 @@ PREFIXES = [[n * 17 + i for i in range(64)] for n in range(3)]  # of prompts tha
 BLOCK = 16  # tokens
 IMAGE = 1500  # the same, and embeddings
 SLO = {"ttft_slo_ms": 1500, "tbt_slo_ms": 100}
+PATIENCE_S = 60.0  # reached by a hang alone
 Make = Callable[..., Any]
 
 
@@ -1217,6 +1219,35 @@ def test_what_is_learned_is_saved_twice_a_minute_of_the_simulated_clock(make: Ma
                 saved.append(engine.clock.now - 1e6)
             engine.clock.now += 0.5
     assert saved == pytest.approx([30.0, 60.0], abs=1.5)
+
+
+def test_no_iteration_waits_for_the_disk_that_what_is_learned_goes_to(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a home on NFS whose server is away."""
+    from conserve.engine.vllm.scheduling import iterations
+    from conserve.profiles.correction import Correction
+
+    begun, goes_on, written = threading.Event(), threading.Event(), []
+
+    def save(correction: Any, file: Path) -> None:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        written.append(correction.seen)
+
+    monkeypatch.setattr(Correction, "save", save)
+    monkeypatch.setattr(iterations, "CLOSE_S", PATIENCE_S)
+    engine = make("conserve")
+    engine.add(40, 3000, offline=True)
+    while engine.clock.now < 1e6 + 95:
+        engine.step()
+        engine.clock.now += 0.5
+    assert begun.wait(PATIENCE_S)
+    assert not written
+    goes_on.set()
+    engine.scheduler.shutdown()
+    first, last = written
+    assert first < last, "the one that was begun, and that of the end"
 
 
 def test_a_client_that_leaves_after_its_slo_is_late_and_one_that_leaves_sooner_is_not(make: Make) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from conserve.engine.runtime.ranked import Ranked, quantiles
@@ -11,7 +13,7 @@ from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.encoders import EncoderTimes
 from conserve.profiles.fit import fit
 from conserve.profiles.hygen import HyGenModel
@@ -20,6 +22,7 @@ from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
+CLOSE_S = 2.0  # that a save may take when the engine ends
 # Time of a prompt token with logprobs beyond one without, in times of the latter, until it is measured.
 SURCHARGE = 3.0
 ENCODER = 1.0  # time of an image, in times of as many prompt tokens, until one was measured
@@ -46,6 +49,7 @@ class Iterations:
         self._stood_still = False  # in the last iteration
         self._busy_s = 0.0  # time in iterations
         self._save_at = time.monotonic() + SAVE_S
+        self._saving: threading.Thread | None = None
 
     @property
     def surcharge_ms(self) -> float:
@@ -83,14 +87,27 @@ class Iterations:
             self.save()
 
     def save(self) -> None:
-        """Write the correction to its file; never raises."""
+        """Begin to write the correction to its file, unless the disk is busy with the last one; never raises.
+
+        A thread of its own writes: a folder on a network may hang, and live requests would wait for it.
+        """
         self._save_at = time.monotonic() + SAVE_S
-        if self.model is None or self._correction_file is None:
+        busy = self._saving is not None and self._saving.is_alive()
+        if self.model is None or self._correction_file is None or busy:
             return
-        try:
-            self.model.correction.save(self._correction_file)
-        except OSError as error:
-            log.warning("what was learned about iteration times could not be saved: %s", error)
+        what = self.model.correction, self._correction_file
+        self._saving = threading.Thread(target=_save, args=what, daemon=True, name="conserve-correction")
+        self._saving.start()
+
+    def close(self) -> None:
+        """Save the correction once more, as far as the disk is fast enough."""
+        self._wait()
+        self.save()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.join(CLOSE_S)
 
     def end_warm_up(self) -> None:
         """Fit a model to the iterations of the warm-up, if there are enough of them."""
@@ -158,3 +175,10 @@ class Iterations:
             self._surcharge_ms = self.surcharge_ms + SURCHARGE_SHARE * (beyond_ms - self.surcharge_ms)
         else:
             self.model.observe(batch, ms)
+
+
+def _save(correction: Correction, file: Path) -> None:
+    try:
+        correction.save(file)
+    except OSError as error:
+        log.warning("what was learned about iteration times could not be saved: %s", error)

@@ -364,7 +364,7 @@ class CoServing(VllmsAttributes):
         """Save the model's correction, and end."""
         self.books.catch_up()
         self.arrival_monitor.close()
-        self.iterations.save()
+        self.iterations.close()
         self.recordings.close()
         super().shutdown()  # type: ignore[misc]
 
