@@ -41,7 +41,7 @@ class WitnessConnector(KVConnectorBase_V1, SupportsHMA):
 class AskedConnector(WitnessConnector):
     """Answers what a test says, of live requests alone."""
 
-    answer: tuple[int | None, bool] = (0, False)  # tokens that it has (None: ask again), and if they come later
+    answer: tuple[int | None, bool] = (0, False)  # tokens (None: ask again), and if they come later
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.answer if request.priority == 0 else (0, False)

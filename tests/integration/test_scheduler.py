@@ -216,7 +216,7 @@ def test_steps_of_a_pause_that_keeps_all_requests_change_none(make: Make) -> Non
         engine.step()
     live = engine.add(64, 4)
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    for _ in range(2):
+    for _ in range(3):
         assert not engine.step().num_scheduled_tokens
     assert scheduler.running == rows
     scheduler.set_pause_state(PauseState.UNPAUSED)

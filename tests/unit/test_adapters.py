@@ -149,7 +149,10 @@ class TestPlan:
 
     def test_rows_that_came_before_it_overtake_it(self) -> None:
         """The queue is sorted by priority first."""
-        waiting = [Candidate("waits", 10, 0, age_ms=OVERTAKE_MS), Candidate("old", 10, 0, age_ms=9 * OVERTAKE_MS)]
+        waiting = [
+            Candidate("waits", 10, 0, age_ms=OVERTAKE_MS),
+            Candidate("old", 10, 0, age_ms=9 * OVERTAKE_MS),
+        ]
         plan = plan_of(
             offline=self.ROWS[:1],
             waiting_offline=waiting,

@@ -220,7 +220,7 @@ class View:
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones
     parks: bool = False  # a row that gives its slot up may wait with its KV blocks, and go on where it was
-    reserved_slots: int = 0  # of these, that no row takes: for online requests to come, and rows that come back
+    reserved_slots: int = 0  # of these, no row takes: for online requests, and rows that come back
     # Of the free blocks, rows leave `set_aside_blocks`. No request is admitted into `watermark_blocks` while
     # another one runs. No restore takes `unwritten_blocks`. Live requests may take all that the watermark leaves.
     free_blocks: int

@@ -67,7 +67,7 @@ class Iteration:
     encodes: Mapping[str, int] = field(default_factory=dict)  # image or sound -> embeddings that it becomes
     surcharged: int = 0  # of the tokens, prompt tokens with logprobs, whose time no latency model knows
     stalled: bool = False  # the plan gave tokens, and vLLM could use none of them
-    skipped: frozenset[str] = frozenset()  # that were to begin, and wait for a connector: the next plan lacks them
+    skipped: frozenset[str] = frozenset()  # were to begin, and wait for a connector: not in the next plan
     turns_away: bool = False  # vLLM had no room for a live request that the plan found room for
     # Stamped, if rows may leave.
     stamp: Stamp | None = None

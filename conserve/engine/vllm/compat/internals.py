@@ -184,7 +184,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "VllmConfig.additional_config": "carries the profile to the engine core's process",
         "vllm.config.ParallelConfig.data_parallel_index": "the number in the name of a further engine's recorded views",
         "Request.{request_id,max_tokens,sampling_params,status}": "its name, its state, what it asks for",
-        "RequestStatus.{FINISHED_ABORTED,PREEMPTED,RUNNING,WAITING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STREAMING_REQ,"
+        "RequestStatus.{FINISHED_ABORTED,PREEMPTED,RUNNING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STREAMING_REQ,"
         "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}": "its states",
         "SamplingParams.extra_args": "what a row or a client sends along",
         "RequestQueue.{add_request,peek_request,pop_request,prepend_request,prepend_requests,"
