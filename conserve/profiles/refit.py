@@ -72,11 +72,12 @@ class BatchKind(NamedTuple):
 
     @property
     def near(self) -> "frozenset[BatchKind]":
-        """The kinds whose numbers differ from these by one at most."""
+        """The kinds whose numbers differ from these by one at most; a lone token is near to lone ones alone."""
         steps = product((-1, 0, 1), repeat=3)
-        return frozenset(
+        kinds = (
             BatchKind(self.prompts, self.requests + a, self.tokens + b, self.context + c) for a, b, c in steps
         )
+        return frozenset(kind for kind in kinds if (kind.tokens == 1) == (self.tokens == 1))
 
 
 class Refit:

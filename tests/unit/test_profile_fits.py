@@ -13,7 +13,7 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import Residual
 from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
 from conserve.profiles.fit import Samples, cross_predictions, fit
-from conserve.profiles.model import Parabola, added_ms
+from conserve.profiles.model import Parabola, added_ms, smallest_ms
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS
 from tests.fake_rig import TRUTH
@@ -103,6 +103,25 @@ def test_a_fit_tells_the_cost_of_a_second_token_from_the_constant() -> None:
     for batch in batches:
         assert found.predict(batch) == pytest.approx(JUMP.predict(batch), rel=1e-3)
     assert found.coefficients["several"] == pytest.approx(1.5, rel=0.1)
+
+
+SEVERAL = [point for point in GRID if point.batch.tokens > 1]
+
+
+def test_without_a_lone_token_the_constant_has_the_time_of_a_second_one_too() -> None:
+    """As where an engine speculates: each of its steps has several tokens."""
+    batches = [point.batch for point in SEVERAL]
+    found = fit(ConServeModel, Samples.of(batches, [JUMP.predict(batch) for batch in batches]))
+    assert found.coefficients["several"] == 0
+    assert found.coefficients["constant"] == pytest.approx(12.0 + 1.5, rel=0.01)
+    assert smallest_ms(found) == pytest.approx(smallest_ms(JUMP) + 1.5, rel=0.01)
+
+
+def test_the_only_lone_token_is_not_predicted_at_half_by_the_others() -> None:
+    batches = [*(point.batch for point in SEVERAL), Batch.of(LONE)]
+    samples = Samples.of(batches, [JUMP.predict(batch) for batch in batches])
+    predicted = cross_predictions(ConServeModel, samples)
+    assert predicted[-1] == pytest.approx(JUMP.predict(batches[-1]) + 1.5, rel=0.01)
 
 
 def test_a_parabola_reaches_less_than_a_ms_above_its_beginning() -> None:

@@ -191,6 +191,18 @@ def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word(
     assert free.predict(prompt) > 1000 * PROFILE.predict(prompt)
 
 
+def test_two_steps_say_nothing_of_one_alone() -> None:
+    """An engine that speculates has no iteration of one token, and its fits go on by the first model's word."""
+    known, dice = Refit(PROFILE), Random(3)
+    for _ in range(OF_KIND):
+        known.observe(Batch.of([Slice(1, dice.randint(50, 500), True)] * 2), 30.0, PROFILE)
+    assert 1 in known._to_fit().tokens
+    for context in (60, 100, 500, 1100):
+        known.observe(Batch.of([Slice(1, context, True)]), 30.0, PROFILE)
+    lone = known._to_fit()
+    assert sorted(lone.context[lone.tokens == 1].tolist()) == [60, 100, 500, 1100], "as they were measured"
+
+
 def test_the_profiles_report_says_what_was_corrected() -> None:
     assert correction_lines(None) == []
     scaled = Correction(log_scale=0.1, seen=3000, error=0.04)
