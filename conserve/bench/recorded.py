@@ -59,11 +59,11 @@ def _lines(path: Path) -> Iterator[Arrival]:
     for line in path.read_bytes().splitlines():
         parts = line.split(b",")
         try:
-            at_s, prompt, answer = float(parts[0]), int(parts[1]), int(parts[2])
-        except (ValueError, IndexError):
+            at_s, (prompt, answer, *cached) = float(parts[0]), map(int, parts[1:])
+        except ValueError:
             continue
-        if len(parts) == 3 and prompt >= 1 and answer >= 1:
-            yield Arrival(at_s, prompt, answer)
+        if len(cached) <= 1 and prompt >= 1 and answer >= 1:  # earlier versions told no tokens found
+            yield Arrival(at_s, prompt, answer, *cached)
 
 
 def parts(engines: Sequence[Trace], block_s: float, most: int) -> list[Trace]:

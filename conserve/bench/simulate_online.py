@@ -106,7 +106,9 @@ class BlockForecast:
 
 def requests_of(trace: Trace | None) -> list[Request]:
     """The trace's requests; what their prompts share is in the prefix cache."""
-    return [] if trace is None else [Request(*arrival, trace.cached(arrival)) for arrival in trace]
+    if trace is None:
+        return []
+    return [Request(one.at_s, one.input_tokens, one.output_tokens, trace.cached(one)) for one in trace]
 
 
 def share_of(trace: Trace | None, engines: int, number: int = 0) -> Trace | None:

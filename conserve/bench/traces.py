@@ -30,13 +30,15 @@ class Arrival(NamedTuple):
     at_s: float
     input_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the prompt: those that the prefix cache has, as where a conversation goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Arrivals in order of time, at least one, all within the trace's duration.
 
-    The first `shared_tokens` of all prompts are the same, as far as a prompt is longer than that.
+    The first `shared_tokens` of all prompts are the same, as far as a prompt is longer than that. The
+    `cached_tokens` of a prompt are the first ones of a text for all prompts: each finds its own number of them.
     """
 
     name: str
@@ -117,10 +119,10 @@ class Trace:
         for name, most in (("max_input", max_input), ("max_output", max_output)):
             _require_positive(**{name: 1 if most is None else most})
         shorter = tuple(
-            Arrival(
-                arrival.at_s,
-                _shorten(arrival.input_tokens, input_factor, max_input),
-                _shorten(arrival.output_tokens, output_factor, max_output),
+            arrival._replace(
+                input_tokens=_shorten(arrival.input_tokens, input_factor, max_input),
+                output_tokens=_shorten(arrival.output_tokens, output_factor, max_output),
+                cached_tokens=int(arrival.cached_tokens * input_factor),
             )
             for arrival in self
         )
@@ -128,7 +130,7 @@ class Trace:
 
     def cached(self, arrival: Arrival) -> int:
         """Tokens of this prompt that a prefix cache holds once another one was computed."""
-        return min(self.shared_tokens, arrival.input_tokens - 1)
+        return min(max(self.shared_tokens, arrival.cached_tokens), arrival.input_tokens - 1)
 
     def spread(self, seed: int) -> "Trace":
         """Trace that spreads every tick's requests, in their order, uniformly until the next tick.

@@ -221,10 +221,17 @@ def blocks_of(
         )
     requests, whose = sum(map(len, blocks)), engines[0].name
     output.say(
-        f"{output.count(len(blocks), 'block')} of {block_s:g} s from {whose}, {requests:,} live requests; "
-        f"online-only alone keeps the engine about {busy:.0%} busy"
+        f"{output.count(len(blocks), 'block')} of {block_s:g} s from {whose}, {requests:,} live requests"
+        f"{of_cache(blocks)}; online-only alone keeps the engine about {busy:.0%} busy"
     )
     return blocks
+
+
+def of_cache(blocks: "list[Trace]") -> str:
+    """Words on the prompts' tokens that the prefix cache has; none where it has none."""
+    prompts = sum(one.input_tokens for block in blocks for one in block)
+    cached = sum(block.cached(one) for block in blocks for one in block)
+    return f", {cached / prompts:.0%} of their prompts' tokens in the prefix cache" if cached else ""
 
 
 def prepared(

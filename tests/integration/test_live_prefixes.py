@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from conserve.bench.traces import Arrival
 from tests.warned import OF_VLLM
 
 pytestmark = [*OF_VLLM, pytest.mark.engine]
@@ -92,6 +93,23 @@ def test_later_turns_find_earlier_ones_beside_rows_as_without_them(make: Make) -
     assert lost["lost_tokens"] == pytest.approx(alone["found_tokens"] - lost["found_tokens"], rel=0.1)
     assert kept["lost_tokens"] == pytest.approx(alone["found_tokens"] - kept["found_tokens"], rel=0.1)
     assert (lost["kept_blocks"], lost["share"]) == (0, 0.0)
+
+
+def test_what_live_requests_found_is_recorded_with_their_lengths(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "arrivals.csv"
+    engine = make(0.5, rows=False, record_arrivals=str(file))
+    said = play(engine)
+    engine.scheduler.shutdown()
+    lines = [[*map(int, line.split(",")[1:])] for line in file.read_text().splitlines()]
+    assert sum(cached for _, _, cached in lines) == said["found_tokens"] > 0
+    assert all(cached < prompt for prompt, _, cached in lines)
+
+
+def test_an_arrival_finds_as_much_as_is_said_of_it(make: Make) -> None:
+    """The first one finds nothing, and none finds more than an earlier one has computed."""
+    engine = make(0.5, rows=False)
+    engine.play([Arrival(2.0 * n, 160, 4, cached) for n, cached in enumerate((96, 0, 64, 96, 128))])
+    assert counts(engine)["found_tokens"] == 64 + 96 + 96
 
 
 def test_nothing_is_kept_where_live_requests_reuse_nothing(make: Make) -> None:

@@ -307,6 +307,17 @@ def test_live_requests_of_the_last_day_are_a_trace(tmp_path: Path) -> None:
     assert trace.duration_s > trace.arrivals[-1].at_s
 
 
+def test_tokens_found_in_the_prefix_cache_are_read_and_earlier_files_have_none(tmp_path: Path) -> None:
+    lines = [arrival_line(NOW - n, 100, 20, 64) for n in range(30)]
+    earlier = [b"%.3f,100,20" % (NOW - 100 - n) for n in range(30)]
+    (tmp_path / "8000.csv").write_bytes(b"\n".join([*earlier, *lines, b"%.3f,100,20,64,1" % NOW]))
+    (trace,) = recorded.read(tmp_path, now=NOW)
+    assert [trace.cached(one) for one in trace] == [0] * 30 + [64] * 30
+    (shorter, *_) = trace.shortened(0.5)
+    assert (shorter.input_tokens, shorter.cached_tokens) == (50, 0)
+    assert trace.shortened(0.5).arrivals[-1].cached_tokens == 32
+
+
 def test_each_engine_has_a_trace_of_its_own(tmp_path: Path) -> None:
     """Two data parallel engines of one server, and one of another that was started later."""
     for name, first, last in (("8000", 0, 120), ("8000-1", 0, 120), ("8001", 60, 120)):
@@ -393,7 +404,7 @@ def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
     recording.close()
     assert recording.on is False
     kept = (file.with_name(f"8000.csv{FULL}").read_bytes() + file.read_bytes()).splitlines()
-    assert all(line.endswith(b",10,5") for line in kept)
+    assert all(line.endswith(b",10,5,0") for line in kept)
     assert file.stat().st_size <= 100
     assert len(kept) >= 4
 
@@ -426,6 +437,24 @@ def test_four_engines_with_half_a_load_each_are_not_one_with_twice_a_load(
     assert "of 4 engines" in capsys.readouterr().err
     slower = blocks_of(settings, "a/model", None, 0.1, 1.0, 60.0, MACHINE)
     assert max(map(len, slower)) <= 7
+
+
+def test_what_the_prefix_cache_had_is_not_computed_in_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of conversations, of which four tokens in five are those of the turn before."""
+    settings = Settings(home=tmp_path)
+    file = tuned.arrivals_file(settings, "a/model", 8000)
+
+    def found(cached: int) -> list[Trace]:
+        lines = (arrival_line(time.time() - n, 1500, 8, cached) for n in range(1, 200))
+        file.write_bytes(b"\n".join(lines))
+        return blocks_of(settings, "a/model", None, None, 1.0, 60.0, MACHINE)
+
+    with pytest.raises(Overloaded):
+        found(0)
+    assert {block.cached(one) for block in found(1200) for one in block} == {1200}
+    assert ", 80% of their prompts' tokens in the prefix cache; online-only" in capsys.readouterr().err
 
 
 def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path: Path) -> None:

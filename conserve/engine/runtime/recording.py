@@ -107,6 +107,9 @@ def arrivals_at(path: Path | None, number: int) -> LineAppender | None:
     return LineAppender(own, most_bytes=ARRIVALS_BYTES, what="arrivals", turns=True)
 
 
-def arrival_line(at: float, prompt_tokens: int, answer_tokens: int) -> bytes:
-    """A live request as a line: its arrival in s since 1970, and the lengths of its prompt and answer."""
-    return b"%.3f,%d,%d" % (at, prompt_tokens, answer_tokens)
+def arrival_line(at: float, prompt_tokens: int, answer_tokens: int, cached_tokens: int = 0) -> bytes:
+    """A live request as a line: its arrival in s since 1970, the lengths of its prompt and answer, tokens found.
+
+    `cached_tokens` of the prompt were found in the prefix cache.
+    """
+    return b"%.3f,%d,%d,%d" % (at, prompt_tokens, answer_tokens, cached_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from conserve.engine.policy.plan import Plan
@@ -22,6 +23,7 @@ class Recordings:
         """`number` tells data parallel engines apart."""
         self._views = recording_at(installed.record_views, number)
         self._arrivals = arrivals_at(installed.record_arrivals, number)
+        self._cached: dict[str, int] = {}  # tokens that requests found in the prefix cache
 
     @property
     def watches(self) -> bool:
@@ -33,10 +35,17 @@ class Recordings:
         if self._views is not None and self.watches and (plan is None or plan.changes_something):
             self._views.add(line_of(view, plan, policy=policy, at=time.time()))
 
+    def started(self, output: SchedulerOutput) -> None:
+        """Note what requests that start in this iteration found; one that is computed again counts as before."""
+        if self._arrivals is not None:
+            for new in output.scheduled_new_reqs:
+                self._cached.setdefault(new.req_id, new.num_computed_tokens)
+
     def ended(self, request: Request) -> None:
         """Keep the time and the lengths of a live request, for `conserve tune`."""
+        cached = self._cached.pop(request.request_id, 0)
         if self._arrivals is not None and is_online(request) and not is_warm_up(request.request_id):
-            lengths = request.num_prompt_tokens, request.num_output_tokens
+            lengths = request.num_prompt_tokens, request.num_output_tokens, cached
             self._arrivals.add(arrival_line(request.arrival_time, *lengths))
 
     def close(self) -> None:

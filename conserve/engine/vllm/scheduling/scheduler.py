@@ -302,6 +302,7 @@ class CoServing(VllmsAttributes):
         """Complete the record with what vLLM has scheduled, stamp it, and put it on the output."""
         put(output, iteration)
         self.last_iteration = iteration
+        self.recordings.started(output)
         if self.iterations.warm_up is None:
             self.prefixes.start(output, self.requests, now=iteration.started)
         plan, tokens = iteration.plan, output.num_scheduled_tokens

@@ -61,6 +61,10 @@ class Coming(Protocol):
     def output_tokens(self) -> int:
         """Tokens of its answer."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """First tokens of its prompt that are those of all others."""
+
 
 @dataclass(slots=True)
 class SimulatedAnswer:
@@ -158,7 +162,7 @@ class SimulatedEngine(SchedulerAlone):
         """The arrival's own prompt, or one that begins as all others do; a number of tokens where none matters."""
         if isinstance(arrival, Told):
             return arrival.prompt_ids
-        tokens = arrival.input_tokens
+        tokens, shared = arrival.input_tokens, max(shared, arrival.cached_tokens)
         if not shared:
             return tokens
         self._prompts += 1
