@@ -128,6 +128,17 @@ class Trace:
         )
         return replace(self, arrivals=shorter, shared_tokens=int(self.shared_tokens * input_factor))
 
+    def within(self, context: int) -> "Trace":
+        """Trace of requests that have at most so many tokens, for which prompts are cut and not answers."""
+
+        def cut(arrival: Arrival) -> Arrival:
+            answer = min(arrival.output_tokens, context - 1)
+            return arrival._replace(
+                input_tokens=min(arrival.input_tokens, context - answer), output_tokens=answer
+            )
+
+        return replace(self, arrivals=tuple(map(cut, self)))
+
     def cached(self, arrival: Arrival) -> int:
         """Tokens of this prompt that a prefix cache holds once another one was computed."""
         return min(max(self.shared_tokens, arrival.cached_tokens), arrival.input_tokens - 1)

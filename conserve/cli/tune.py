@@ -210,9 +210,14 @@ def blocks_of(
     mean = sum(trace.rate for trace in engines) / len(engines)
     if rate is not None:
         engines, mean = [trace.scaled(rate / mean) for trace in engines], rate
-    longest = machine.flags["max_model_len"]
-    most = {"max_input": longest * 3 // 4, "max_output": longest // 4}
-    blocks = recorded.parts([trace.shortened(lengths, lengths, **most) for trace in engines], block_s, BLOCKS)
+    whole = recorded.parts([trace.shortened(lengths, lengths) for trace in engines], block_s, BLOCKS)
+    context = machine.flags["max_model_len"]
+    blocks = [trace.within(context) for trace in whole]
+    if longer := sum(one.input_tokens + one.output_tokens > context for trace in whole for one in trace):
+        output.say(
+            f"{longer:,} of the live requests are longer than the engine's context of {context:,} tokens; "
+            "their prompts are cut to fit it"
+        )
     busy = sum(play(one, machine.engine, block_s, until_s=block_s).busy for one in blocks) / len(blocks)
     if busy > BUSIEST:
         raise Overloaded(

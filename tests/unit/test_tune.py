@@ -457,6 +457,25 @@ def test_what_the_prefix_cache_had_is_not_computed_in_the_search(
     assert ", 80% of their prompts' tokens in the prefix cache; online-only" in capsys.readouterr().err
 
 
+def test_recorded_requests_are_played_at_their_lengths_and_only_longer_ones_cut_to_the_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, context = Settings(home=tmp_path), MACHINE.flags["max_model_len"]
+    recorded_lengths = [(context - 100, 100), (300, context - 300)]
+    lines = (arrival_line(time.time() - 30 * n, *recorded_lengths[n % 2]) for n in range(1, 60))
+    tuned.arrivals_file(settings, "a/model", 8000).write_bytes(b"\n".join(lines))
+
+    def played(lengths: float) -> set[tuple[int, int]]:
+        blocks = blocks_of(settings, "a/model", None, 1 / 60, lengths, 120.0, MACHINE)
+        return {(one.input_tokens, one.output_tokens) for block in blocks for one in block}
+
+    assert played(1.0) == {*recorded_lengths}
+    assert "cut" not in capsys.readouterr().err
+    assert played(1.25) == {(context - 125, 125), (1, context - 1)}
+    said = capsys.readouterr().err
+    assert "live requests are longer than the engine's context of 2,048 tokens; their prompts are cut" in said
+
+
 def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     with pytest.raises(Overloaded, match=r"give a lower --rate, such as \d"):
