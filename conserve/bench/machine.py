@@ -12,6 +12,7 @@ from conserve.bench.presets import CPU
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ProfileMissing
 from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import Correction
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import IterationLimits
 from conserve.profiles.profile import Profile
@@ -71,15 +72,18 @@ class BenchMachine:
         )
 
     @classmethod
-    def of(cls, profile: Profile) -> Self:
-        """The engine that was profiled; raises `ProfileMissing` if the profile has no model."""
+    def of(cls, profile: Profile, learned: Correction | None = None) -> Self:
+        """The engine that was profiled; raises `ProfileMissing` if the profile has no model.
+
+        `learned` is what engines have learned of it since.
+        """
         if not profile.models:
             raise ProfileMissing(f"the profile {profile.name} has no model; run: conserve profile MODEL")
         limits = profile.limits or USUAL
         copies = max(profile.kv_copies, key=lambda one: one.blocks, default=None)
         return cls(
             name=profile.name,
-            model=profile.model(),
+            model=profile.model() if learned is None else learned.applied_to(profile.model()),
             layers=profile.safepoint.per_iteration if profile.safepoint else LAYERS,
             flags={
                 "max_num_batched_tokens": limits.tokens,

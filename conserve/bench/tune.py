@@ -39,7 +39,7 @@ class TriedValue:
     parameter: Parameter
     value: float
     excess: float  # largest ratio of what may be harmed to its limit
-    rows_per_s: float
+    rows_per_s: float  # of the search's mean row, as are those of an engine
     prompt_tokens_per_s: float
     decode_tokens_per_s: float
 
@@ -100,10 +100,9 @@ class Tuning:
         async def run(value: float) -> RunLatencies:
             promises = promise_entries(parameter.promises(value))
             blocks = self.simulator.play(CONSERVE, self.blocks, promises=promises)
-            found = latencies(blocks)
-            self.runs.append(self._candidate(parameter, value, blocks, found))
+            self.runs.append(self.tried(parameter, value, blocks, self.alone))
             self.say(sentence(self.runs[-1]))
-            return found
+            return latencies(blocks)
 
         return run
 
@@ -112,15 +111,16 @@ class Tuning:
         await self.test_run(reduced.parameter)(reduced.value)
         return self.runs[-1]
 
-    def _candidate(
-        self, parameter: Parameter, value: float, blocks: Sequence[Block], found: RunLatencies
+    def tried(
+        self, parameter: Parameter, value: float, blocks: Sequence[Block], alone: RunLatencies
     ) -> TriedValue:
+        """What these blocks gave, on the simulated engine or on the real one, beside latencies `alone` there."""
         engine, shared = self.simulator.machine.engine, self.blocks[0].shared_tokens
         rows, prompts, steps = rows_beside(blocks, engine, self.mix, shared_tokens=shared)
         return TriedValue(
             parameter=parameter,
             value=value,
-            excess=excess(found, self.alone, self.promised),
+            excess=excess(latencies(blocks), alone, self.promised),
             rows_per_s=rows,
             prompt_tokens_per_s=prompts,
             decode_tokens_per_s=steps,

@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from conserve.bench.profiler import Promise
     from conserve.bench.traces import Trace
     from conserve.bench.tune import TriedValue, Tuning
+    from conserve.profiles.correction import Correction
     from conserve.profiles.profile import Profile
 
 EXAMPLE = """
@@ -122,7 +124,7 @@ def tune(
     check_flags(settings, words[1:], confirmed=not (simulated_only or dry_run))
     require_engine()
     searched = profile_of(settings, words, profile)
-    machine = BenchMachine.of(searched)
+    machine = BenchMachine.of(searched, learned_of(settings, searched))
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = prepared(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
@@ -132,13 +134,14 @@ def tune(
             f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
-    confirmed, of_engine, served = False, None, list[str]()
+    confirmed, measured, of_engine, served = False, None, None, list[str]()
     if not (simulated_only or dry_run):
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried, confirmed = confirm(settings, wanted, tuning, found)
         if not confirmed:
             output.say(refused(found, tried, promised))
             raise typer.Exit(exits.FAILED)
+        measured = harvest(tried)
         found = found if tried.value == found.value else asyncio.run(tuning.measure(tried))
         served = [*PRESETS[preset].engine_flags, *words[1:]]
         of_engine = engine_flags(settings, served)
@@ -147,7 +150,8 @@ def tune(
         promises=dict(found.promises),
         kept=[str(one) for one in promised],
         arrivals=f"{sum(map(len, blocks)):,} requests of {blocks[0].name}",
-        expected=expected(found),
+        expected=harvest(found),
+        measured=measured,
         confirmed=confirmed,
         measured_at=time.time(),
         engine_flags=of_engine,
@@ -188,6 +192,18 @@ def profile_of(settings: Settings, words: list[str], wanted: str | None) -> "Pro
             f"an older one is of another engine ({differences}); take it with --profile {other.key.digest}"
         )
     return found
+
+
+def learned_of(settings: Settings, profile: "Profile") -> "Correction | None":
+    """What engines have learned on the profile since, by which `conserve serve` plans too."""
+    from conserve.profiles.book import Book
+    from conserve.profiles.correction import Correction
+
+    path = Book(settings.profiles_folder).correction_path(profile.name, profile.key)
+    learned = Correction.load(path, of=profile.stamp)
+    if learned is not None:
+        output.say(f"as engines have corrected it over {output.count(learned.seen, 'iteration')}")
+    return learned
 
 
 def blocks_of(
@@ -279,13 +295,23 @@ def refused(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:
     )
 
 
-def expected(found: "TriedValue") -> dict[str, float]:
+def harvest(found: "TriedValue") -> dict[str, float]:
     """Harvest in rows' worth of work and in tokens."""
     return {
         "rows_per_s": found.rows_per_s,
         "prompt_tokens_per_s": found.prompt_tokens_per_s,
         "decode_tokens_per_s": found.decode_tokens_per_s,
     }
+
+
+def rates(harvested: Mapping[str, float]) -> str:
+    """A harvest in words."""
+    rows_per_s = harvested["rows_per_s"]
+    return (
+        f"{rows_per_s:.2f} rows/s, {3600 * rows_per_s:,.0f} an hour: "
+        f"{harvested['prompt_tokens_per_s']:,.0f} prompt tokens/s and "
+        f"{harvested['decode_tokens_per_s']:,.0f} decode tokens/s"
+    )
 
 
 def named(promised: "Any") -> str:
@@ -305,16 +331,13 @@ def conclude(settings: Settings, tuned: Tuned, served: list[str], *, keep: bool,
         moment = {"measured_at": output.iso(tuned.measured_at)}
         output.data_json({**msgspec.to_builtins(tuned), **moment, "file": str(path) if path else None})
     else:
-        hour = 3600 * tuned.expected["rows_per_s"]
         output.data(
             f"{tuned.flags} keeps {', '.join(tuned.kept)} "
             f"({'confirmed on the engine' if tuned.confirmed else 'simulated'})"
         )
-        output.data(
-            f"expected beside this traffic: {tuned.expected['rows_per_s']:.2f} rows/s, {hour:,.0f} an hour: "
-            f"{tuned.expected['prompt_tokens_per_s']:,.0f} prompt tokens/s and "
-            f"{tuned.expected['decode_tokens_per_s']:,.0f} decode tokens/s"
-        )
+        output.data(f"expected beside this traffic, simulated: {rates(tuned.expected)}")
+        if tuned.measured is not None:
+            output.data(f"measured beside its busiest blocks, on the engine: {rates(tuned.measured)}")
     if path is not None:
         output.say(f"kept for conserve serve {shlex.join([tuned.model, *served])} --tuned: {path}")
     return exits.DONE

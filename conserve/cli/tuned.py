@@ -26,13 +26,14 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     promises: dict[str, float]  # harm, or ttft_ms and tbt_ms
     kept: list[str]  # what may be harmed, in words
     arrivals: str
-    expected: dict[str, float]
+    expected: dict[str, float]  # harvest on simulated time
     confirmed: bool  # on the engine itself
     measured_at: float  # s since 1970
     # Earlier versions kept none of these.
     engine_flags: list[str] | None = None  # of vLLM, where the engine confirmed it; None if none was started
     engine: str | None = None  # of the profile that the search was on, in words
     profile: str | None = None  # the digest of that one
+    measured: dict[str, float] | None = None  # harvest of that engine beside the busiest blocks
 
     @property
     def flags(self) -> str:

@@ -170,6 +170,14 @@ class Correction:
             return None
         return found if found.of == of else None
 
+    def applied_to(self, model: LinearModel) -> LinearModel:
+        """The model with the learned coefficients and scale; the model as it is if it has other terms."""
+        coefficients = model.coefficients if self.coefficients is None else self.coefficients
+        try:
+            return type(model)({name: self.scale * ms for name, ms in coefficients.items()})
+        except ValueError:
+            return model
+
     @property
     def out_of_bounds(self) -> bool:
         """True if the drift is larger than a correction should hide: the profile should be measured again."""

@@ -586,7 +586,7 @@ def test_a_second_comparison_on_an_endpoint_has_other_prompts_than_the_first(see
 class Quiet:
     """A simulator that plays nothing: the promise was found."""
 
-    block_s = 20.0
+    machine, block_s = MACHINE, 20.0
 
     def play(self, name: str, blocks: Any, **rest: Any) -> list[Block]:
         return [block(name, one, 20.0) for one in blocks]
@@ -621,6 +621,8 @@ def confirmed_in(tmp_path: Path, share: float, tolerance: float) -> tuple[TriedV
 def test_a_promise_that_the_engine_keeps_is_confirmed(tmp_path: Path, measured: Measured) -> None:
     candidate, confirmed = confirmed_in(tmp_path, 0.05, tolerance=0.1)
     assert (candidate.promises, confirmed) == ({"harm": 0.05}, True)
+    assert candidate.excess == pytest.approx(1.05 / 1.1)
+    assert (candidate.prompt_tokens_per_s, candidate.decode_tokens_per_s) == (135.0, 15.0), "of the engine"
     (design,) = measured.designs
     assert design.policies == ["online-only/planned", "conserve/harm-5"]
     assert FakeServers.made[0].ended

@@ -1,6 +1,7 @@
 """Coefficients that an engine's own iterations correct: when they are replaced, and what is learned anew then."""
 
 from collections import Counter
+from math import log
 from pathlib import Path
 from random import Random
 
@@ -294,6 +295,13 @@ def test_a_fit_that_fails_leaves_the_model_as_it_is(
     serve(corrected, TRUTH, 16)
     assert corrected.model is PROFILE
     assert "a fit of the latency model failed" in caplog.text
+
+
+def test_what_was_learned_is_applied_to_a_model_of_the_same_terms() -> None:
+    rows, learned = many(Random(9)), Correction(log_scale=log(2), coefficients=TRUTH.coefficients)
+    for applied in (learned.applied_to(PROFILE), Correction(log_scale=log(2)).applied_to(TRUTH)):
+        assert applied.predict(rows) == pytest.approx(2 * TRUTH.predict(rows))
+    assert Correction(log_scale=log(2), coefficients={"x": 1.0}).applied_to(PROFILE) is PROFILE
 
 
 def test_coefficients_of_other_terms_are_not_taken_nor_what_was_learned_with_them() -> None:

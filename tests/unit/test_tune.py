@@ -26,13 +26,15 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Tuning, latencies
 from conserve.cli import tuned
 from conserve.cli.serve_flags import milliseconds
-from conserve.cli.tune import blocks_of, conclude, profile_of, tune
+from conserve.cli.tune import blocks_of, conclude, learned_of, profile_of, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
 from conserve.errors import EndpointUnusable, InputError, Overloaded, ProfileMissing, SettingsError
+from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
 from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import Correction
 from conserve.profiles.profile import Profile, ProfileKey
 from tests.commands import conserve
 from tests.fake_rig import measured_profile
@@ -175,6 +177,8 @@ def test_what_the_engine_refuses_is_not_kept(
         found = tuned.read(Settings(home=tmp_path), "a/model")
         key = measured("a/model").key
         assert (found.engine_flags, found.engine, found.profile) == (["-tp", "4"], key.summary, key.digest)
+        assert found.measured is not None
+        assert found.expected["rows_per_s"] < found.measured["rows_per_s"], "the one is of the reduced value"
     else:
         assert "kept p99 TBT +10% with none of the values tried, from --harm" in said.err
 
@@ -278,6 +282,22 @@ def test_the_search_names_its_profile_and_the_others_of_the_model(
     )
     assert profile_of(settings, ["a/model"], older.key.digest).key == older.key
     assert "H100; vllm 1" in capsys.readouterr().err
+
+
+def test_the_search_is_on_the_engine_as_it_was_corrected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`conserve serve` plans by the correction too; times without it would be too short by as much."""
+    settings, profile = Settings(home=tmp_path), measured()
+    book = Book(settings.profiles_folder)
+    book.save(profile)
+    assert learned_of(settings, profile) is None
+    learned = Correction(of=profile.stamp, log_scale=math.log(1.3), seen=5000)
+    learned.save(book.correction_path(profile.name, profile.key))
+    slower, usual = (BenchMachine.of(profile, one).engine for one in (learned_of(settings, profile), None))
+    prompt = Batch.of([Slice(300, 100)])
+    assert slower.ms(prompt) == pytest.approx(1.3 * usual.ms(prompt))
+    assert capsys.readouterr().err == "as engines have corrected it over 5,000 iterations\n"
 
 
 def test_a_model_without_a_profile_is_profiled_as_it_is_served(tmp_path: Path) -> None:
@@ -499,6 +519,21 @@ def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.Capt
     assert "(on the engine) for p99 TTFT +5%: --harm 23%" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="leave out --ttft-slo, --tbt-slo and --harm"):
         tuned_promises(settings, ["a/model"], given=(None, "50ms", None))
+
+
+def test_what_the_engine_harvested_is_told_beside_what_the_simulation_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harvested = {"rows_per_s": 0.5, "prompt_tokens_per_s": 220.0, "decode_tokens_per_s": 15.0}
+    conclude(
+        Settings(home=tmp_path), structs.replace(TUNED, measured=harvested), [], keep=True, as_json=False
+    )
+    _, expected, measured = capsys.readouterr().out.splitlines()
+    assert expected.startswith("expected beside this traffic, simulated: 2.00 rows/s")
+    assert measured == (
+        "measured beside its busiest blocks, on the engine: 0.50 rows/s, 1,800 an hour: "
+        "220 prompt tokens/s and 15 decode tokens/s"
+    )
 
 
 def test_a_result_of_an_earlier_version_is_promised_with_any_flags(

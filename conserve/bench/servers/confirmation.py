@@ -11,7 +11,6 @@ from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED, promise_flags
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import excess
 from conserve.bench.servers.servers import Servers
 from conserve.bench.servers.sweep import MakePlan
 from conserve.bench.sizing import Offered
@@ -56,17 +55,24 @@ class Confirmation:
         self.outcome: tuple[TriedValue, bool]
 
     async def run(self, found: TriedValue) -> None:
-        """Try the value, and ones that promise less while they do not keep what may be harmed."""
+        """Try the value, and ones that promise less while they do not keep what may be harmed.
+
+        `outcome` then has the last one with what the engine gave, and whether it is kept.
+        """
         plan = self._made([CONSERVE], self._preset, self._folder / "store")
         servers = Servers(plan, self._design(found))
         try:
             await servers.start()
             for _ in range(TRIES):
-                excess = await self._excess(servers, found)
-                self.outcome = found, excess <= 1
-                if excess <= 1:
+                tried = await self._tried(servers, found)
+                self.outcome = tried, tried.excess <= 1
+                if tried.excess <= 1:
                     return
-                over = f"it exceeds what may be harmed by {excess - 1:.0%}" if excess < inf else FAILED
+                over = (
+                    f"it exceeds what may be harmed by {tried.excess - 1:.0%}"
+                    if tried.excess < inf
+                    else FAILED
+                )
                 less = promising_less(found)
                 self._say(
                     f"on the engine {over}; {'trying less' if less else 'nothing less can be promised'}"
@@ -77,8 +83,8 @@ class Confirmation:
         finally:
             await servers.close()
 
-    async def _excess(self, servers: Servers, found: TriedValue) -> float:
-        """Largest ratio of what may be harmed to its limit, beside blocks of live requests alone.
+    async def _tried(self, servers: Servers, found: TriedValue) -> TriedValue:
+        """The value with the engine's harvest and latencies, these beside blocks of live requests alone.
 
         A round has a block of the search for each engine of the server, from the busiest on.
         """
@@ -106,7 +112,7 @@ class Confirmation:
                 "no token of a row was computed beside the live requests, so nothing is confirmed; "
                 "give longer blocks (--block-s) or a lower --rate"
             )
-        return excess(latencies(beside), alone, self._tuning.promised)
+        return self._tuning.tried(found.parameter, found.value, beside, alone)
 
     def _design(self, found: TriedValue) -> Design:
         promises = found.promises
