@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from conserve.bench.beside import rows_beside
+from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
 from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
@@ -20,7 +23,6 @@ from conserve.bench.tuning import ROWS, TERMS, TuningWorkload, sentence, token_b
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.hygen import HyGenModel
-from conserve.profiles.model import LinearModel
 
 PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
 TUNED_ON = 2  # first blocks of a cell, of test runs
@@ -69,7 +71,7 @@ class TunedCell:
 def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int) -> TunedCell:
     """Tune those of the policies that have a parameter."""
     machine = simulator.machine
-    found = TunedCell(predictor_of(machine.model, seed))
+    found = TunedCell(predictor_of(machine, seed))
     workload = TuningWorkload(
         engine=machine.engine,
         traces=aim.traces,
@@ -124,14 +126,32 @@ def _searched(
     return term._replace(value=max(kept)[1]) if kept else term
 
 
-def predictor_of(model: LinearModel, seed: int) -> HyGenModel:
+def predictor_of(machine: BenchMachine, seed: int) -> HyGenModel:
     """HyGen's predictor, fitted to random batches of this engine."""
-    import numpy as np
+    batches = batches_of(machine, seed)
+    return fit(HyGenModel, Samples.of(batches, [machine.model.predict(batch) for batch in batches]))
 
+
+def batches_of(machine: BenchMachine, seed: int) -> list[Batch]:
+    """Random batches that suit an engine.
+
+    They are those of the demo model's engine, times what this one has more of: tokens in an iteration, requests, and
+    KV memory of a request.
+    """
+    demo = BenchMachine.demo()
+    more = machine.flags["max_num_seqs"] / demo.flags["max_num_seqs"]
+    longer = machine.kv_tokens / demo.kv_tokens / more
     dice = np.random.default_rng(seed)
     batches = []
     for _ in range(PREDICTED_OVER):
-        prompts = [Slice(int(n), 0) for n in np.exp(dice.uniform(2, 7, dice.integers(0, 4)))]
-        steps = [Slice(1, int(c), True) for c in dice.integers(8, 1000, dice.integers(1, 100))]
-        batches.append(Batch.of([*prompts, *steps]))
-    return fit(HyGenModel, Samples.of(batches, [model.predict(batch) for batch in batches]))
+        prompts = np.exp(dice.uniform(2, 7, dice.integers(0, 4)))
+        contexts = dice.integers(8, 1000, dice.integers(1, max(2, round(100 * more))))
+        batches.append(
+            Batch.of(
+                [
+                    *(Slice(int(machine.times * tokens), 0) for tokens in prompts),
+                    *(Slice(1, int(longer * context), True) for context in contexts),
+                ]
+            )
+        )
+    return batches

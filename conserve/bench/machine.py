@@ -119,6 +119,11 @@ class BenchMachine:
         return max(1.0, min(self.flags["max_num_batched_tokens"], self.flags["max_model_len"]) / SMALL)
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV memory holds."""
+        return self.num_blocks * self.flags["block_size"]
+
+    @property
     def window(self) -> int:
         """Rows in the engine, waiting ones included."""
         return self.flags["max_num_seqs"] * 5 // 4

@@ -15,6 +15,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
+from conserve.bench.cell_tuning import batches_of
 from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
@@ -135,6 +136,15 @@ def test_a_profile_is_a_machine(tmp_path: Path) -> None:
     assert MACHINE.times == 1.0
     assert MACHINE.model.coefficients["constant"] * 2.2 == pytest.approx(DEMO[-1])
     assert MACHINE.limited(256).engine.max_tokens == 256
+
+
+def test_hygens_predictor_is_fitted_to_batches_as_large_as_those_of_its_engine(tmp_path: Path) -> None:
+    for machine in (MACHINE, BenchMachine.of(Book(tmp_path).named("llama-3.1-8b-h100"))):
+        batches = batches_of(machine, seed=0)
+        requests, tokens = machine.flags["max_num_seqs"], machine.flags["max_num_batched_tokens"]
+        assert 0.7 < max(one.requests - one.prefills for one in batches) / requests < 1
+        assert 0.9 < max(one.prefill_tokens for one in batches) / tokens < 2
+        assert 0.9 < max(one.context for one in batches) / machine.kv_tokens < 1.2
 
 
 # The bound
