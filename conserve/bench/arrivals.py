@@ -56,44 +56,72 @@ def arrivals(
 def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None, seed: int) -> Offered:
     """Arrivals of a trace: thinned to a rate if the preset thins it, otherwise stretched in time."""
     whole = traces.read(traces.find_trace(name), seed=seed)
-    thins = preset.rate is not None and speed is None
-    as_recorded = rate is None and speed is None
-
-    def source(preset: Preset, wanted: float | None) -> Source:
-        wanted = rate if wanted is None else wanted
-        if thins:
-            thinned = replace(preset, rate=preset.rate if wanted is None else wanted)
-            return lambda number: thinned.arrivals(whole, seed + number)
-        if wanted is None and as_recorded:
-            return lambda number: preset.arrivals(whole, seed + number)
-        stretched = whole.scaled(speed or 1.0) if wanted is None else whole.at_rate(wanted)
-        return lambda number: nth_part(stretched, number, preset)
-
-    def flags(wanted: float) -> str:
-        if speed is None:
-            return f"--rate {wanted:.12g}"
-        return (
-            f"--speed {speed:.12g}" if wanted == whole.rate * speed else f"--speed {wanted / whole.rate:.3g}"
-        )
-
-    played = len(whole) / preset.block_s if as_recorded else whole.rate * (speed or 1.0)
-    offered = Offered(
-        name=f"--trace {name}",
-        source=source,
-        flags=flags,
-        sizable=thins,
-        rate=rate or (preset.rate if thins else None) or played,
-        given=frozenset() if rate is None else frozenset({"rate"}),
-        trace_s=whole.duration_s if thins or as_recorded else None,
-        requests=len(whole) if thins else None,
-        on_ticks=whole.on_ticks,
-    )
+    if speed is not None or (rate is not None and preset.rate is None):
+        offered = of_stretched(whole, rate, speed)
+    elif preset.rate is not None:
+        offered = of_thinned(whole, rate, preset.rate, seed)
+    else:
+        offered = of_whole(whole, preset, seed)
+    given: frozenset[str] = frozenset() if rate is None else frozenset({"rate"})
+    offered = replace(offered, name=f"--trace {name}", given=given, on_ticks=whole.on_ticks)
     if rate is not None and rate > (most := offered.most(preset.block_s)):
         raise SettingsError(
             f"--rate {rate:g} is more than {name} has: {len(whole):,} requests, {most:g} a second in blocks of "
             f"{preset.block_s:g} s; give at most that, or a shorter --block-s"
         )
     return offered
+
+
+def of_thinned(whole: Trace, rate: float | None, usual: float, seed: int) -> Offered:
+    """A trace of which each block plays all its time, thinned to this rate; without one, to the preset's."""
+
+    def source(preset: Preset, wanted: float | None) -> Source:
+        thinned = replace(preset, rate=wanted or rate or preset.rate)
+        return lambda number: thinned.arrivals(whole, seed + number)
+
+    return Offered(
+        name="",
+        source=source,
+        flags=rate_flag,
+        sizable=True,
+        rate=rate or usual,
+        trace_s=whole.duration_s,
+        requests=len(whole),
+    )
+
+
+def of_whole(whole: Trace, preset: Preset, seed: int) -> Offered:
+    """A trace that each block plays whole, as fast as that takes."""
+
+    def source(preset: Preset, wanted: float | None) -> Source:
+        if wanted is not None:
+            return in_parts(whole.at_rate(wanted), preset)
+        return lambda number: preset.arrivals(whole, seed + number)
+
+    rate = len(whole) / preset.block_s
+    return Offered(name="", source=source, flags=rate_flag, rate=rate, trace_s=whole.duration_s)
+
+
+def of_stretched(whole: Trace, rate: float | None, speed: float | None) -> Offered:
+    """A trace at a rate or a speed, of which the blocks play one part after the other."""
+
+    def source(preset: Preset, wanted: float | None) -> Source:
+        at = wanted or rate
+        return in_parts(whole.scaled(speed or 1.0) if at is None else whole.at_rate(at), preset)
+
+    usual = whole.rate * (speed or 1.0)
+
+    def flags(wanted: float) -> str:
+        if speed is None:
+            return rate_flag(wanted)
+        return f"--speed {speed:.12g}" if wanted == usual else f"--speed {wanted / whole.rate:.3g}"
+
+    return Offered(name="", source=source, flags=flags, rate=rate or usual)
+
+
+def rate_flag(rate: float) -> str:
+    """The flag that sets this rate."""
+    return f"--rate {rate:.12g}"
 
 
 def of_gamma(text: str, seed: int) -> Offered:
@@ -120,6 +148,11 @@ def of_on_off(text: str, seed: int) -> Offered:
 
     rest = text.partition(",")[2]
     return Offered(name="", source=source, flags=lambda rate: f"--on-off {rate:g},{rest}", rate=per_s)
+
+
+def in_parts(trace: Trace, preset: Preset) -> Source:
+    """Parts of the trace, one for each block."""
+    return lambda number: nth_part(trace, number, preset)
 
 
 def nth_part(trace: Trace, number: int, preset: Preset) -> Trace:
