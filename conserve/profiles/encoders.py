@@ -6,7 +6,7 @@ No latency model knows these times: they are of another network than the one tha
 from collections import deque
 from typing import NamedTuple
 
-from conserve.profiles.correction import quantile_margin
+from conserve.profiles.margin import quantile_margin
 
 WINDOW = 64  # iterations that are remembered
 OVERRUN_SHARE = 0.05  # of encodings, that may take longer than their prediction

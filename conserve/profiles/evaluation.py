@@ -3,8 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
-from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
+from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.fit import Samples, cross_predictions, errors, fit
+from conserve.profiles.margin import Residual, quantile_margin
 from conserve.profiles.model import TIMELESS
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS, FittedModel, Noise

@@ -11,9 +11,9 @@ import msgspec
 
 from conserve.errors import ProfileDamaged, ProfileDerived, ProfileMismatch
 from conserve.profiles.conserve import ConServeModel, PaperModel
-from conserve.profiles.correction import Residual
 from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.margin import Residual
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import IterationLimits, Point
 from conserve.whole import write_whole

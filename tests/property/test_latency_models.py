@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import CorrectedModel, Correction, Residual, margin_near, quantile_margin
+from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.fit import Samples, fit
+from conserve.profiles.margin import Residual, margin_near, quantile_margin
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS

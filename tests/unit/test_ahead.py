@@ -15,7 +15,8 @@ from conserve.engine.policy.recorded import (
     version_of,
 )
 from conserve.engine.policy.view import Candidate, Slo
-from conserve.profiles.correction import CorrectedModel, Residual
+from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.margin import Residual
 from tests.policy_views import MS_PER_TOKEN, decodes, plan_of, view_of
 
 SMALLEST_MS = 11.0

@@ -13,7 +13,8 @@ from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import offline_turn_ms
 from conserve.engine.policy.view import Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import FrozenModel, limit_ms_for, step_of
+from conserve.profiles.correction import FrozenModel
+from conserve.profiles.margin import limit_ms_for, step_of
 from tests.policy_views import MS_PER_TOKEN, add_steps, decodes, view_of
 
 HARM = Slo(harm=0.5)

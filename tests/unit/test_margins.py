@@ -8,9 +8,11 @@ import pytest
 
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.correction import (
-    CorrectedModel,
-    Correction,
+from conserve.profiles.correction import CorrectedModel, Correction
+from conserve.profiles.evaluation import noise_of, overruns, relative_spread
+from conserve.profiles.fit import errors
+from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.margin import (
     NewestResiduals,
     Residual,
     limit_ms_for,
@@ -19,9 +21,6 @@ from conserve.profiles.correction import (
     quantile_margin,
     step_of,
 )
-from conserve.profiles.evaluation import noise_of, overruns, relative_spread
-from conserve.profiles.fit import errors
-from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.record import Header, Record, Visit
 from conserve.profiles.worth import Worth
 

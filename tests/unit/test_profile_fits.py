@@ -10,9 +10,9 @@ from conserve.bench.bound import Mix
 from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.correction import Residual
 from conserve.profiles.evaluation import LEAST_HELD_OUT, fit_models
 from conserve.profiles.fit import Samples, cross_predictions, fit
+from conserve.profiles.margin import Residual
 from conserve.profiles.model import Parabola, added_ms, smallest_ms
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS

@@ -17,7 +17,8 @@ from conserve.engine.policy.recorded import BY_CLASS, READ_ON, VERSION, line_of,
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Image, Lazy, Slo
 from conserve.engine.runtime.recording import MOST_QUEUED, LineAppender
 from conserve.profiles.batch import Batch
-from conserve.profiles.correction import CorrectedModel, FrozenModel, Residual
+from conserve.profiles.correction import CorrectedModel, FrozenModel
+from conserve.profiles.margin import Residual
 from conserve.profiles.model import TIMELESS
 from tests.policy_views import FRESH, MS_PER_TOKEN, ROW, decodes, view_of
 
@@ -164,18 +165,18 @@ MS_PER_TOKEN_BATCH = Conserve().plan(view_of(waiting_offline=[Candidate("one", 1
 
 def test_a_model_that_has_learned_predicts_to_the_bit_what_it_did() -> None:
     model = corrected()
-    view = view_of(**{**BUSY, "model": model, "slo": Slo(ttft_ms=900, tbt_ms=300)})
+    view = view_of(**{**BUSY, "model": model, "slo": Slo(ttft_ms=900.0, tbt_ms=300.0)})
     plan = Conserve().plan(view)
     again = through(view, plan).view
     assert isinstance(again.model, FrozenModel)
+    assert line_of(again, plan, policy="conserve", at=1.0) == line_of(view, plan, policy="conserve", at=1.0)
     assert Conserve().plan(again) == plan
     assert again.model.scale == model.scale != 1
     assert [again.model.margin(ms) for ms in (300.0, 299.0)] == [model.margin(ms) for ms in (300.0, 299.0)]
 
 
-def test_a_frozen_model_learns_nothing_and_takes_the_nearest_margin() -> None:
+def test_a_frozen_model_has_its_scale_and_takes_the_nearest_margin() -> None:
     frozen = FrozenModel(MS_PER_TOKEN, scale=1.5, margins={24: 1.2, 32: 1.4})
-    frozen.observe(MS_PER_TOKEN_BATCH, 1000.0)
     assert frozen.predict(MS_PER_TOKEN_BATCH) == 1.5 * 11
     assert [frozen.margin(ms) for ms in (1.0, 64.0, 256.0, 1e5)] == [1.2, 1.2, 1.4, 1.4]
     assert FrozenModel(MS_PER_TOKEN, scale=1.0, margins={}).margin(50.0) == 1.0

@@ -12,8 +12,9 @@ from conserve.cli.profile_report import correction_lines
 from conserve.profiles import refit
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.correction import CorrectedModel, Correction, FrozenModel, Residual
+from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.fit import Samples, fit, sums_of
+from conserve.profiles.margin import Residual
 from conserve.profiles.model import TIMELESS
 from conserve.profiles.refit import (
     EVERY,
@@ -172,12 +173,10 @@ def test_a_correction_without_coefficients_keeps_those_of_the_profile(tmp_path: 
     assert again.correction.coefficients is None
 
 
-def test_a_frozen_model_and_one_without_coefficients_are_not_fitted() -> None:
-    frozen = FrozenModel(PROFILE, scale=1.5, margins={})
-    serve(frozen, TRUTH, 16)
+def test_a_model_without_coefficients_is_not_fitted() -> None:
     timeless = CorrectedModel(TIMELESS)
     serve(timeless, TRUTH, 16)
-    assert (frozen.refits, frozen.scale, timeless.refits) == (0, 1.5, 0)
+    assert timeless.refits == 0
 
 
 def test_terms_that_the_iterations_do_not_tell_apart_keep_the_first_models_word() -> None:

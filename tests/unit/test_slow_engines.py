@@ -18,8 +18,9 @@ from conserve.engine.profiling import RESERVE_S, VISITS, conclude, measure
 from conserve.errors import ProfilingFailed
 from conserve.profiles.affordable import LEAST_FITTED, Costs
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import CorrectedModel, Residual
+from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.itinerary import Stretch
+from conserve.profiles.margin import Residual
 from conserve.profiles.points import FITTED, Point, first_points, plan
 from conserve.profiles.profile import Profile, read, read_sample
 from conserve.profiles.record import Header, Record

@@ -10,7 +10,7 @@ from math import inf
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo, View, least
-from conserve.profiles.correction import limit_ms_for
+from conserve.profiles.margin import limit_ms_for
 from conserve.profiles.model import LatencyModel
 
 

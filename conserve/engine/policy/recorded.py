@@ -225,11 +225,11 @@ def _blocks_of(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _model(model: LatencyModel) -> dict[str, Any] | None:
-    linear = model.model if isinstance(model, CorrectedModel) else model
+    linear = model.model if isinstance(model, CorrectedModel | FrozenModel) else model
     if not isinstance(linear, LinearModel):
         return None
     said: dict[str, Any] = {"name": linear.name, "coefficients": linear.coefficients}
-    if isinstance(model, CorrectedModel):
+    if isinstance(model, CorrectedModel | FrozenModel):
         said |= {"scale": model.scale, "margins": [*model.margins.items()]}
     return said
 

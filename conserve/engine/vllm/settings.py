@@ -17,8 +17,9 @@ from conserve.engine.runtime.receipt import LARGEST_SHARE, SHARE
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
-from conserve.profiles.correction import CorrectedModel, Correction, Residual
+from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.margin import Residual
 from conserve.profiles.profile import MODELS, KVCopy, Profile
 from conserve.profiles.refit import FittedReach
 

@@ -20,8 +20,9 @@ import numpy as np
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.correction import CorrectedModel, Residual
+from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.fit import Samples, cross_predictions, fit, non_negative
+from conserve.profiles.margin import Residual
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
