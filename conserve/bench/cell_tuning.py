@@ -135,8 +135,8 @@ def predictor_of(machine: BenchMachine, seed: int) -> HyGenModel:
 def batches_of(machine: BenchMachine, seed: int) -> list[Batch]:
     """Random batches that suit an engine.
 
-    They are those of the demo model's engine, times what this one has more of: tokens in an iteration, requests, and
-    KV memory of a request.
+    They are those of the demo model's engine, times what this one has more of: tokens in an iteration, requests,
+    and KV memory of a request.
     """
     demo = BenchMachine.demo()
     more = machine.flags["max_num_seqs"] / demo.flags["max_num_seqs"]
