@@ -24,7 +24,6 @@ READY_S = 0.5  # between two checks of the starting server
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 60.0  # a process that ran this long is started again without a pause
 HARVESTER_S = 20.0  # to save progress
-BATCH_API_S = 10.0  # to finish requests under way
 DRAIN_S = 45.0  # for the server to finish running requests: more than vLLM's own limit (--shutdown-timeout)
 
 
@@ -157,9 +156,9 @@ class Service:
             # The harvester first: it saves its progress while live requests are still served.
             if self._harvester is not None:
                 await self._harvester.stop(HARVESTER_S)
-            await self._server.stop(self._drain_s)
-            if self._batch_api is not None:
-                await self._batch_api.stop(BATCH_API_S)
+            # The Batch API with the server, which would else wait for its streams of events.
+            rest = filter(None, (self._server, self._batch_api))
+            await asyncio.gather(*(child.stop(self._drain_s) for child in rest))
 
     @property
     def log(self) -> Path | None:

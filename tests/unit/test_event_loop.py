@@ -14,6 +14,7 @@ pytest.importorskip("starlette")
 from starlette.types import Receive, Scope, Send
 
 from conserve.engine.runtime.api_limits import ApiLimits
+from conserve.engine.vllm.server import process
 from conserve.engine.vllm.server.process import run
 from tests.warned import OF_VLLM
 
@@ -27,7 +28,7 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
 
     at_once: list[bool] = []
 
-    async def served(args: Namespace, *, http: Any) -> None:
+    async def served(args: Namespace, *, http: Any, **others: Any) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             for connection in server.server_state.connections:
                 sending = connection.transport.get_extra_info("socket")
@@ -46,6 +47,37 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(entry, "run_server", served)
     run(Namespace(), ApiLimits())
     assert at_once == [True]
+
+
+def test_an_answer_without_an_end_does_not_keep_a_server_whose_engine_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a stream of events, or one whose client does not read."""
+    import uvicorn
+    from vllm.entrypoints.launchers.api_server import entry
+
+    ended: list[bool] = []
+
+    async def served(args: Namespace, **given: Any) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            server.should_exit = True  # as vLLM's watchdog does
+            await asyncio.Event().wait()
+
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", **given))
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: server\r\n\r\n")
+            async with asyncio.timeout(60):
+                await server._serve([listening])
+            ended.append(True)
+            writer.close()
+
+    monkeypatch.setattr(entry, "run_server", served)
+    monkeypatch.setattr(process, "LAST_S", 0)
+    run(Namespace(), ApiLimits())
+    assert ended == [True]
 
 
 def test_a_signal_behind_the_end_of_a_run_does_what_it_did_before() -> None:

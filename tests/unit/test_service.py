@@ -1,6 +1,8 @@
 """Supervisor of the processes of `conserve serve`."""
 
 import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,44 @@ def test_a_start_says_its_steps_and_where_its_log_is(tmp_path: Path, monkeypatch
         "preparing the model",
         "learning the machine's speed",
     ]
+
+
+def test_a_server_that_passes_the_batch_apis_streams_on_is_stopped_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends once they do, and they end with the Batch API."""
+    stream = tmp_path / "stream"
+    os.mkfifo(stream)
+    passes_on = (
+        "import signal, sys\n"
+        "stream = open(sys.argv[1], 'rb')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(stream.read())))\n"
+        "print('ready', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    streams = "import signal, sys; stream = open(sys.argv[1], 'wb'); signal.pause()"
+    server = ProcessCommand(
+        name="server", words=(sys.executable, "-c", passes_on, str(stream)), log=tmp_path / "server.log"
+    )
+    beside = ProcessCommand(name="Batch API", words=(sys.executable, "-c", streams, str(stream)))
+
+    async def go() -> int | None:
+        stop = asyncio.Event()
+        serving = Service(server, None, url="http://127.0.0.1:1", say=lambda _: None, batch_api=beside)
+
+        async def ready() -> None:
+            while "ready" not in (serving._server.written() or ""):
+                await asyncio.sleep(0.01)
+
+        async def on_ready() -> None:
+            stop.set()
+
+        monkeypatch.setattr(serving, "_ready", ready)
+        await serving.run(stop, on_ready=on_ready)
+        assert serving._server.process is not None
+        return serving._server.process.returncode
+
+    assert asyncio.run(go()) == 0
 
 
 def test_a_start_is_read_from_its_own_beginning_of_the_log(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 ADDRESS = ("--host", "--port")
 DRAIN_S = 30  # seconds for running requests after SIGTERM
+LAST_S = 10  # seconds from the end of the engine until answers and bodies that still travel are cut off
 
 
 def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
@@ -160,15 +161,18 @@ def http_protocol(limits: ApiLimits) -> type[asyncio.Protocol]:
 
 
 def run(args: Namespace, limits: ApiLimits) -> None:
-    """Run vLLM's server until SIGTERM, on the event loop of `vllm serve`.
+    """Run vLLM's server until SIGTERM or the engine's death, on the event loop of `vllm serve`.
 
     asyncio's own leaves Nagle's algorithm on at a socket such as vLLM makes: each token would wait for the client's
     acknowledgement of the one before, which may come 40 ms late.
+
+    vLLM stops its HTTP server once the engine has ended, in order or not. uvicorn would then wait for every
+    connection without a limit: for a client that reads nothing, or a stream of events, whose process lives on.
     """
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    uvloop.run(run_server(args, http=http_protocol(limits)))
+    uvloop.run(run_server(args, http=http_protocol(limits), timeout_graceful_shutdown=LAST_S))
 
 
 def allow_plugin() -> None:
