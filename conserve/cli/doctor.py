@@ -26,7 +26,6 @@ conserve doctor
 conserve doctor --json
 """
 
-ANSWER_S = 10.0  # time-out of an endpoint
 Findings = Generator[Finding, None, float | None]
 
 
@@ -124,16 +123,14 @@ async def endpoint(address: str, key: str | None) -> Finding:
     import httpx
 
     from conserve.endpoints.discovery import served_models
-    from conserve.endpoints.exchange import check_address
+    from conserve.endpoints.exchange import open_client
 
     if address.startswith("fake:"):
         return Finding("endpoint", f"{address} answers")
     shown, login = split_login(address)
     url = shown.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        check_address(url)
-        async with httpx.AsyncClient(base_url=url, headers=headers, auth=login, timeout=ANSWER_S) as client:
+        async with open_client(url, key, None, login=login) as client:
             return Finding("endpoint", f"{url} serves {', '.join(await served_models(client))}")
     except ConserveError as error:
         refused = getattr(error, "status", None) in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -327,7 +328,8 @@ def server_command(
 
 
 def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessCommand":
-    """Command of `conserve harvest` on this store."""
+    """Command of `conserve harvest` on this store, which reaches the server beside it without a proxy."""
+    from conserve.endpoints.proxies import exempting
     from conserve.engine.service import ProcessCommand, python
 
     # The server's model and this store, with the place of its files, win over those of variables and files.
@@ -338,6 +340,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
         GIVEN: again(),
         HARVEST_KEY: settings.harvest_key or "",
         **harvesters_telemetry(settings),
+        **exempting(urlsplit(url).hostname or ""),
     }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
     shared = ("--share", settings.share) if settings.share is not None else ()

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
-from urllib.request import getproxies
 
 import httpx
 
 from conserve.config import Settings
+from conserve.endpoints.proxies import proxy_of
 from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError
 from conserve.hosts import about_login, about_query, without_login
 
@@ -104,14 +104,12 @@ def check_address(base_url: str) -> None:
         raise SettingsError(f"--endpoint {without_login(base_url)!r} is no address{why}") from error
 
 
-def kept_alive(limits: httpx.Limits) -> httpx.AsyncHTTPTransport | None:
-    """A transport that finds out within two minutes that a server's machine is gone; None where proxies are set.
+def transport_to(url: httpx.URL, limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
+    """A transport that finds out within two minutes that the server's machine is gone, unless a proxy is between.
 
     Without it a row waits for as long as an answer may take.
     """
-    if getproxies():
-        return None
-    return httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)
+    return httpx.AsyncHTTPTransport(limits=limits, proxy=proxy_of(url), socket_options=KEEPALIVE)
 
 
 def open_client(
@@ -120,6 +118,7 @@ def open_client(
     transport: httpx.AsyncBaseTransport | None,
     *,
     login: tuple[str, str] | None = None,
+    silent_s: float = SILENT_S,
 ) -> httpx.AsyncClient:
     """A client for the server at this address; raises `SettingsError` for a malformed address or key."""
     key = (api_key or "").strip()
@@ -131,9 +130,8 @@ def open_client(
         base_url=base_url,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         auth=login,
-        timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
-        limits=limits,
-        transport=transport or kept_alive(limits),
+        timeout=httpx.Timeout(silent_s, connect=CONNECT_S),
+        transport=transport or transport_to(httpx.URL(base_url), limits),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 import httpx
 
 from conserve.endpoints.discovery import served_models
-from conserve.endpoints.exchange import check_address
+from conserve.endpoints.exchange import open_client
 from conserve.hosts import split_login
 
 ANSWER_S = 60.0
@@ -31,17 +31,10 @@ class ServerTokens:
         model: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
-        """Find out the server's model; raises `EndpointUnusable` if no server answers."""
-        url, login = split_login(base_url)
-        check_address(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        client = httpx.AsyncClient(
-            base_url=url.rstrip("/").removesuffix("/v1"),
-            headers=headers,
-            auth=login,
-            timeout=ANSWER_S,
-            transport=transport,
-        )
+        """Find out the server's model; raises `EndpointUnusable` if none answers, and as `open_client` does."""
+        shown, login = split_login(base_url)
+        url = shown.rstrip("/").removesuffix("/v1")
+        client = open_client(url, api_key, transport, login=login, silent_s=ANSWER_S)
         try:
             name = model or (await served_models(client))[0]
             return cls(client, name, await context_of(client, name))

@@ -332,6 +332,15 @@ def test_files_of_servers_that_have_gone_long_ago_are_removed(tmp_path: Path) ->
 # Keys.
 
 
+def test_a_harvester_reaches_its_server_without_a_proxy(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "hub.example")
+    told = serving.harvester_command(settings, "http://10.0.0.5:8000").environment
+    assert {told["NO_PROXY"], told["no_proxy"]} == {"hub.example,10.0.0.5"}
+
+
 def environments(settings: Settings) -> tuple[dict[str, str], dict[str, str]]:
     """Environments of the server and of the harvester."""
     server = serving.server_command(settings, {"policy": "conserve"}, ["--port", "1"], 1)
