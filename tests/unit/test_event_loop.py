@@ -1,6 +1,7 @@
-"""The event loop: each token of a stream leaves at once, and signals are given back behind its end."""
+"""The event loop and its HTTP server: tokens leave at once, connections rest and end, signals are given back."""
 
 import asyncio
+import os
 import signal
 import socket
 from argparse import Namespace
@@ -14,6 +15,7 @@ pytest.importorskip("starlette")
 from starlette.types import Receive, Scope, Send
 
 from conserve.engine.runtime.api_limits import ApiLimits
+from conserve.engine.vllm.launching.environment import KEEP_ALIVE, prepare_environment
 from conserve.engine.vllm.server import process
 from conserve.engine.vllm.server.process import run
 from tests.warned import OF_VLLM
@@ -47,6 +49,18 @@ def test_tokens_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(entry, "run_server", served)
     run(Namespace(), ApiLimits())
     assert at_once == [True]
+
+
+def test_a_connection_outlasts_the_pause_between_two_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop(KEEP_ALIVE, None)
+    prepare_environment(offline=True, served=True)
+    assert envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 75
+    os.environ[KEEP_ALIVE] = "30"  # the user's own
+    prepare_environment(offline=True, served=True)
+    assert envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 30
 
 
 def test_an_answer_without_an_end_does_not_keep_a_server_whose_engine_is_dead(
