@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from conserve.batch_api.refusals import Refused
 from conserve.errors import one_line
+from conserve.http_server import STALLED, parts
 from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 
@@ -102,13 +103,15 @@ class MultipartForm:
     async def read(self, request: Request, upload: Upload) -> None:
         """Read a request's body, the file in it to `upload`; raises `Refused` for a body that is no such form."""
         try:
-            async for chunk in request.stream():
+            async for chunk in parts(request.stream()):
                 self._parser.write(chunk)
                 if self._waiting_bytes >= FLUSH_BYTES:
                     await self._flush(upload)
             self._parser.finalize()
         except ClientDisconnect as error:
             raise Refused.invalid(ENDED_EARLY) from error
+        except TimeoutError as error:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, STALLED) from error
         except FormParserError as error:
             raise Refused.invalid(f"the body is no multipart form: {one_line(error)}") from error
         await self._flush(upload)

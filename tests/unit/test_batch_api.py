@@ -2,15 +2,18 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import uvicorn
 from openai.types import Batch
 from sqlalchemy import text
 
+from conserve import http_server
 from conserve.batch_api import serving, workers
 from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
@@ -411,6 +414,22 @@ def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the body ended within the form; send it again"
     assert list(uploads.folder(store).iterdir()) == []
+
+
+def test_an_upload_of_which_no_more_comes_ends(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "PART_S", 0.0)
+    address = httpx.URL(url)
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    )
+    with socket.create_connection((address.host, address.port or 80)) as stalled:
+        stalled.sendall(head.encode())
+        with stalled.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+    until(lambda: list(uploads.folder(store).iterdir()) == [])
 
 
 def test_a_part_of_a_file_can_be_downloaded(url: str, api: openai.OpenAI) -> None:

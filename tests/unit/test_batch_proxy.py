@@ -5,7 +5,7 @@ import json
 import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from conserve import http_server
 from conserve.batch_api.app import application
 from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
 from conserve.engine.vllm.server import batch_proxy
@@ -220,21 +221,42 @@ def test_whatever_clients_send_gets_an_answer(
     assert patient.request(method, url + target, headers=asked, content=body).status_code == status
 
 
+HALF_AN_UPLOAD = (
+    f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {OWN}\r\nContent-Length: 1000\r\n"
+    "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+).encode()
+
+
 def test_an_upload_that_is_broken_off_is_no_fault_of_the_server(
     store: Store, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = httpx.URL(url)
-    head = (
-        f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {OWN}\r\nContent-Length: 1000\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-    )
     for _ in range(2):
         with socket.create_connection((address.host, address.port or 80)) as broken:
-            broken.sendall(head.encode())
+            broken.sendall(HALF_AN_UPLOAD)
             until(lambda: any(uploads.folder(store).glob("*.tmp")))
         until(lambda: not any(uploads.folder(store).glob("*.tmp")))
     assert client(url, OWN).files.list().data == []
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_slow_uploads_lock_nobody_out(store: Store, url: str) -> None:
+    address = httpx.URL(url)
+    with ExitStack() as slow:
+        for _ in range(101):
+            one = slow.enter_context(socket.create_connection((address.host, address.port or 80)))
+            one.sendall(HALF_AN_UPLOAD)
+        until(lambda: len(list(uploads.folder(store).glob("*.tmp"))) == 101)
+        assert client(url, OWN).files.list().data == []
+
+
+def test_an_upload_of_which_no_more_comes_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PART_S", 0.0)
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80)) as stalled:
+        stalled.sendall(HALF_AN_UPLOAD)
+        with stalled.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
 
 
 class Answers:

@@ -28,13 +28,13 @@ from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.engine.vllm.server.batch_connection import BatchConnections, Reply
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied
+from conserve.http_server import STALLED, parts
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-EVENTS = "/events"  # end of a stream's path
 AUTHORIZATION = b"authorization"
 HERE = (b"host", b"localhost")
 # Header: "keyed" by this server's own key, "far" (another machine's) or "open".
@@ -90,7 +90,7 @@ class BatchProxy:
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
-        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._client: httpx.AsyncClient | None = None
         # Questions about keys do not wait behind polls.
         self._polling, self._asking = BatchConnections(path), BatchConnections(path)
         self._keys: dict[bytes, KeyAnswer] = {}
@@ -99,23 +99,19 @@ class BatchProxy:
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """Client for files and batches."""
-        return self._client_for("batches")
+        """Client at the socket, made in the loop that uses it.
 
-    @property
-    def streaming(self) -> httpx.AsyncClient:
-        """Client for streams of events, which would otherwise keep connections from files and batches."""
-        return self._client_for("events")
-
-    def _client_for(self, use: str) -> httpx.AsyncClient:
-        """Client at the socket, made in the loop that uses it."""
-        if use not in self._clients:
+        A slow transfer keeps no connection from another: their number is that of clients' connections.
+        """
+        if self._client is None:
             # No TLS is spoken there, so that no certificates need be read.
-            through = httpx.AsyncHTTPTransport(uds=self._path, verify=False)
-            self._clients[use] = httpx.AsyncClient(
+            through = httpx.AsyncHTTPTransport(
+                uds=self._path, verify=False, limits=httpx.Limits(max_connections=None)
+            )
+            self._client = httpx.AsyncClient(
                 transport=through, base_url="http://localhost", timeout=TIMEOUT, trust_env=False
             )
-        return self._clients[use]
+        return self._client
 
     async def close(self) -> None:
         """Close the connections."""
@@ -123,8 +119,8 @@ class BatchProxy:
             asking.cancel()
         self._polling.close()
         self._asking.close()
-        for client in self._clients.values():
-            await client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
 
     async def key(self, authorization: bytes) -> StoreKey | None:
         """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told.
@@ -190,18 +186,19 @@ class BatchProxy:
 
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
-        content = request.stream() if request.method in ("POST", "PUT") else None
+        content = parts(request.stream()) if request.method in ("POST", "PUT") else None
         headers = passed_on(
             request.headers.raw, CALLER.get(), body=content is not None, far=is_far(request.scope)
         )
-        client = self.streaming if request.url.path.endswith(EVENTS) else self.client
-        asked = client.build_request(request.method, url(request), headers=headers, content=content)
+        asked = self.client.build_request(request.method, url(request), headers=headers, content=content)
         try:
-            answer = await client.send(asked, stream=True)
+            answer = await self.client.send(asked, stream=True)
         except httpx.HTTPError:
             return unavailable()
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # which no client reads
+        except TimeoutError:
+            return failure(HTTPStatus.REQUEST_TIMEOUT, STALLED, "invalid_request_error")
         given = {name: value for name, value in answer.headers.items() if name in GIVEN}
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, given, background=BackgroundTask(answer.aclose)
@@ -266,13 +263,14 @@ def uses(answer: Reply) -> StoreKey | None:
 
 def unavailable() -> Response:
     """Answer while the Batch API starts: the same request may succeed later."""
-    said: Mapping[str, Any] = {
-        "message": "files and batches are not served just now; try again",
-        "type": "server_error",
-        "param": None,
-        "code": None,
-    }
-    return JSONResponse({"error": said}, HTTPStatus.SERVICE_UNAVAILABLE)
+    said = "files and batches are not served just now; try again"
+    return failure(HTTPStatus.SERVICE_UNAVAILABLE, said, "server_error")
+
+
+def failure(status: HTTPStatus, said: str, kind: str) -> Response:
+    """Answer to a request that did not reach the Batch API as a whole."""
+    error: Mapping[str, Any] = {"message": said, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status)
 
 
 BATCH_PROXY = "conserve_batch_proxy"  # in the app's state
