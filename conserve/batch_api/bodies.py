@@ -16,6 +16,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 WINDOW = re.compile(r"([1-9]\d{0,8})([smhd])")
 ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 KEY = re.compile(r"[ -~]{1,255}")
+EXPIRES_AFTER = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}  # fields of a form
 
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Value = Annotated[str, msgspec.Meta(max_length=512)]
@@ -141,11 +142,7 @@ def idempotency_key(request: Request) -> str | None:
 
 def expires_after(fields: dict[str, str]) -> ExpiresAfter | None:
     """Life of an upload, of the form's fields `expires_after[anchor]` and `expires_after[seconds]`."""
-    given: dict[str, Any] = {
-        name: fields[f"expires_after[{name}]"]
-        for name in ("anchor", "seconds")
-        if f"expires_after[{name}]" in fields
-    }
+    given: dict[str, Any] = {name: fields[field] for name, field in EXPIRES_AFTER.items() if field in fields}
     if not given:
         return None
     try:

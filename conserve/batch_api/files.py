@@ -29,7 +29,7 @@ MOST_FILES = 10_000  # in one page
 async def create(request: Request) -> Response:
     """Store an upload; with the idempotency key of an earlier one, answer with that."""
     api, key = ApiState.of(request), bodies.idempotency_key(request)
-    form = form_of(request, api.limits.file_bytes)
+    form = form_of(request, api.limits.file_bytes, require_so_far)
     folder = await run_in_threadpool(uploads.make_folder, api.store)
     file_id = uploads.new_file_id()
     with home.explained(folder):
@@ -42,13 +42,25 @@ async def create(request: Request) -> Response:
     return JSONResponse(objects.file_object(stored))
 
 
+def require_so_far(fields: dict[str, str]) -> None:
+    """Raise `Refused` for a wrong field before the file, which need not come then; others may follow it."""
+    require_purpose(fields.get("purpose", PURPOSE))
+    if all(name in fields for name in bodies.EXPIRES_AFTER.values()):
+        bodies.expires_after(fields)
+
+
+def require_purpose(purpose: str | None) -> None:
+    """Raise `Refused` for another purpose than that of batches."""
+    if purpose != PURPOSE:
+        said = f"purpose is {PURPOSE!r}: this server keeps files for batches alone"
+        raise Refused.invalid(said, param="purpose", code="invalid_value")
+
+
 def new_file(api: ApiState, form: MultipartForm, upload: Upload, key: str | None, *, now: float) -> NewFile:
     """Record of an upload; raises `Refused` for a form without a file, or with another purpose."""
     if form.filename is None:
         raise Refused.invalid("the form has no file", param="file")
-    if form.fields.get("purpose") != PURPOSE:
-        said = f"purpose is {PURPOSE!r}: this server keeps files for batches alone"
-        raise Refused.invalid(said, param="purpose", code="invalid_value")
+    require_purpose(form.fields.get("purpose"))
     if not upload.bytes:
         raise Refused.invalid("the file is empty", param="file", code="empty_file")
     life = bodies.expires_after(form.fields)

@@ -1,11 +1,12 @@
 """Uploads: a multipart body that is written to disk as it comes."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeAlias
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -23,6 +24,7 @@ FIELD_BYTES = 4096
 MOST_FIELDS = 32
 ENDED_EARLY = "the body ended within the form; send it again"
 NAMELESS = "upload"
+OnFile: TypeAlias = Callable[[dict[str, str]], None]
 
 
 class Upload:
@@ -74,13 +76,14 @@ class FormPart:
 
 
 class MultipartForm:
-    """A multipart form with one file."""
+    """A multipart form with one file; `on_file` gets the fields before the file when that begins."""
 
-    def __init__(self, boundary: bytes, most_bytes: int) -> None:
+    def __init__(self, boundary: bytes, most_bytes: int, on_file: OnFile) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.whole = False
         self._most_bytes, self._file_bytes = most_bytes, 0
+        self._on_file = on_file
         self._part = FormPart()
         self._header = (bytearray(), bytearray())
         self._waiting: list[bytes] = []
@@ -148,6 +151,7 @@ class MultipartForm:
             raise Refused.invalid("the form has two files; upload one at a time", param="file")
         given = options.get(b"filename", b"").decode(errors="replace")
         self.filename = self._part.filename = one_line(given, most=255) or NAMELESS
+        self._on_file(self.fields)
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._part.filename is not None:
@@ -171,13 +175,13 @@ class MultipartForm:
         self.whole = True
 
 
-def form_of(request: Request, most_bytes: int) -> MultipartForm:
+def form_of(request: Request, most_bytes: int, on_file: OnFile) -> MultipartForm:
     """The form that a request announces; raises `Refused` for another body, or one that is too large."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 256:
         raise Refused.invalid("files are uploaded as multipart/form-data with a boundary")
-    return MultipartForm(boundary, most_bytes)
+    return MultipartForm(boundary, most_bytes, on_file)
 
 
 def too_large(most_bytes: int) -> Refused:

@@ -407,6 +407,47 @@ def test_an_upload_that_is_no_batch_file_is_refused(
     assert list(uploads.folder(store).iterdir()) == []
 
 
+def begun(**fields: str) -> bytes:
+    """A request with these fields, the file's first byte, and a thousand bytes to come."""
+    parts = [
+        f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in fields.items()
+    ]
+    body = f'{"".join(parts)}--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{{'
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + 1000}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    return (head + body).encode()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"purpose": "fine-tune"},
+        {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+    ],
+)
+def test_a_wrong_field_before_the_file_is_refused_before_the_file_comes(
+    url: str, fields: dict[str, str]
+) -> None:
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80)) as sending:
+        sending.sendall(begun(**fields))
+        with sending.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+
+
+def test_fields_may_stand_behind_the_file(url: str) -> None:
+    life = {"expires_after[anchor]": "created_at", "purpose": "batch", "expires_after[seconds]": "3600"}
+    parts = [f'name="{name}"\r\n\r\n{value}\r\n' for name, value in life.items()]
+    parts.insert(1, 'name="file"; filename="a"\r\n\r\n{}\r\n')
+    body = "".join(f"--b\r\nContent-Disposition: form-data; {part}" for part in parts) + "--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    stored = patient.post(f"{url}/files", content=body.encode(), headers=headers).json()
+    assert stored["expires_at"] - stored["created_at"] == 3600
+
+
 def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
     headers = {"Content-Type": "multipart/form-data; boundary=b"}
@@ -421,12 +462,8 @@ def test_an_upload_of_which_no_more_comes_ends(
 ) -> None:
     monkeypatch.setattr(http_server, "PART_S", 0.0)
     address = httpx.URL(url)
-    head = (
-        "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-    )
     with socket.create_connection((address.host, address.port or 80)) as stalled:
-        stalled.sendall(head.encode())
+        stalled.sendall(begun(purpose="batch"))
         with stalled.makefile("rb") as answer:
             assert answer.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
     until(lambda: list(uploads.folder(store).iterdir()) == [])
