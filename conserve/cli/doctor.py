@@ -135,6 +135,8 @@ async def endpoint(address: str, key: str | None) -> Finding:
     except ConserveError as error:
         refused = getattr(error, "status", None) in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
         key_fix = "set CONSERVE_API_KEY, or CONSERVE_HARVEST_KEY for the harvester alone, to its key"
+        if login is not None:
+            key_fix = "correct the login in its address, or leave it out for the key of CONSERVE_API_KEY"
         fix = key_fix if refused else "start it, or correct CONSERVE_ENDPOINT or CONSERVE_ENDPOINTS"
         return Finding("endpoint", str(error), ok=False, fix=fix)
 

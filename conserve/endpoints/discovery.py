@@ -24,6 +24,7 @@ REPORT = "/v1/conserve"
 LAST_REPORT = f"{REPORT}?within_s=1"  # the last report will do where the scheduler is in an iteration
 REJECTED = (400, 422)
 LACKS_ROUTE = (404, 405, 501)
+LOGIN_SENT = "the login in it, which is sent in place of CONSERVE_API_KEY"
 NO_REPORT_YET = 503  # of a server whose scheduler is in its first iteration; also of one that is in trouble
 
 
@@ -151,8 +152,9 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
         raise troubled(client, route, reply)
     if reply.status != 200:
         unlisted = "; for one server without a list of models, --model names it" if lacking else ""
+        sent = "CONSERVE_API_KEY" if client.auth is None else LOGIN_SENT
         raise EndpointUnusable(
-            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY{unlisted}",
+            f"{base_url}{route} answered {reply.status}; check the URL and {sent}{unlisted}",
             status=reply.status,
         )
     try:

@@ -275,6 +275,12 @@ def test_an_endpoint_is_asked_with_the_key_that_a_harvester_sends(keyed: str, tm
     assert [found.ok for found in asked(endpoints=f"file://{tmp_path}/missing")] == [False]
 
 
+def test_a_refused_login_is_to_be_corrected_and_not_the_key(keyed: str) -> None:
+    (found,) = asked(endpoint=keyed.replace("://", "://ann:secret@"), api_key="right")
+    assert found.value.endswith("the login in it, which is sent in place of CONSERVE_API_KEY")
+    assert found.fix == "correct the login in its address, or leave it out for the key of CONSERVE_API_KEY"
+
+
 @pytest.mark.parametrize(("model", "ok"), [({}, True), ({"model": "org/m"}, False)], ids=["none", "a model"])
 def test_an_engine_is_missed_where_a_model_is_asked_for(
     model: dict[str, str], ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import pytest
 from conserve.config import Settings, load
 from conserve.endpoints.protocol import Url
 from conserve.endpoints.tokens import ServerTokens
-from conserve.errors import EndpointUnusable
+from conserve.errors import EndpointUnusable, SettingsError
 from conserve.jobs.requests import rehearsal
 from conserve.jobs.requests.rehearsal import Length, Rehearsal, prompt_tokens, rehearse
 from conserve.jobs.requests.submit import submit
@@ -154,6 +154,11 @@ def test_a_server_counts_and_says_its_context() -> None:
     assert asked(server(tokenizes=False)) == (None, None, None)
     with pytest.raises(EndpointUnusable, match="serves no model"):
         asked(server(models=[]))
+
+
+def test_a_server_is_not_asked_with_a_key_that_no_header_carries() -> None:
+    with pytest.raises(SettingsError, match="correct CONSERVE_API_KEY"):
+        asyncio.run(ServerTokens.ask("http://server", api_key="sk-a\nb", transport=server()))
 
 
 # The commands.
