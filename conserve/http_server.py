@@ -1,8 +1,15 @@
-"""What both HTTP servers, vLLM's and that of the Batch API, ask of their clients."""
+"""What both HTTP servers, vLLM's and that of the Batch API, bear of their clients: connections and pauses."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from itertools import count
+from typing import Any
 
+CONNECTIONS = 4096  # open at once
+RESERVED = 512  # file descriptors kept for other things than clients' connections
+RETRY_AFTER_S = 1
 PART_S = 60.0  # for the next part of a body
 STALLED = f"no part of the body came for {PART_S:.0f} s; send the request again"
 
@@ -15,3 +22,66 @@ async def parts(body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         if part is None:
             return
         yield part
+
+
+def affordable(wanted: int, descriptors: int) -> int:
+    """The wanted number of connections, or as many as the limit of file descriptors leaves."""
+    return max(1, min(wanted, descriptors - RESERVED))
+
+
+def bounded(most: int) -> type[asyncio.Protocol]:
+    """Make a protocol class for uvicorn that keeps at most `most` connections open.
+
+    Beyond them the oldest connection that waits for its client is dropped: one whose client has to send the rest
+    of a request or the next one, or to read. If the server owes an answer on every connection, the new one is told
+    to come back. So slow clients cannot use the connections up.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    base: Any = AutoHTTPProtocol
+    numbers = count()
+
+    class Bounded(base):  # type: ignore[misc]
+        """One connection."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.number = next(numbers)
+            if len(self.connections) > most:
+                waiting = [one for one in self.connections if one is not self and waits_for_its_client(one)]
+                if waiting:
+                    drop(min(waiting, key=lambda one: one.number))
+                else:
+                    self.app = full
+
+    return Bounded
+
+
+def waits_for_its_client(connection: Any) -> bool:
+    """True if the server can do nothing on this connection before its client acts."""
+    if not hasattr(connection, "number"):  # a WebSocket
+        return False
+    cycle = connection.cycle
+    return bool(cycle is None or cycle.response_complete or cycle.more_body or connection.flow.write_paused)
+
+
+def drop(connection: Any) -> None:
+    """Close the connection at once; it no longer counts."""
+    connection.connections.discard(connection)
+    connection.transport.abort()
+
+
+async def full(scope: Any, receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    """Answer on a connection beyond the limit, with OpenAI's error body."""
+    said = "this server has as many connections as it may have (--max-connections); try again"
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": said, "type": "server_error", "param": None, "code": int(status)}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"%d" % RETRY_AFTER_S),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import uvicorn
 
+from conserve import open_files
 from conserve.batch_api.app import application
 from conserve.errors import SettingsError
+from conserve.http_server import CONNECTIONS, affordable, bounded
 from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 
@@ -27,6 +29,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     socket: Path | None = None,
+    connections: int = CONNECTIONS,
     open_metrics: bool = False,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
@@ -40,6 +43,7 @@ def serve(
         app,
         host=host,
         port=port,
+        http=bounded(affordable(connections, open_files.raised())),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,

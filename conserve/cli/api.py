@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from conserve import open_files
 from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
@@ -15,6 +14,7 @@ from conserve.cli.options import LogFormat
 from conserve.cli.telemetry import begin_logging
 from conserve.errors import SettingsError
 from conserve.hosts import is_loopback, url_elsewhere, url_of
+from conserve.http_server import CONNECTIONS
 from conserve.niceness import give_way
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def api(
     ] = None,
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
+    max_connections: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most connections at once.")
+    ] = CONNECTIONS,
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="Answer /metrics without a key.")
     ] = False,
@@ -59,7 +62,6 @@ def api(
     else:
         give_way()
     url = f"{url_elsewhere(host, port) or url_of(host, port)}/v1"
-    open_files.raised()  # each client has a connection
     with context.store() as store:
         if socket is None:
             require_keys(store, host)
@@ -69,6 +71,7 @@ def api(
             host=host,
             port=port,
             socket=socket,
+            connections=max_connections,
             open_metrics=open_metrics,
             on_ready=lambda: None if socket else output.say(f"serving files and batches at {url}"),
         )

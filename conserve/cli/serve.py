@@ -44,9 +44,10 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, lets_rows_leave
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
-from conserve.engine.runtime.api_limits import BODY_BYTES, CONNECTIONS, HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import BODY_BYTES, HARVEST_KEY, ApiLimits
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
+from conserve.http_server import CONNECTIONS
 from conserve.jobs.harvest.services import announce
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import load
 from conserve.errors import JobRefused, StoreError, StoreMoved
+from conserve.hosts import free_port
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import BatchState, NewBatch
@@ -29,7 +31,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import trash
 from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, quick_looks, reaches
-from tests.commands import conserve, until
+from tests.commands import HANGS_S, conserve, until
 from tests.store_rows import add_job, add_mark, finish, leased
 
 
@@ -557,6 +559,24 @@ def test_a_connection_at_rest_outlives_polls_of_clients_and_the_minute_of_proxie
     with quick_looks(), pytest.raises(StoreMoved):
         serve(store, Limits(), on_ready=lambda: add_mark(store, MoveState.LEFT))
     assert [config.timeout_keep_alive > 60 for config in configs] == [True]
+
+
+def test_silent_connections_make_room_for_a_client(store: Store) -> None:
+    port, found = free_port(), list[object]()
+
+    def ask() -> None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as silent:
+                found.append(patient.get(f"http://127.0.0.1:{port}/health").status_code)
+                found.append(silent.recv(1))
+        finally:
+            add_mark(store, MoveState.LEFT)
+
+    asking = threading.Thread(target=ask)
+    with quick_looks(), pytest.raises(StoreMoved):
+        serve(store, Limits(), port=port, connections=1, on_ready=asking.start)
+    asking.join()
+    assert found == [200, b""]
 
 
 def test_an_api_by_itself_ends_once_its_store_is_elsewhere(store: Store) -> None:

@@ -19,8 +19,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from conserve.engine.runtime.api_limits import ApiLimits
-from conserve.engine.vllm.server.connections import RESERVED, affordable, bounded
 from conserve.engine.vllm.server.guard import LIMITS, RequestGuard
+from conserve.http_server import RESERVED, affordable, bounded
 from tests.tiers import in_full
 
 GET = b"GET /v1/quick HTTP/1.1\r\nHost: server\r\n\r\n"
@@ -192,7 +192,7 @@ def test_an_unread_answer_makes_room() -> None:
         cycle = Namespace(response_complete=False, more_body=False)
         flow: Any = Namespace(write_paused=True)
 
-    from conserve.engine.vllm.server.connections import waits_for_its_client
+    from conserve.http_server import waits_for_its_client
 
     assert waits_for_its_client(Connection())
     Connection.flow = Namespace(write_paused=False)

@@ -47,6 +47,7 @@ from conserve.engine.vllm.profiling.warm_up import seconds_asked_for
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
 from conserve.errors import ConserveError, ProfileMissing
+from conserve.http_server import affordable, bounded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -155,8 +156,6 @@ def put_in_front(args: Namespace, limits: ApiLimits) -> None:
 
 def http_protocol(limits: ApiLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol with a limit on connections."""
-    from conserve.engine.vllm.server.connections import affordable, bounded
-
     return bounded(affordable(limits.connections, open_files.raised()))
 
 
