@@ -1,5 +1,6 @@
 """Routes of files: upload, list, show, download, delete."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,8 @@ PURPOSE = "batch"
 OUTPUT = "batch_output"
 LIFE_S = 30 * 86_400.0  # of an upload that names none, as OpenAI has it
 MOST_FILES = 10_000  # in one page
+BINARY = "application/octet-stream"
+RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 async def create(request: Request) -> Response:
@@ -183,25 +186,61 @@ async def content(request: Request) -> Response:
     if not await run_in_threadpool(path.is_file):
         raise Refused.missing("file", file.id)
     if isinstance(path, ObjectPath):
-        return StreamingResponse(
-            blocks(path),
-            media_type="application/octet-stream",
-            headers=attachment(file),
-        )
-    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+        return of_object(request, file, path)
+    return FileResponse(path, media_type=BINARY, filename=file.filename)
 
 
-def blocks(path: ObjectPath) -> Iterator[bytes]:
-    """Yield the contents of an object."""
+def of_object(request: Request, file: File, path: ObjectPath) -> Response:
+    """Download of an object, or of one range of it, as `FileResponse` is of a file of this machine."""
+    headers, part = described(file), wanted_bytes(request, file)
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type=BINARY)
+    if part is None:
+        return StreamingResponse(blocks(path, range(file.bytes)), headers=headers, media_type=BINARY)
+    if not part:
+        said = f"the file has {file.bytes:,} bytes, and none of these"
+        headers = {"Content-Range": f"bytes */{file.bytes}"}
+        raise Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, said, param="Range", headers=headers)
+    headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{file.bytes}"
+    headers["content-length"] = str(len(part))
+    return StreamingResponse(blocks(path, part), HTTPStatus.PARTIAL_CONTENT, headers, BINARY)
+
+
+def wanted_bytes(request: Request, file: File) -> range | None:
+    """Bytes of a file that a request asks for; None for the whole, which also who asks for several ranges gets."""
+    asked = RANGE.fullmatch(request.headers.get("range", ""))
+    if asked is None or request.headers.get("if-range", tag(file)) != tag(file):
+        return None
+    first, last = asked[1], asked[2]
+    if not first:
+        return range(max(0, file.bytes - int(last)), file.bytes) if last else None
+    return range(int(first), min(int(last) + 1, file.bytes) if last else file.bytes)
+
+
+def blocks(path: ObjectPath, part: range) -> Iterator[bytes]:
+    """Yield these bytes of an object."""
+    left = len(part)
     with path.open() as file:
-        while block := file.read(BLOCK_BYTES):
+        file.seek(part.start)
+        while block := file.read(min(BLOCK_BYTES, left)):
+            left -= len(block)
             yield block
 
 
-def attachment(file: File) -> dict[str, str]:
+def described(file: File) -> dict[str, str]:
     """Headers of a download, as of a file of this machine."""
     name = quote(file.filename, safe="")
-    return {"content-disposition": f"attachment; filename*=utf-8''{name}", "content-length": str(file.bytes)}
+    return {
+        "accept-ranges": "bytes",
+        "content-disposition": f"attachment; filename*=utf-8''{name}",
+        "content-length": str(file.bytes),
+        "etag": tag(file),
+    }
+
+
+def tag(file: File) -> str:
+    """ETag of a file: its contents never change."""
+    return f'"{file.digest}"'
 
 
 async def delete(request: Request) -> Response:

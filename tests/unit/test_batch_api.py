@@ -4,7 +4,9 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,7 @@ from conserve import http_server
 from conserve.batch_api import serving, workers
 from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
-from conserve.config import load
+from conserve.config import Settings, load
 from conserve.errors import JobRefused, StoreError, StoreMoved
 from conserve.hosts import free_port
 from conserve.jobs.batches.lines import Limits
@@ -26,12 +28,16 @@ from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
+from conserve.store.books.uploads import NewFile
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
 from conserve.store.files import trash
+from conserve.store.files.objects import below
 from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, quick_looks, reaches
 from tests.commands import HANGS_S, conserve, until
+from tests.played_bucket import Service as Bucket
+from tests.played_bucket import play
 from tests.store_rows import add_job, add_mark, finish, leased
 
 
@@ -475,6 +481,63 @@ def test_a_part_of_a_file_can_be_downloaded(url: str, api: openai.OpenAI) -> Non
     file = api.files.create(file=("a.jsonl", b"0123456789"), purpose="batch")
     answer = patient.get(f"{url}/files/{file.id}/content", headers={"Range": "bytes=2-4"})
     assert (answer.status_code, answer.content) == (206, b"234")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """The service of a bucket."""
+    (tmp_path / "service" / "lake").mkdir(parents=True)
+    return play(tmp_path / "service", monkeypatch)
+
+
+@pytest.fixture
+def content(settings: Settings, bucket: Bucket) -> Iterator[str]:
+    """Address of the contents of a file with ten bytes in a bucket."""
+    place = {"home": settings.home, "store": settings.store, "data": "s3://lake"}
+    with closing(Store.open(load(place, environ={}))) as store:
+        path = uploads.make_folder(store) / "a.jsonl"
+        path.write_bytes(b"0123456789")
+        described = {"purpose": "batch", "filename": "a.jsonl", "num_lines": 1, "digest": "d1", "bytes": 10}
+        with store.write() as tx:
+            new = NewFile(path=below(path, store.data), **described)
+            uploads.add(tx, "default", "file-a", new, now=time.time())
+        with live(store) as url:
+            bucket.asked.clear()
+            yield f"{url}/files/file-a/content"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "found", "told"),
+    [
+        ({}, 200, b"0123456789", None),
+        ({"Range": "bytes=2-4"}, 206, b"234", "bytes 2-4/10"),
+        ({"Range": "bytes=8-"}, 206, b"89", "bytes 8-9/10"),
+        ({"Range": "bytes=8-99"}, 206, b"89", "bytes 8-9/10"),
+        ({"Range": "bytes=-3"}, 206, b"789", "bytes 7-9/10"),
+        ({"Range": "bytes=-99"}, 206, b"0123456789", "bytes 0-9/10"),
+        ({"Range": "bytes=2-4", "If-Range": '"d1"'}, 206, b"234", "bytes 2-4/10"),
+        ({"Range": "bytes=2-4", "If-Range": '"d0"'}, 200, b"0123456789", None),
+        ({"Range": "bytes=0-1,4-5"}, 200, b"0123456789", None),
+        ({"Range": "bytes=-"}, 200, b"0123456789", None),
+        ({"Range": "lines=2-4"}, 200, b"0123456789", None),
+        ({"Range": "bytes=10-"}, 416, None, "bytes */10"),
+    ],
+)
+def test_a_part_of_an_object_can_be_downloaded(
+    content: str, asked: dict[str, str], status: int, found: bytes | None, told: str | None
+) -> None:
+    answer = patient.get(content, headers=asked)
+    assert (answer.status_code, answer.headers.get("content-range")) == (status, told)
+    if found is not None:
+        assert answer.content == found
+        assert int(answer.headers["content-length"]) == len(found)
+        assert (answer.headers["etag"], answer.headers["accept-ranges"]) == ('"d1"', "bytes")
+
+
+def test_an_object_is_described_without_being_read(content: str, bucket: Bucket) -> None:
+    answer = patient.head(content)
+    assert (answer.status_code, answer.headers["content-length"]) == (200, "10")
+    assert [name for name, about in bucket.asked if about.endswith("a.jsonl")] == ["get_file_info"]
 
 
 @pytest.mark.parametrize("path", ["/files/..%2f..%2fetc", "/files/file-%7f", "/nothing", "/batches/%00"])
