@@ -139,7 +139,10 @@ async def index(request: Request) -> Response:
         with api.store.read() as tx:
             beyond = None
             if after is not None:
-                beyond = found_or_refused(uploads.get(tx, project, after, now=now), after).seq
+                last = uploads.get(tx, project, after, now=now)
+                beyond = last.seq if last is not None else api.deleted.seq(project, after)
+                if beyond is None:
+                    raise Refused.missing("file", after)
             return uploads.page(
                 tx,
                 project,
@@ -155,13 +158,6 @@ async def index(request: Request) -> Response:
     return JSONResponse(objects.page(shown, has_more=len(found) > limit))
 
 
-def found_or_refused(file: File | None, name: str) -> File:
-    """The file; raises `Refused` if there is none."""
-    if file is None:
-        raise Refused.missing("file", name)
-    return file
-
-
 async def wanted(request: Request) -> File:
     """The file that the path names, of the caller's project."""
     api, name = ApiState.of(request), bodies.named(request, "file")
@@ -171,7 +167,9 @@ async def wanted(request: Request) -> File:
         with api.store.read() as tx:
             return uploads.get(tx, project, name, now=time.time())
 
-    return found_or_refused(await run_in_threadpool(read), name)
+    if (found := await run_in_threadpool(read)) is None:
+        raise Refused.missing("file", name)
+    return found
 
 
 async def show(request: Request) -> Response:
@@ -245,6 +243,7 @@ def tag(file: File) -> str:
 
 async def delete(request: Request) -> Response:
     """Delete a file; a job that was made of it keeps its rows."""
-    file = await wanted(request)
-    await run_in_threadpool(uploads.remove, ApiState.of(request).store, file)
+    api, file = ApiState.of(request), await wanted(request)
+    await run_in_threadpool(uploads.remove, api.store, file)
+    api.deleted.add(file)
     return JSONResponse(objects.deleted(file))

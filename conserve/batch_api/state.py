@@ -1,10 +1,11 @@
 """The state of a running API, and the caller of a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from starlette.requests import Request
 
+from conserve.batch_api.deleted import DeletedFiles
 from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.polls import Polls
@@ -38,6 +39,7 @@ class ApiState:
     foresight: Foresight
     reads: Reads
     polls: Polls
+    deleted: DeletedFiles = field(default_factory=DeletedFiles)
 
     @classmethod
     def of(cls, request: Request) -> Self:

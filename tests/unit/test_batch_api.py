@@ -243,6 +243,15 @@ def test_files_are_listed_shown_and_deleted(store: Store, api: openai.OpenAI) ->
     assert [path.name for path in uploads.folder(store).iterdir()] == [f"{second.id}.jsonl"]
 
 
+def test_files_can_be_deleted_as_they_are_listed(api: openai.OpenAI) -> None:
+    made = [api.files.create(file=("a.jsonl", b"a"), purpose="batch").id for _ in range(5)]
+    deleted = [api.files.delete(file.id).id for file in api.files.list(limit=2)]
+    assert deleted == made[::-1]
+    assert api.files.list().data == []
+    with pytest.raises(openai.NotFoundError, match="No such file"):
+        api.files.list(after="file-none")
+
+
 def test_batches_are_listed_the_newest_first_by_pages(api: openai.OpenAI) -> None:
     made = [create(api, [f"q{n}"]).id for n in range(5)]
     page = api.batches.list(limit=2)
