@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conserve.jobs.batches import lines
 from conserve.jobs.batches.lines import MOST_FAULTS, MOST_NAMES, Limits, faults
 
 CHAT = "/v1/chat/completions"
@@ -116,6 +117,22 @@ def test_lines_may_have_some_fields_more_and_not_one_each(tmp_path: Path) -> Non
     content = b"".join(line(custom_id=str(n), **{f"more {n}": n, "alike": 1}) for n in range(1000))
     assert found(tmp_path, b"".join(content.splitlines(keepends=True)[: MOST_NAMES - 1])) == []
     assert found(tmp_path, content) == [(MOST_NAMES, "too_many_fields", None)]
+
+
+def test_a_line_that_would_fill_the_memory_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "LINE_BYTES", 300)
+    monkeypatch.setattr(lines, "MOST_PARTS", 20)
+    for bad in (b"x" * 301, line(body={"a": "x" * 300})):
+        assert found(tmp_path, line() + bad + line(custom_id="b")) == [(2, "line_too_large", None)]
+    for bad in (b"[[]," * 11 + b"\n", line(body={"a": [[]] * 20})):
+        content = line() + bad + line()
+        assert found(tmp_path, content) == [
+            (2, "line_too_large", None),
+            (3, "duplicate_custom_id", "custom_id"),
+        ]
+    assert found(tmp_path, line(body={"a": [[]] * 17})) == []
 
 
 def test_of_many_faults_the_first_hundred_are_told(tmp_path: Path) -> None:

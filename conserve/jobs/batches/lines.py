@@ -14,6 +14,8 @@ from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.inputs.text_rows import id_of_line, row_with_halves
 from conserve.store.books.batches import InputFault
 
+LINE_BYTES = 64 << 20  # as much as the body of a request to `conserve serve` may have
+MOST_PARTS = 1_000_000  # objects and lists of a line: decoded, one of two characters takes some 60 bytes
 MOST_FAULTS = 100
 MOST_NAMES = 100  # of further fields of the lines, each of which is a column of the kept input
 STRING = (str,)
@@ -58,7 +60,10 @@ class Validation:
         """Yield the faults in the order of the lines."""
         requests = 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+                if len(line) > LINE_BYTES:
+                    yield too_large(number, f"{LINE_BYTES >> 20} MiB")
+                    return
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if not line or line.isspace():
@@ -76,6 +81,9 @@ class Validation:
             yield InputFault(code="empty_file", message="The input file has no requests.")
 
     def _fault(self, line: bytes, number: int) -> InputFault | None:
+        parts = line.count(b"{") + line.count(b"[")
+        if parts > MOST_PARTS:
+            return too_large(number, f"{MOST_PARTS:,} objects and lists, or as many opening brackets")
         try:
             row = self._decode(line)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -83,7 +91,7 @@ class Validation:
                 return invalid_json(number, one_line(error))
         if not isinstance(row, dict):
             return invalid_json(number, "a line is a JSON object")
-        if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
+        if parts > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
             return invalid_json(number, f"it nests more than {MAX_DEPTH} levels deep")
         return self._request_fault(row, number)
 
@@ -125,6 +133,11 @@ def too_many(most: int) -> InputFault:
     """Fault of a file with too many requests."""
     said = f"The input file has more than {most:,} requests; split it."
     return InputFault(code="too_many_requests", message=said)
+
+
+def too_large(number: int, most: str) -> InputFault:
+    """Fault of a line that is too large to be decoded."""
+    return InputFault(code="line_too_large", message=f"This line has more than {most}.", line=number)
 
 
 def invalid_json(number: int, why: str) -> InputFault:
