@@ -122,7 +122,7 @@ async def index(request: Request) -> Response:
             return batches.page(tx, project, before=before, limit=limit + 1)
 
     found = await run_in_threadpool(read)
-    shown = await run_in_threadpool(foreseen, api, found[:limit])
+    shown = await foreseen(api, found[:limit])
     return JSONResponse(objects.page(shown, has_more=len(found) > limit))
 
 
@@ -135,14 +135,14 @@ async def show(request: Request) -> Response:
     return Response(found.body, media_type=JSONResponse.media_type)
 
 
-def foreseen(api: ApiState, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
-    """Batch objects with the forecasts of their jobs."""
-
-    def forecast(batch: BatchRecord) -> Mapping[str, Any] | None:
-        going = batch.state is BatchState.IN_PROGRESS
-        return api.foresight.now().document(batch.job_id) if going else None
-
-    return [objects.batch_object(batch, forecast(batch)) for batch in found]
+async def foreseen(api: ApiState, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
+    """Batch objects with the forecasts of the jobs that go on."""
+    going = [batch for batch in found if batch.state is BatchState.IN_PROGRESS]
+    shown: dict[str, Mapping[str, Any] | None] = {}
+    if going:
+        seen = await api.foresight.shared()
+        shown = {batch.id: seen.document(batch.job_id) for batch in going}
+    return [objects.batch_object(batch, shown.get(batch.id)) for batch in found]
 
 
 async def cancel(request: Request) -> Response:

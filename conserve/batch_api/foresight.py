@@ -1,11 +1,14 @@
 """Forecasts and the backlog for the routes, read from the store now and then: clients poll often."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.concurrency import run_in_threadpool
 
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import backlog
@@ -59,6 +62,7 @@ class Foresight:
         self._lock = threading.Lock()
         self._last: Look | None = None
         self._foreseen: Foreseen | None = None
+        self._making: asyncio.Task[Foreseen] | None = None
 
     def now(self) -> Foreseen:
         """The last forecasts if they are recent, else new ones; other threads wait for those."""
@@ -68,6 +72,21 @@ class Foresight:
                 made = forecasts(look.waiting, look.rates, now=look.at, courses=COURSES)
                 found = self._foreseen = Foreseen(at=look.at, forecasts=made)
             return found
+
+    async def shared(self) -> Foreseen:
+        """The last forecasts, those that are being replaced too; without such, requests await new ones together.
+
+        Each request in a thread of its own would keep all threads from requests that need no forecast.
+        """
+        if (found := self.recent) is not None:
+            return found
+        if self._making is None or self._making.done():
+            self._making = asyncio.create_task(run_in_threadpool(self.now))
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
+        last = self._foreseen
+        if last is not None and 0 <= self._clock() - last.at < 2 * KEPT_S:
+            return last
+        return await asyncio.shield(self._making)
 
     def queue(self) -> QueueSeen | None:
         """The queue as it was at most `KEPT_S` ago; None while the store cannot be read."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from conserve.batch_api import objects
@@ -50,10 +49,7 @@ class Polls:
         return kept
 
     async def _forecast(self, batch: BatchRecord) -> Mapping[str, Any] | None:
-        """Forecast of a batch in progress, by a look at the queue that is at most half a minute old."""
+        """Forecast of a batch in progress, by a look at the queue that is at most a minute old."""
         if batch.state is not BatchState.IN_PROGRESS:
             return None
-        seen = self._foresight.recent
-        if seen is None:
-            seen = await run_in_threadpool(self._foresight.now)
-        return seen.document(batch.job_id)
+        return (await self._foresight.shared()).document(batch.job_id)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from conserve.batch_api import objects, polls
-from conserve.batch_api.foresight import KEPT_S, Foresight
+from conserve.batch_api.foresight import KEPT_S, Foreseen, Foresight
 from conserve.batch_api.polls import Polls
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
@@ -23,6 +24,7 @@ from conserve.store.books.states import OnLate
 from conserve.store.database import plain
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT
+from tests.commands import HANGS_S
 from tests.store_rows import add_job
 
 NOW = 1_700_000_000.0
@@ -168,10 +170,46 @@ def test_a_forecast_is_as_old_as_the_look_at_the_queue(store: Store) -> None:
         now[0] += KEPT_S - 1
         polled(polling, name)
         assert foresight.recent is first
-        now[0] += 1
+        now[0] += KEPT_S + 1
         polled(polling, name)
         assert foresight.recent is not None
         assert foresight.recent is not first
+
+
+def test_polls_wait_for_no_new_forecast_and_share_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are threads, so that other requests would find none."""
+    now = [time.time()]
+    foresight = Foresight(store, lambda: now[0])
+    name, looks, go_on = add(store), list[float](), threading.Event()
+    bound(store, name)
+    make = foresight.now
+
+    def slow() -> Foreseen:
+        looks.append(now[0])
+        go_on.wait(HANGS_S)
+        return make()
+
+    async def play(polling: Polls) -> None:
+        async def poll() -> None:
+            await asyncio.gather(*(polling.of("default", name) for _ in range(50)))
+
+        await poll()
+        first = foresight.recent
+        monkeypatch.setattr(foresight, "now", slow)
+        now[0] += KEPT_S
+        await poll()
+        assert foresight.recent is None, "the old one is shown while another is made"
+        go_on.set()
+        assert foresight._making is not None
+        second = await foresight._making
+        assert second is foresight.recent is not first
+        now[0] += 2 * KEPT_S
+        await poll()
+        assert foresight.recent is not None, "one that is too old is not shown"
+
+    with closing(Reads(store)) as reads:
+        asyncio.run(play(Polls(reads, foresight)))
+    assert len(looks) == 2
 
 
 def test_batches_beyond_those_kept_are_encoded_again(
