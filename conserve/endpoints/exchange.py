@@ -1,7 +1,9 @@
 """Exchanges with a server, each bounded in time and in size."""
 
 import asyncio
+import functools
 import socket
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -109,7 +111,17 @@ def transport_to(url: httpx.URL, limits: httpx.Limits) -> httpx.AsyncHTTPTranspo
 
     Without it a row waits for as long as an answer may take.
     """
-    return httpx.AsyncHTTPTransport(limits=limits, proxy=proxy_of(url), socket_options=KEEPALIVE)
+    # Where no certificate comes, none need be read.
+    verify: ssl.SSLContext | bool = trusted() if url.scheme == "https" else False
+    return httpx.AsyncHTTPTransport(
+        verify=verify, limits=limits, proxy=proxy_of(url), socket_options=KEEPALIVE
+    )
+
+
+@functools.cache
+def trusted() -> ssl.SSLContext:
+    """Certificates by which servers are trusted, read once and not for each server of a fleet."""
+    return httpx.create_ssl_context()
 
 
 def open_client(

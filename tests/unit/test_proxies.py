@@ -1,15 +1,21 @@
-"""Proxies on the way to a server: none for this machine, none for hosts and networks of NO_PROXY."""
+"""The way to a server: proxies, none for this machine and for hosts and networks of NO_PROXY; certificates."""
 
 import asyncio
+import ssl
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
 
-from conserve.endpoints.exchange import open_client
+from conserve.endpoints.exchange import open_client, transport_to, trusted
 from conserve.endpoints.proxies import proxy_of
 
 PROXY = "http://proxy.example:3128"
+
+
+def transport_of(url: str) -> Any:
+    return transport_to(httpx.URL(url), httpx.Limits())
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,25 @@ def test_a_proxy_is_that_of_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proxy_of(url) == "http://all.example:3128"
     monkeypatch.setenv("https_proxy", "https.example:3128")
     assert proxy_of(url) == "http://https.example:3128"
+
+
+def test_certificates_are_read_once_and_for_https_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[ssl.SSLContext] = []
+    make = httpx.create_ssl_context
+
+    def noted() -> ssl.SSLContext:
+        read.append(make())
+        return read[-1]
+
+    monkeypatch.setattr(httpx, "create_ssl_context", noted)
+    trusted.cache_clear()
+    contexts = [transport_of(f"https://gpu-{number}")._pool._ssl_context for number in range(3)]
+    plain = transport_of("http://gpu-1")._pool._ssl_context
+    assert contexts == read * 3
+    assert plain not in read
+    assert plain is not None
+    assert plain.cert_store_stats()["x509"] == 0
+    trusted.cache_clear()
 
 
 def test_a_key_for_this_machine_goes_to_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
