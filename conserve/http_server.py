@@ -1,8 +1,9 @@
-"""What both HTTP servers, vLLM's and that of the Batch API, bear of their clients: connections and pauses."""
+"""What both HTTP servers, vLLM's and that of the Batch API, bear of clients, and what one tells the other."""
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from enum import StrEnum
 from http import HTTPStatus
 from itertools import count
 from typing import Any
@@ -12,6 +13,20 @@ RESERVED = 512  # file descriptors kept for other things than clients' connectio
 RETRY_AFTER_S = 1
 PART_S = 60.0  # for the next part of a body
 STALLED = f"no part of the body came for {PART_S:.0f} s; send the request again"
+
+
+CALLER_HEADER = "x-conserve-caller"
+
+
+class SaidOf(StrEnum):
+    """What a live server says, in `CALLER_HEADER`, of the caller of a request for the Batch API beside it."""
+
+    KEYED = "keyed"
+    """The caller sent a key of the server's own."""
+    FAR = "far"
+    """The caller sent no such key, and is of another machine or behind a proxy."""
+    OPEN = "open"
+    """The caller sent no such key, and is of this machine as far as the connection tells."""
 
 
 async def parts(body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -16,6 +16,7 @@ from conserve.batch_api.reads import Reads
 from conserve.batch_api.state import CALLER, ApiCaller
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback, is_proxied
+from conserve.http_server import CALLER_HEADER, SaidOf
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
 
@@ -27,7 +28,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 FREE = frozenset({"/health", "/openapi.json"})
 AGAIN_S = 0.1  # between two reads for keys that are unknown
 WHO = "/caller"  # asked by a live server alone
-SAID_OF = "x-conserve-caller"  # as in the engine's plug-in, which is not imported here
 KEPT_S = 0.5  # for which keys that were read are used; a live server beside keeps the answer as long again
 SAID_TO_ALL = "the store of this API was moved, or is being moved; the API's log says where to"
 """Answer to those who sent no key: the address of the other database is not theirs."""
@@ -101,12 +101,12 @@ class Access:
             return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
         if path == WHO:
             return uses(headers, known)
-        said_of = headers.get(SAID_OF)
-        if said_of == "keyed":
+        said_of = headers.get(CALLER_HEADER)
+        if said_of == SaidOf.KEYED:
             return ApiCaller()
         if known:
             return caller_with_key(headers, known)
-        return keys_required() if said_of == "far" else caller_of_this_machine(headers)
+        return keys_required() if said_of == SaidOf.FAR else caller_of_this_machine(headers)
 
 
 class StoreHere:

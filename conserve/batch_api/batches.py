@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from conserve.batch_api import bodies, objects
 from conserve.batch_api.bodies import CreateBatch
 from conserve.batch_api.refusals import Refused
-from conserve.batch_api.state import ApiState, caller_of
+from conserve.batch_api.state import ApiCaller, ApiState, caller_of
 from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
@@ -28,14 +28,14 @@ async def create(request: Request) -> Response:
     """Make a batch of an uploaded file; with the idempotency key of an earlier one, answer with that."""
     api, key = ApiState.of(request), bodies.idempotency_key(request)
     asked = await bodies.create_batch(request)
-    found = await run_in_threadpool(add, api, request, asked, key)
+    found = await run_in_threadpool(add, api, caller_of(request), asked, key)
     api.admissions.wake()
     return JSONResponse(objects.batch_object(found))
 
 
-def add(api: ApiState, request: Request, asked: CreateBatch, key: str | None) -> BatchRecord:
+def add(api: ApiState, caller: ApiCaller, asked: CreateBatch, key: str | None) -> BatchRecord:
     """Add the batch, unless the key is known."""
-    caller, now = caller_of(request), time.time()
+    now = time.time()
     with api.store.write() as tx:
         if key is not None and (earlier := batches.of_idempotency_key(tx, caller.project, key)):
             return same_batch(earlier, asked)

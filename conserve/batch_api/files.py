@@ -41,7 +41,8 @@ async def create(request: Request) -> Response:
         await form.read(request, upload)
         now = time.time()
         new = new_file(api, form, upload, key, now=now)
-        stored = await run_in_threadpool(store, api, request, file_id, upload, new, now=now)
+        project = caller_of(request).project
+        stored = await run_in_threadpool(store, api, project, file_id, upload, new, now=now)
     return JSONResponse(objects.file_object(stored))
 
 
@@ -79,9 +80,8 @@ def new_file(api: ApiState, form: MultipartForm, upload: Upload, key: str | None
     )
 
 
-def store(api: ApiState, request: Request, file_id: str, upload: Upload, new: NewFile, *, now: float) -> File:
+def store(api: ApiState, project: str, file_id: str, upload: Upload, new: NewFile, *, now: float) -> File:
     """Put the file and its record in place, in this order; the earlier file if the key is known."""
-    project = caller_of(request).project
     if (earlier := same_upload(api, project, new, now=now)) is not None:
         return earlier
     with home.explained(api.store.data):

@@ -32,7 +32,7 @@ class Upload:
 
     def __init__(self, path: FilePath, local: Path) -> None:
         self.path = path
-        self.bytes = self.num_lines = 0
+        self.bytes = self._newlines = 0
         self._scratch = home.sending(path, local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
@@ -50,14 +50,18 @@ class Upload:
         """BLAKE2b of the contents."""
         return self._digest.hexdigest()
 
+    @property
+    def num_lines(self) -> int:
+        """Lines of the file, of which the last may lack its newline."""
+        return self._newlines + (not self._ended)
+
     def write(self, data: bytes) -> None:
         """Append to the file."""
         self._file.write(data)
         self._digest.update(data)
         self.bytes += len(data)
-        self.num_lines += data.count(b"\n") + (self._ended and bool(data))
+        self._newlines += data.count(b"\n")
         self._ended = data.endswith(b"\n") if data else self._ended
-        self.num_lines -= self._ended and bool(data)
 
     def keep(self) -> None:
         """Move the file to its place, durably."""

@@ -20,9 +20,10 @@ from starlette.routing import Route
 from conserve import http_server
 from conserve.batch_api.app import application
 from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
-from conserve.engine.vllm.server import batch_proxy
+from conserve.engine.vllm.server import batch_proxy, key_answers
 from conserve.engine.vllm.server.batch_connection import Reply
 from conserve.engine.vllm.server.guard import FORM_BYTES, LIMITS, RequestGuard
+from conserve.engine.vllm.server.key_answers import KeyAnswers
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
@@ -273,26 +274,25 @@ class Answers:
         return Reply(self.status, [], json.dumps({"live": True, "batch": False}).encode())
 
 
-def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_key_is_good_while_the_batch_api_does_not_answer() -> None:
     now_s, answers = 0.0, Answers()
-    monkeypatch.setattr(batch_proxy, "BatchConnections", lambda _: answers)
-    process = batch_proxy.BatchProxy("s", lambda: now_s)
+    process = KeyAnswers(answers, lambda: now_s)  # type: ignore[arg-type]
 
     async def walk() -> None:
         nonlocal now_s
-        assert (await process.key(b"a")) == batch_proxy.StoreKey(live=True, batch=False)
+        assert (await process.of(b"a")) == key_answers.StoreKey(live=True, batch=False)
         for answers.status in (None, 503, 500):
-            now_s += batch_proxy.KEPT_S
+            now_s += key_answers.KEPT_S
             for _ in range(2):
-                assert await process.key(b"a") == batch_proxy.StoreKey(live=True, batch=False)
-            with pytest.raises(batch_proxy.Unanswered):
-                await process.key(b"unknown")
+                assert await process.of(b"a") == key_answers.StoreKey(live=True, batch=False)
+            with pytest.raises(key_answers.Unanswered):
+                await process.of(b"unknown")
         assert answers.asked == 1 + 2 * 3, "one question in `KEPT_S`"
-        now_s = batch_proxy.STALE_S
-        with pytest.raises(batch_proxy.Unanswered):
-            await process.key(b"a")
+        now_s = key_answers.STALE_S
+        with pytest.raises(key_answers.Unanswered):
+            await process.of(b"a")
         answers.status = 401
-        assert await process.key(b"a") is None
+        assert await process.of(b"a") is None
 
     asyncio.run(walk())
 
@@ -300,8 +300,7 @@ def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: py
 def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process costs a question its time-out: the first request waits for it, and no other does."""
     now_s, answers = 0.0, Answers()
-    monkeypatch.setattr(batch_proxy, "BatchConnections", lambda _: answers)
-    process, timed_out = batch_proxy.BatchProxy("s", lambda: now_s), asyncio.Event()
+    process, timed_out = KeyAnswers(answers, lambda: now_s), asyncio.Event()  # type: ignore[arg-type]
     get = answers.get
 
     async def hang(*asked: Any) -> Reply:
@@ -312,28 +311,28 @@ def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.Monkey
 
     async def walk() -> None:
         nonlocal now_s
-        known = await process.key(b"a")
+        known = await process.of(b"a")
         monkeypatch.setattr(answers, "get", hang)
-        now_s = batch_proxy.KEPT_S
-        first, second = (asyncio.create_task(process.key(b"a")) for _ in range(2))
+        now_s = key_answers.KEPT_S
+        first, second = (asyncio.create_task(process.of(b"a")) for _ in range(2))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        now_s += batch_proxy.ASKING_S
+        now_s += key_answers.ASKING_S
         timed_out.set()
         assert [await first, await second] == [known, known]
         assert answers.asked == 2, "one question for both"
-        assert await process.key(b"a") == known, "the time-out was the last question's"
+        assert await process.of(b"a") == known, "the time-out was the last question's"
         assert answers.asked == 2
         timed_out.clear()
-        now_s += batch_proxy.KEPT_S
-        assert [await process.key(b"a") for _ in range(3)] == [known] * 3, "while a question is under way"
+        now_s += key_answers.KEPT_S
+        assert [await process.of(b"a") for _ in range(3)] == [known] * 3, "while a question is under way"
         await asyncio.sleep(0)
         assert answers.asked == 3
         timed_out.set()
         monkeypatch.setattr(answers, "get", get)
         answers.status = 401
-        while await process.key(b"a") is not None:
-            now_s += batch_proxy.KEPT_S
+        while await process.of(b"a") is not None:
+            now_s += key_answers.KEPT_S
             await asyncio.sleep(0)
 
     asyncio.run(walk())

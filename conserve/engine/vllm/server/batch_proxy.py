@@ -7,13 +7,9 @@ short way (docs/adr/0031).
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from string import punctuation
 from typing import TYPE_CHECKING, Any
@@ -25,20 +21,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
-from conserve.engine.vllm.server.batch_connection import BatchConnections, Reply
+from conserve.engine.vllm.server.batch_connection import BatchConnections
+from conserve.engine.vllm.server.key_answers import ASKING_S, AUTHORIZATION, HERE, KeyAnswers
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied
-from conserve.http_server import STALLED, parts
+from conserve.http_server import CALLER_HEADER, STALLED, SaidOf, parts
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-AUTHORIZATION = b"authorization"
-HERE = (b"host", b"localhost")
-# Header: "keyed" by this server's own key, "far" (another machine's) or "open".
-SAID_OF = b"x-conserve-caller"
+SAID_OF = CALLER_HEADER.encode()
 TAKEN = frozenset(
     {
         b"accept", AUTHORIZATION, b"content-length", b"content-type", b"host", b"idempotency-key", b"if-range",
@@ -54,48 +48,19 @@ GIVEN = frozenset(
 DOTS = (".", "..")  # steps of a path that would lead to routes for which the guard was not asked
 POLL = re.compile("/v1/batches/[A-Za-z0-9_-]{1,64}")
 NOT_OF_POLLS = frozenset({b"content-length", b"origin", b"transfer-encoding"})
-KEPT_S = 0.5  # for which the answer on a key holds
-STALE_S = 60.0  # for which it holds while the process does not answer
-MOST_KEPT = 1024
-ASKING_S = 5.0  # live requests wait for the answer on their key
 POLLING_S = 600.0
 TIMEOUT = httpx.Timeout(60.0, read=600.0)  # uploads are flushed to disk before they are answered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreKey:
-    """Uses of a key that the store has."""
-
-    live: bool
-    batch: bool
-    name: str = ""
-    project: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyAnswer:
-    """The process's last answer on a key."""
-
-    key: StoreKey | None
-    at: float
-    asked_at: float  # later than `at` if the process did not answer then
-
-
-class Unanswered(Exception):
-    """The process does not say what a key may do."""
 
 
 class BatchProxy:
     """Passes requests on to the Batch API's process."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._client: httpx.AsyncClient | None = None
         # Questions about keys do not wait behind polls.
         self._polling, self._asking = BatchConnections(path), BatchConnections(path)
-        self._keys: dict[bytes, KeyAnswer] = {}
-        self._questions: dict[bytes, asyncio.Task[None]] = {}  # about keys, under way
-        self._silent = False  # the last question had no answer
+        self.keys = KeyAnswers(self._asking)
 
     @property
     def client(self) -> httpx.AsyncClient:
@@ -115,57 +80,17 @@ class BatchProxy:
 
     async def close(self) -> None:
         """Close the connections."""
-        for asking in self._questions.values():
-            asking.cancel()
+        self.keys.close()
         self._polling.close()
         self._asking.close()
         if self._client is not None:
             await self._client.aclose()
 
-    async def key(self, authorization: bytes) -> StoreKey | None:
-        """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told.
-
-        While the process does not answer, a request with a known key waits for no question.
-        """
-        told, now = self._keys.get(authorization), self._clock()
-        known = told is not None and now < told.at + STALE_S
-        if told is None or not known or now >= told.asked_at + KEPT_S:
-            asking = self._ask_once(authorization)
-            if not (known and self._silent):
-                await asyncio.shield(asking)
-                told = self._keys.get(authorization)
-        if told is None or self._clock() >= told.at + STALE_S:
-            raise Unanswered
-        return told.key
-
-    def _ask_once(self, authorization: bytes) -> asyncio.Task[None]:
-        """The question about a key that is under way, or a new one."""
-        asking = self._questions.get(authorization)
-        if asking is None:
-            asking = self._questions[authorization] = asyncio.create_task(self._ask(authorization))
-            asking.add_done_callback(lambda _: self._questions.pop(authorization))
-        return asking
-
-    async def _ask(self, authorization: bytes) -> None:
-        """Ask about a key, and keep the answer, or that there was none."""
-        try:
-            answer = await self._asking.get(b"/caller", [HERE, (AUTHORIZATION, authorization)], ASKING_S)
-            key = uses(answer)
-        except (OSError, ValueError, LookupError, TypeError):
-            self._silent = True
-            if (told := self._keys.get(authorization)) is not None:
-                self._keys[authorization] = replace(told, asked_at=self._clock())
-            return
-        self._silent = False
-        if len(self._keys) >= MOST_KEPT:
-            self._keys.clear()
-        now = self._clock()
-        self._keys[authorization] = KeyAnswer(key=key, at=now, asked_at=now)
-
     async def metrics(self) -> bytes:
         """The process's metrics, of the backlog; nothing while it does not answer."""
+        headers = [HERE, (SAID_OF, SaidOf.KEYED.encode())]
         try:
-            answer = await self._asking.get(METRICS.encode(), [HERE, (SAID_OF, b"keyed")], ASKING_S)
+            answer = await self._asking.get(METRICS.encode(), headers, ASKING_S)
         except (OSError, ValueError):
             return b""
         return answer.body if answer.status == HTTPStatus.OK else b""
@@ -214,9 +139,9 @@ def passed_on(
     if caller is not None and caller.store_key is not None:
         headers = [(name, value) for name, value in headers if name != AUTHORIZATION]
         headers.append((AUTHORIZATION, caller.store_key))
-    unkeyed = b"far" if far else b"open"
-    said = b"keyed" if caller is not None and caller.keyed else unkeyed
-    return [*headers, (SAID_OF, said)]
+    unkeyed = SaidOf.FAR if far else SaidOf.OPEN
+    said = SaidOf.KEYED if caller is not None and caller.keyed else unkeyed
+    return [*headers, (SAID_OF, said.encode())]
 
 
 def is_poll(scope: Scope) -> bool:
@@ -248,17 +173,6 @@ def url(request: Request) -> httpx.URL:
 def path_of(scope: Scope) -> str:
     """Path of a request, without the prefix of a proxy."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
-
-
-def uses(answer: Reply) -> StoreKey | None:
-    """Uses of a key that an answer tells, None if the store has it not; raises `ValueError` for other answers."""
-    if answer.status == HTTPStatus.UNAUTHORIZED:
-        return None
-    if answer.status != HTTPStatus.OK:
-        raise ValueError(f"status {answer.status}")
-    document = json.loads(answer.body)
-    name, project = document.get("name", ""), document.get("project", "")
-    return StoreKey(live=document["live"], batch=document["batch"], name=name, project=project)
 
 
 def unavailable() -> Response:

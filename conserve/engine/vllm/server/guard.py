@@ -16,12 +16,11 @@ from conserve.engine.vllm import former
 from conserve.engine.vllm.server.batch_proxy import (
     BATCH_PROXY,
     BatchProxy,
-    StoreKey,
-    Unanswered,
     is_poll,
     path_of,
 )
 from conserve.engine.vllm.server.delivery import DELIVERY, Delivery, Message, Send
+from conserve.engine.vllm.server.key_answers import StoreKey, Unanswered
 from conserve.engine.vllm.server.privileges import (
     CALLER,
     CLASS_HEADER,
@@ -123,7 +122,7 @@ async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSON
     """Key of a caller that the store has, or why the key does not suffice; two Nones for other keys."""
     proxy: BatchProxy | None = getattr(scope["app"].state, BATCH_PROXY, None)
     try:
-        found = await proxy.key(sent) if proxy is not None else None
+        found = await proxy.keys.of(sent) if proxy is not None else None
     except Unanswered:
         said = "whether the store has this key cannot be told just now; try again"
         return None, error(HTTPStatus.SERVICE_UNAVAILABLE, said)

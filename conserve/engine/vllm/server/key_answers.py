@@ -1,0 +1,108 @@
+"""The Batch API's answers on keys of the store, which live requests wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+
+from conserve.engine.vllm.server.batch_connection import BatchConnections, Header, Reply
+
+AUTHORIZATION = b"authorization"
+HERE: Header = (b"host", b"localhost")
+KEPT_S = 0.5  # for which the answer on a key holds
+STALE_S = 60.0  # for which it holds while the process does not answer
+MOST_KEPT = 1024
+ASKING_S = 5.0  # live requests wait for the answer on their key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKey:
+    """Uses of a key that the store has."""
+
+    live: bool
+    batch: bool
+    name: str = ""
+    project: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyAnswer:
+    """The process's last answer on a key."""
+
+    key: StoreKey | None
+    at: float
+    asked_at: float  # later than `at` if the process did not answer then
+
+
+class Unanswered(Exception):
+    """The process does not say what a key may do."""
+
+
+class KeyAnswers:
+    """The last answers, and questions that are under way; `asking` are connections without polls."""
+
+    def __init__(self, asking: BatchConnections, clock: Callable[[], float] = time.monotonic) -> None:
+        self._asking, self._clock = asking, clock
+        self._keys: dict[bytes, KeyAnswer] = {}
+        self._questions: dict[bytes, asyncio.Task[None]] = {}
+        self._silent = False  # the last question had no answer
+
+    def close(self) -> None:
+        """End the questions under way."""
+        for question in self._questions.values():
+            question.cancel()
+
+    async def of(self, authorization: bytes) -> StoreKey | None:
+        """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told.
+
+        While the process does not answer, a request with a known key waits for no question.
+        """
+        told, now = self._keys.get(authorization), self._clock()
+        known = told is not None and now < told.at + STALE_S
+        if told is None or not known or now >= told.asked_at + KEPT_S:
+            asking = self._ask_once(authorization)
+            if not (known and self._silent):
+                await asyncio.shield(asking)
+                told = self._keys.get(authorization)
+        if told is None or self._clock() >= told.at + STALE_S:
+            raise Unanswered
+        return told.key
+
+    def _ask_once(self, authorization: bytes) -> asyncio.Task[None]:
+        """The question about a key that is under way, or a new one."""
+        asking = self._questions.get(authorization)
+        if asking is None:
+            asking = self._questions[authorization] = asyncio.create_task(self._ask(authorization))
+            asking.add_done_callback(lambda _: self._questions.pop(authorization))
+        return asking
+
+    async def _ask(self, authorization: bytes) -> None:
+        """Ask about a key, and keep the answer, or that there was none."""
+        try:
+            answer = await self._asking.get(b"/caller", [HERE, (AUTHORIZATION, authorization)], ASKING_S)
+            key = uses(answer)
+        except (OSError, ValueError, LookupError, TypeError):
+            self._silent = True
+            if (told := self._keys.get(authorization)) is not None:
+                self._keys[authorization] = replace(told, asked_at=self._clock())
+            return
+        self._silent = False
+        if len(self._keys) >= MOST_KEPT:
+            self._keys.clear()
+        now = self._clock()
+        self._keys[authorization] = KeyAnswer(key=key, at=now, asked_at=now)
+
+
+def uses(answer: Reply) -> StoreKey | None:
+    """Uses of a key that an answer tells, None if the store has it not; raises `ValueError` for other answers."""
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        return None
+    if answer.status != HTTPStatus.OK:
+        raise ValueError(f"status {answer.status}")
+    document = json.loads(answer.body)
+    name, project = document.get("name", ""), document.get("project", "")
+    return StoreKey(live=document["live"], batch=document["batch"], name=name, project=project)
