@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
-from conserve.batch_api import refusals
+from conserve.batch_api import metrics, refusals
 from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.state import CALLER, ApiCaller
@@ -29,6 +29,7 @@ FREE = frozenset({"/health", "/openapi.json"})
 AGAIN_S = 0.1  # between two reads for keys that are unknown
 WHO = "/caller"  # asked by a live server alone
 KEPT_S = 0.5  # for which keys that were read are used; a live server beside keeps the answer as long again
+PAGE_S = 2.0  # for which /metrics waits for the keys, less than a scrape waits for /metrics
 SAID_TO_ALL = "the store of this API was moved, or is being moved; the API's log says where to"
 """Answer to those who sent no key: the address of the other database is not theirs."""
 
@@ -46,6 +47,19 @@ class KeyRing:
         """The keys, read again for a caller whose key is not among them: it may have just been made."""
         known = await self.current()
         return known if keys.of_text(known, text) is not None else await self.current(AGAIN_S)
+
+    async def for_page(self, text: str) -> Sequence[ApiKey]:
+        """The keys for /metrics, which tells of an outage: those of before while the store does not answer.
+
+        Raises `StoreError` or `TimeoutError` if none were ever read.
+        """
+        try:
+            async with asyncio.timeout(PAGE_S):
+                return await self.for_caller(text)
+        except (StoreError, TimeoutError):
+            if self._read_at is None:
+                raise
+            return self._keys
 
     async def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
         """The keys, also those that were revoked: a store that ever had a key asks for one.
@@ -83,8 +97,8 @@ class Access:
             return
         headers = Headers(scope=scope)
         try:
-            known = await self._ring.for_caller(bearer(headers))
-        except StoreError:
+            known = await self._known(headers, scope["path"])
+        except (StoreError, TimeoutError):
             said = refusals.body("the store cannot be used now; try again", kind="server_error")
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
             return
@@ -94,6 +108,13 @@ class Access:
             return
         scope[CALLER] = answer
         await self._app(scope, receive, send)
+
+    async def _known(self, headers: Headers, path: str) -> Sequence[ApiKey]:
+        """The keys that a request is judged by."""
+        if self._beside and path != WHO and headers.get(SAID_OF) == KEYED:
+            return ()
+        read = self._ring.for_page if path == metrics.PATH else self._ring.for_caller
+        return await read(bearer(headers))
 
     def _caller(self, headers: Headers, known: Sequence[ApiKey], path: str) -> ApiCaller | Response:
         """Sender of a request, or the answer to it."""

@@ -16,6 +16,7 @@ from conserve.config import load
 from conserve.errors import UsageError
 from conserve.jobs.deadlines.forecast import Forecast
 from conserve.jobs.deadlines.queue import queued
+from conserve.jobs.telemetry import queue_metrics
 from conserve.store.books import catalog, harvested
 from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.readings import read_jobs
@@ -145,7 +146,10 @@ def test_a_job_past_its_deadline_delays_none(store: Store) -> None:
     assert [job.id for job in queued(listed, now=10.0)] == ["on", "next"]
 
 
-def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(seen: Store) -> None:
+def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(
+    seen: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_metrics, "WAIT_S", 60.0)
     with live(seen) as url:
         api = client(url)
         batch = create(api, ["one", "two"], extra_body={"on_late": "best-effort"})

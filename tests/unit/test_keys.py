@@ -200,6 +200,21 @@ def test_a_request_waits_for_a_read_that_began_after_it_came() -> None:
     virtual_time.run(walk())
 
 
+def test_the_page_of_metrics_goes_by_the_keys_of_before_while_the_database_is_silent() -> None:
+    async def walk() -> None:
+        loop, reads = asyncio.get_running_loop(), TimedReads(0.0)
+        ring, unread = (KeyRing(reads, clock=loop.time) for _ in range(2))  # type: ignore[arg-type]
+        assert list(await ring.for_page("guess")) == []
+        await asyncio.sleep(10.0)
+        reads.seconds, began_s = 60.0, loop.time()
+        assert list(await ring.for_page("guess")) == []
+        assert round(loop.time() - began_s) == access.PAGE_S
+        with pytest.raises(TimeoutError):
+            await unread.for_page("guess")
+
+    virtual_time.run(walk())
+
+
 @pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])
 def test_a_limit_beyond_what_the_database_holds_is_refused(store: Store, flag: str) -> None:
     refused = conserve("keys", "add", "ann", flag, str(2**63))

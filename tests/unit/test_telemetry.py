@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.telemetry import otlp
+from conserve.jobs.telemetry import otlp, queue_metrics
 from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
@@ -59,6 +60,12 @@ from tests.otlp_receiver import OtlpReceiver
 from tools.docs.generated import DOCS
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+
+
+@pytest.fixture(autouse=True)
+def scrapes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine under load leaves no figure out."""
+    monkeypatch.setattr(queue_metrics, "WAIT_S", 60.0)
 
 
 @pytest.fixture
@@ -304,12 +311,43 @@ def test_rows_of_paused_jobs_do_not_wait(store: Store, write_input: WriteInput) 
     assert (page["conserve_backlog_jobs"], page["conserve_rows_waiting"]) == (1, 2)
 
 
-def test_a_store_that_cannot_be_read_leaves_the_queue_out() -> None:
+def test_a_store_that_was_never_read_leaves_the_queue_out_and_tells_since_when() -> None:
     look = StoreLook(load({"store": "postgresql://nobody@127.0.0.1:9/none"}))
     assert look() is None
-    assert not any(
-        name.startswith("conserve_") for name in samples(new_registry(None, [QueueCollector(look)]))
-    )
+    now = [50.0]
+    registry = new_registry(None, [QueueCollector(look, lambda: now[0])])
+    now[0] += 900.0
+    shown = {name: value for name, value in samples(registry).items() if name.startswith("conserve_")}
+    assert shown == {"conserve_queue_age_seconds": 900.0}
+
+
+def test_figures_of_before_outlast_the_store_with_their_age() -> None:
+    now, looks = [50.0], [QueueSeen(rows_waiting=30), None, QueueSeen(rows_waiting=20)]
+    registry = new_registry(None, [QueueCollector(lambda: looks.pop(0), lambda: now[0])])
+    for rows, age_s in ((30, 0.0), (30, 600.0), (20, 0.0)):
+        page = samples(registry)
+        assert (page["conserve_rows_waiting"], page["conserve_queue_age_seconds"]) == (rows, age_s)
+        now[0] += 600.0
+
+
+def test_a_scrape_does_not_wait_for_a_database_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, readings = threading.Event(), iter([30, 20, 20])
+
+    def look() -> QueueSeen:
+        rows = next(readings)
+        if rows == 20:
+            answers.wait()
+        return QueueSeen(rows_waiting=rows)
+
+    registry = new_registry(None, [QueueCollector(look)])
+    assert samples(registry)["conserve_rows_waiting"] == 30
+    with monkeypatch.context() as patched:
+        patched.setattr(queue_metrics, "WAIT_S", 0.0)
+        for _ in range(2):
+            assert samples(registry)["conserve_rows_waiting"] == 30
+        assert sum(thread.name == "conserve-queue" for thread in threading.enumerate()) == 1
+    answers.set()
+    assert samples(registry)["conserve_rows_waiting"] == 20
 
 
 def test_counters_of_a_harvester_are_those_of_its_tally() -> None:
@@ -483,6 +521,7 @@ def test_a_harvester_answers_at_its_port(
     running = forks.start(words, env=os.environ, errors=said)
     until(lambda: server.paused == 2, running)
     (url,) = re.findall(r"\Ametrics at (http://127.0.0.1:\d+/metrics)$", said.read_text(), re.MULTILINE)
+    until(lambda: "conserve_jobs{" in read(url), running)
     text = read(url)
     assert "conserve_rows_in_flight 2.0" in text
     assert "conserve_rows_in_flight_most 16.0" in text
@@ -540,6 +579,31 @@ def test_the_batch_apis_own_figures_outlast_its_store(store: Store, monkeypatch:
         page = client.get("/metrics")
     assert 'conserve_api_requests_total{method="GET",route="/metrics",status="200"} 1.0' in page.text
     assert "conserve_backlog_jobs{" in page.text
+
+
+def test_a_known_key_reads_the_page_while_the_store_is_away(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from starlette.testclient import TestClient
+
+    from conserve.batch_api import access, app, reads
+
+    async def unreachable(*_: object) -> None:
+        raise StoreError("connection refused")
+
+    with store.write() as tx:
+        key = {"Authorization": f"Bearer {keys.add(tx, 'prometheus', project='none', now=0.0)}"}
+    monkeypatch.setattr(access, "KEPT_S", 0.0)
+    with TestClient(app.application(store)) as client:
+        assert client.get("/metrics", headers=key).status_code == 200
+        monkeypatch.setattr(reads.Reads, "rows", unreachable)
+        assert client.get("/metrics", headers=key).status_code == 200
+        assert client.get("/metrics", headers={"Authorization": "Bearer guess"}).status_code == 401
+        assert client.get("/v1/batches", headers=key).status_code == 503
+    with TestClient(app.application(store)) as client:
+        assert client.get("/metrics", headers=key).status_code == 503, "no key was ever read"
+    with TestClient(app.application(store, beside=True)) as client:
+        assert client.get("/metrics", headers={access.SAID_OF: access.KEYED}).status_code == 200
 
 
 def test_requests_that_are_refused_without_a_key_are_counted_by_their_route(store: Store) -> None:

@@ -21,6 +21,7 @@ from conserve.store.books.states import JobState
 LABEL = "queue"  # tells the queues of one Prometheus apart
 HOUR_S = 3600
 KEPT_S = 30.0
+WAIT_S = 3.0  # for which a scrape waits for the store; by default Prometheus waits 10 s for a scrape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +36,24 @@ class QueueSeen:
 
 
 class QueueCollector(Collector):
-    """Gauges of the queue; none while the store cannot be read."""
+    """Gauges of the queue as it was last read, and the age of that reading.
 
-    def __init__(self, look: Callable[[], QueueSeen | None]) -> None:
-        self._look = look
+    A thread reads the store, so that no scrape waits longer than `WAIT_S` for a database that is away.
+    """
+
+    def __init__(
+        self, look: Callable[[], QueueSeen | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look, self._clock = look, clock
+        self._lock = threading.Lock()
+        self._looking: threading.Thread | None = None
+        self._seen: QueueSeen | None = None
+        self._seen_at = clock()  # before the first reading the age is that of this collector
 
     def collect(self) -> Iterator[Metric]:
-        seen = self._look()
+        self._newest().join(WAIT_S)
+        seen, age_s = self._seen, self._clock() - self._seen_at
+        yield GaugeMetricFamily("conserve_queue_age_seconds", "Age of the queue's figures.", age_s)
         if seen is None:
             return
         jobs = GaugeMetricFamily("conserve_jobs", "Jobs of the store by state.", labels=["state", LABEL])
@@ -52,6 +64,19 @@ class QueueCollector(Collector):
         yield gauge("conserve_rows_waiting", waiting, seen.name, seen.rows_waiting)
         yield gauge("conserve_backlog_jobs", "Jobs with rows to run.", seen.name, seen.jobs_waiting)
         yield from backlog_metrics(seen.backlog, seen.name)
+
+    def _newest(self) -> threading.Thread:
+        """The reading that is under way, or a new one."""
+        with self._lock:
+            if self._looking is None or not self._looking.is_alive():
+                self._looking = threading.Thread(target=self._read, name="conserve-queue", daemon=True)
+                self._looking.start()
+            return self._looking
+
+    def _read(self) -> None:
+        began = self._clock()
+        if (seen := self._look()) is not None:
+            self._seen, self._seen_at = seen, began
 
 
 def gauge(metric: str, says: str, name: str, value: float) -> Metric:
