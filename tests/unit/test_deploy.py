@@ -151,7 +151,7 @@ def test_prometheus_scrapes_the_server_of_compose_and_its_harvester() -> None:
     assert targets["conserve-harvester"] == [f"server:{given['--metrics-port']}"]
     assert targets["conserve-server"] == ["server:8000"]
     (known,) = {alert["expr"] for alert in alerts() if alert["alert"] == "ConserveDown"}
-    assert all(re.fullmatch(re.findall('"(.+)"', known)[0], name) for name in targets)
+    assert all(re.fullmatch(re.findall('"(.+?)"', known)[0], name) for name in targets)
 
 
 def test_no_secret_has_a_value() -> None:
@@ -304,6 +304,20 @@ def test_alerts_of_the_chart_link_to_the_site_that_it_is_told(docs: str, link: s
     assert len(found) == len(list(alerts()))
     for rule in found:
         assert rule["annotations"].get("runbook_url") == (link and link.format(rule["alert"].lower()))
+
+
+def test_an_alert_on_a_start_comes_after_the_time_that_a_start_may_take() -> None:
+    (written,) = (rule["for"] for rule in alerts() if rule["alert"] == "ConserveNotStarted")
+    assert written == f"{yaml.safe_load((CHART / 'values.yaml').read_text())['server']['startMinutes'] + 30}m"
+
+
+def test_the_chart_gives_a_longer_start_more_time_before_its_alert() -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    given["server"]["startMinutes"] = 90
+    (rules,) = (one for one in objects(given) if one["kind"] == "PrometheusRule")
+    found = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    assert [rule["for"] for rule in found if rule["alert"] == "ConserveNotStarted"] == ["120m"]
 
 
 def test_the_schema_takes_what_helm_adds_to_a_dependency() -> None:

@@ -111,7 +111,7 @@ def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) 
     """Objects that a monitor scrapes as a job that no alert on a silent process knows."""
     if monitor["kind"] not in ("ServiceMonitor", "PodMonitor"):
         return
-    (pattern,) = re.findall(r'up\{job=~"(.+?)"\}', (CHART / "files/rules.yaml").read_text())
+    (pattern,) = set(re.findall(r'up\{job=~"(.+?)"\}', (CHART / "files/rules.yaml").read_text()))
     found = [one for one in objects if one["kind"] == "Service"]
     if monitor["kind"] == "PodMonitor":
         found = [template(one) for one in objects if one["kind"] in WORKLOADS]
