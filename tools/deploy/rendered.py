@@ -25,6 +25,7 @@ def faults(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from gives_up(one)
         yield from ends_early(one)
         yield from cut_off(one)
+        yield from killed(one)
         yield from unscraped(one, objects)
     yield from torn(workloads)
     yield from false_alarms(objects)
@@ -105,6 +106,14 @@ def cut_off(workload: Mapping[str, Any]) -> Iterator[str]:
     for container in template(workload)["spec"]["containers"]:
         if "readinessProbe" in container and "preStop" not in container.get("lifecycle", {}):
             yield f"{workload['metadata']['name']} ends before its Service leaves it out"
+
+
+def killed(workload: Mapping[str, Any]) -> Iterator[str]:
+    """A pod that is killed for what takes it out of its Service alone, such as a store that is being moved."""
+    for container in template(workload)["spec"]["containers"]:
+        probe = container.get("livenessProbe", {}).get("httpGet")
+        if probe is not None and probe == container.get("readinessProbe", {}).get("httpGet"):
+            yield f"{workload['metadata']['name']} is killed while it is not ready"
 
 
 def unwatched(monitor: Mapping[str, Any], objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
