@@ -119,14 +119,14 @@ class Access:
     def _caller(self, headers: Headers, known: Sequence[ApiKey], path: str) -> ApiCaller | Response:
         """Sender of a request, or the answer to it."""
         if not self._beside:
-            return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
+            return caller_with_key(headers, known, path) if known else caller_of_this_machine(headers)
         if path == WHO:
             return uses(headers, known)
         said_of = headers.get(CALLER_HEADER)
         if said_of == SaidOf.KEYED:
             return ApiCaller()
         if known:
-            return caller_with_key(headers, known)
+            return caller_with_key(headers, known, path)
         return keys_required() if said_of == SaidOf.FAR else caller_of_this_machine(headers)
 
 
@@ -160,15 +160,15 @@ def bearer(headers: Headers) -> str:
     return text.strip() if scheme.lower() == "bearer" else ""
 
 
-def caller_with_key(headers: Headers, known: Sequence[ApiKey]) -> ApiCaller | Response:
-    """Caller whose key the store knows, or a refusal."""
+def caller_with_key(headers: Headers, known: Sequence[ApiKey], path: str) -> ApiCaller | Response:
+    """Caller whose key the store knows, or a refusal; every key reads the metrics."""
     if not (text := bearer(headers)):
         said = "this API wants a key: send it as Authorization: Bearer KEY"
         return refusal(HTTPStatus.UNAUTHORIZED, said, "invalid_api_key")
     key = keys.of_text(known, text)
     if key is None:
         return refusal(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided", "invalid_api_key")
-    if not key.batch:
+    if not key.batch and path != metrics.PATH:
         said = f"the key {key.name!r} is for live requests, not for files and batches"
         return refusal(HTTPStatus.FORBIDDEN, said, "insufficient_permissions")
     return ApiCaller(project=key.project, key=key)

@@ -14,7 +14,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from conserve import http_server
@@ -58,7 +58,8 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
     inner, outer = socket.socket(socket.AF_UNIX), socket.socket()
     inner.bind(str(path))
     outer.bind(("127.0.0.1", 0))
-    app = Starlette(routes=[Route(CHAT, chat, methods=["POST"])], lifespan=closing)
+    routes = [Route(CHAT, chat, methods=["POST"]), Route("/metrics", PlainTextResponse("counters"))]
+    app = Starlette(routes=routes, lifespan=closing)
     app.state.args = Namespace(**{"api_key": api_keys, LIMITS: ApiLimits(body_bytes=1000, file_bytes=50_000)})
     batch_proxy.attach(app)  # type: ignore[arg-type]
     app.add_middleware(RequestGuard)
@@ -127,6 +128,8 @@ def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: 
         headers = {"Authorization": f"Bearer {key}", "x-conserve-caller": "keyed"}
         live = patient.post(url + CHAT[3:], headers=headers)
         listed = patient.get(f"{url}/batches", headers=headers)
+        page = patient.get(url.replace("/v1", "/metrics"), headers=headers)
+        assert (page.status_code, page.text) == (200, "counters"), "at the API this key reads them too"
         assert live.status_code == (403 if use == "batch" else 200)
         assert listed.status_code == (403 if use == "live" else 200)
         if use != "batch":

@@ -306,6 +306,19 @@ def test_alerts_of_the_chart_link_to_the_site_that_it_is_told(docs: str, link: s
         assert rule["annotations"].get("runbook_url") == (link and link.format(rule["alert"].lower()))
 
 
+def test_prometheus_sends_a_server_its_own_key_and_the_api_one_of_the_store() -> None:
+    """The API knows no other, and a server asks for one of the store as long as the store is there."""
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    for own, right in (("vllm", "vllm"), ("", "conserve-metrics")):
+        given["server"]["keySecret"] = {"name": own}
+        monitors = [one for one in objects(given) if one["kind"] == "ServiceMonitor"]
+        assert {
+            one["metadata"]["name"]: one["spec"]["endpoints"][0]["authorization"]["credentials"]["name"]
+            for one in monitors
+        } == {"night-conserve-server": right, "night-conserve-api": "conserve-metrics"}
+
+
 def test_an_alert_on_a_start_comes_after_the_time_that_a_start_may_take() -> None:
     (written,) = (rule["for"] for rule in alerts() if rule["alert"] == "ConserveNotStarted")
     assert written == f"{yaml.safe_load((CHART / 'values.yaml').read_text())['server']['startMinutes'] + 30}m"

@@ -96,8 +96,11 @@ def test_an_idempotency_key_is_of_its_project_alone(store: Store, url: str) -> N
 
 
 def test_a_key_for_live_requests_alone_reaches_no_batches(store: Store, url: str) -> None:
+    key = make(store, "chat", batch=False)
     with pytest.raises(openai.PermissionDeniedError, match="is for live requests"):
-        client(url, make(store, "chat", batch=False)).batches.list()
+        client(url, key).batches.list()
+    page = patient.get(url.replace("/v1", "/metrics"), headers={"Authorization": f"Bearer {key}"})
+    assert page.status_code == 200, "Prometheus has one key for servers and APIs"
 
 
 def test_a_revoked_key_is_refused(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from conserve.engine.vllm.server.key_answers import StoreKey, Unanswered
 from conserve.engine.vllm.server.privileges import (
     CALLER,
     CLASS_HEADER,
+    METRICS,
     SLO,
     Caller,
     Keys,
@@ -119,7 +120,10 @@ def is_bare(args: Any) -> bool:
 
 
 async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSONResponse | None]:
-    """Key of a caller that the store has, or why the key does not suffice; two Nones for other keys."""
+    """Key of a caller that the store has, or why the key does not suffice; two Nones for other keys.
+
+    Every key reads the metrics.
+    """
     proxy: BatchProxy | None = getattr(scope["app"].state, BATCH_PROXY, None)
     try:
         found = await proxy.keys.of(sent) if proxy is not None else None
@@ -128,8 +132,9 @@ async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSON
         return None, error(HTTPStatus.SERVICE_UNAVAILABLE, said)
     if found is None:
         return None, None
-    batch = is_batch(path_of(scope))
-    if found.batch if batch else found.live:
+    path = path_of(scope)
+    batch = is_batch(path)
+    if path == METRICS or (found.batch if batch else found.live):
         return found, None
     said = "files and batches" if batch else "live requests"
     return None, error(HTTPStatus.FORBIDDEN, f"this key is not for {said}")
