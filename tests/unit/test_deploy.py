@@ -38,6 +38,7 @@ PROGRAM = "/srv/conserve/.venv/bin/conserve"
 DOCS_TO_FILL_IN = "https://docs.example.org/conserve"  # in the file of rules
 OPERATORS = {"<", ">", ">>", "|", "||", "&&"}
 STOP_S = HARVESTER_S + DRAIN_S + SPILL_S  # the longest stop, with --kv-spill
+OF_STARTS = {"ConserveNotStarted", "ConserveNoHarvester"}  # alerts, after the time that a start may take
 GIVEN = {"MODEL": "smollm2-demo", "SERVE_HOST": "0.0.0.0", "SERVE_FLAGS": "--ttft-slo 2s"}
 
 
@@ -319,8 +320,20 @@ def test_prometheus_sends_a_server_its_own_key_and_the_api_one_of_the_store() ->
         } == {"night-conserve-server": right, "night-conserve-api": "conserve-metrics"}
 
 
+def test_an_alert_on_a_harvester_that_is_missing_is_of_the_release_alone() -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    for enabled, args, found in ((True, [], 1), (False, [], 1), (False, ["--no-harvest"], 0)):
+        given["harvester"]["enabled"], given["server"]["args"] = enabled, args
+        (rules,) = (one for one in objects(given) if one["kind"] == "PrometheusRule")
+        asked = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
+        absent = [expr for expr in asked if expr.startswith("absent(")]
+        assert len(absent) == found
+        assert all('conserve_build_info{namespace="batch", command' in expr for expr in absent)
+
+
 def test_an_alert_on_a_start_comes_after_the_time_that_a_start_may_take() -> None:
-    (written,) = (rule["for"] for rule in alerts() if rule["alert"] == "ConserveNotStarted")
+    (written,) = {rule["for"] for rule in alerts() if rule["alert"] in OF_STARTS}
     assert written == f"{yaml.safe_load((CHART / 'values.yaml').read_text())['server']['startMinutes'] + 30}m"
 
 
@@ -330,7 +343,7 @@ def test_the_chart_gives_a_longer_start_more_time_before_its_alert() -> None:
     given["server"]["startMinutes"] = 90
     (rules,) = (one for one in objects(given) if one["kind"] == "PrometheusRule")
     found = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
-    assert [rule["for"] for rule in found if rule["alert"] == "ConserveNotStarted"] == ["120m"]
+    assert [rule["for"] for rule in found if rule["alert"] in OF_STARTS] == ["120m"] * len(OF_STARTS)
 
 
 def test_the_schema_takes_what_helm_adds_to_a_dependency() -> None:
