@@ -320,6 +320,15 @@ def test_prometheus_sends_a_server_its_own_key_and_the_api_one_of_the_store() ->
         } == {"night-conserve-server": right, "night-conserve-api": "conserve-metrics"}
 
 
+def test_the_night_is_in_the_time_zone_that_is_given() -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/night.yaml").read_text())
+    for zone in ("Europe/Berlin", ""):
+        given["harvester"]["timeZone"] = zone
+        (night,) = (one for one in objects(given) if one["kind"] == "CronJob")
+        assert night["spec"].get("timeZone", "") == zone
+
+
 def test_an_alert_on_a_harvester_that_is_missing_is_of_the_release_alone() -> None:
     pytest.importorskip("helm_python", reason="make deploy-check fetches it")
     given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
