@@ -4,11 +4,13 @@ import base64
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 HERE = "127.0.0.1"
+ALL = {"0.0.0.0": HERE, "::": "::1"}  # addresses of all networks, which this machine reaches at these
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -35,13 +37,13 @@ def is_loopback(host: str) -> bool:
 
 def url_of(host: str, port: int) -> str:
     """Address at which this machine reaches a server that listens there."""
-    address = HERE if host in ("0.0.0.0", "::") else host
+    address = ALL.get(host, host)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def url_elsewhere(host: str, port: int) -> str | None:
     """Address at which other machines reach a server that listens there; None if they do not."""
-    if host not in ("0.0.0.0", "::"):
+    if host not in ALL:
         return None if is_loopback(host) else url_of(host, port)
     address = outward_address()
     return url_of(address, port) if address else None
@@ -49,13 +51,12 @@ def url_elsewhere(host: str, port: int) -> str | None:
 
 def outward_address() -> str | None:
     """Address of this machine, or container, on the network of its default route; None without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; an address for documentation
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address
+    for family, documented in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((documented, 9))  # sends nothing
+            address: str = probe.getsockname()[0]
+            return address
+    return None
 
 
 def with_host(url: str, host: str) -> str:

@@ -320,6 +320,18 @@ def test_prometheus_sends_a_server_its_own_key_and_the_api_one_of_the_store() ->
         } == {"night-conserve-server": right, "night-conserve-api": "conserve-metrics"}
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_all_processes_listen_at_the_address_that_is_given(address: str) -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    made = [one for one in objects({**given, "listen": address}) if one["kind"] == "Deployment"]
+    for one in made:
+        words = one["spec"]["template"]["spec"]["containers"][0]["args"]
+        behind = {value for flag, value in pairwise(words) if flag in ("--host", "--metrics-host")}
+        assert behind == {address}, one["metadata"]["name"]
+    assert len(made) == 3
+
+
 def test_the_night_is_in_the_time_zone_that_is_given() -> None:
     pytest.importorskip("helm_python", reason="make deploy-check fetches it")
     given = yaml.safe_load((CHART / "ci/night.yaml").read_text())

@@ -1,0 +1,55 @@
+"""Addresses of servers: where a process that listens is reached."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from conserve import hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("gpu1", "http://gpu1:8000"),
+        ("fd00::1", "http://[fd00::1]:8000"),
+    ],
+)
+def test_a_server_is_reached_in_the_family_that_it_listens_in(host: str, url: str) -> None:
+    assert hosts.url_of(host, 8000) == url
+
+
+@pytest.mark.parametrize(
+    ("routes", "address"),
+    [
+        ({socket.AF_INET: "10.0.0.7", socket.AF_INET6: "fd00::7"}, "http://10.0.0.7:8000"),
+        ({socket.AF_INET6: "fd00::7"}, "http://[fd00::7]:8000"),
+        ({}, None),
+    ],
+)
+def test_others_reach_a_machine_without_ipv4_too(
+    routes: dict[int, str], address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe:
+        def __init__(self, family: int, kind: int) -> None:
+            self.family = family
+
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def connect(self, address: tuple[str, int]) -> None:
+            if self.family not in routes:
+                raise OSError("Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return routes[self.family], 0
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    for host in ("0.0.0.0", "::"):
+        assert hosts.url_elsewhere(host, 8000) == address
+    assert hosts.url_elsewhere("localhost", 8000) is None
