@@ -10,8 +10,8 @@ import typer
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.control import Jobs
-from conserve.cli.lengths import seconds_of
 from conserve.errors import UsageError, one_line
+from conserve.lengths import seconds_of
 from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.lengths import seconds_of
 from conserve.errors import ConserveError, UsageError
+from conserve.lengths import seconds_of
 
 WAYS = ("cron", "systemd")
 

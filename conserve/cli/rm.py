@@ -10,9 +10,9 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
-from conserve.cli.lengths import seconds_of
 from conserve.cli.sizes import document, size, table
 from conserve.errors import ConserveError, JobRefused, StoreForbidden, UsageError
+from conserve.lengths import seconds_of
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store

@@ -21,6 +21,7 @@ from conserve.evals.plan import (
     less_is_better,
 )
 from conserve.evals.records import HISTORY, PREVIOUS
+from conserve.lengths import seconds_of
 
 T = TypeVar("T")
 
@@ -31,8 +32,6 @@ TOP = (
 OF_SUITE = ("kind", "seed", "limit", "epochs", "worse", "metrics")
 FORMS = ("html", "markdown", "junit", "json")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 STANDARD = Standard(effect=0.02)
 
 
@@ -220,10 +219,9 @@ class PlanTable:
         text = self.text(name)
         if text is None:
             return None
-        found = LENGTH.fullmatch(text.strip())
-        if found is None or not float(found[1]):
+        if not (found := seconds_of(text)):
             raise SettingsError(f"{self._at(name)} takes a length of time as 20h, 90d or 8w, not {text!r}")
-        return float(found[1]) * SECONDS[found[2]]
+        return found
 
     def choice(self, name: str, known: tuple[Any, ...]) -> Any:
         """One of these texts; None if it is missing."""

@@ -1,4 +1,4 @@
-"""Lengths of time in flags: `90m`, `8h`, `30d`."""
+"""Lengths of time in texts: `90m`, `8h`, `30d`."""
 
 import re
 
