@@ -3,13 +3,12 @@
 import re
 import ssl
 from collections.abc import Mapping, Set
-from email.utils import parsedate_to_datetime
-from math import isfinite
 from typing import Any
 
 import httpx
 import msgspec
 
+from conserve import lengths
 from conserve.endpoints.answers import UNREADABLE, excerpt
 from conserve.endpoints.exchange import WholeResponse
 from conserve.errors import (
@@ -151,16 +150,8 @@ def decoded(content: bytes) -> Any:
 
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
-    """Seconds that the server asks to wait, given as a number or as a date; at most a minute."""
-    value = headers.get("retry-after", "")
-    try:
-        wish_s = float(value)
-    except ValueError:
-        try:
-            wish_s = parsedate_to_datetime(value).timestamp() - now
-        except (ValueError, TypeError, OverflowError):
-            return None
-    return min(max(0.0, wish_s), MOST_RETRY_AFTER_S) if isfinite(wish_s) or wish_s > 0 else None
+    """Seconds that the server asks to wait, a minute at most."""
+    return lengths.retry_after_s(headers.get("retry-after", ""), now=now, most_s=MOST_RETRY_AFTER_S)
 
 
 def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:

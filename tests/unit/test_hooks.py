@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from ipaddress import ip_address
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from conserve.errors import StoreError, UsageError
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
 from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, trusted, verdict
-from conserve.jobs.hooks.wire import CheckedBackend, TimedStream, post, seconds
+from conserve.jobs.hooks.wire import CheckedBackend, TimedStream, post
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch
 from conserve.store.books.events import Event
@@ -330,12 +331,7 @@ class TestDelivery:
             verdict(waiting(2), SendAttempt(at=10.0, status=429, error="no"), 60.0)[1] == 10.0 + PAUSES_S[2]
         )
         assert verdict(waiting(0), SendAttempt(at=0.0, status=503, error="no"), 1e7)[1] == 24 * HOUR_S
-        assert (seconds(b"120"), seconds(b"Wed, 21 Oct"), seconds(b"-1"), seconds(b"")) == (
-            120.0,
-            None,
-            None,
-            None,
-        )
+        assert verdict(waiting(0), SendAttempt(at=0.0, status=503, error="no"), inf)[1] == 24 * HOUR_S
 
     def test_a_receiver_that_names_its_pause_is_asked_again_behind_it(
         self, store: Store, receiver: Receiver, to: Hook
@@ -346,6 +342,14 @@ class TestDelivery:
         courier.finish(60.0)
         assert (messages(store)[0].status, messages(store)[0].next_at) == (429, 120.0)
         assert (courier.delivered, courier.failed) == (0, 1)
+
+    def test_a_receiver_may_name_the_end_of_its_pause_by_a_date(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        receiver.answer = lambda received: (503, {"Retry-After": "Fri, 31 Dec 9999 23:59:59 GMT"})
+        submitted(store)
+        Courier(store, clock=Clock()).finish(60.0)
+        assert messages(store)[0].next_at == outbox.LONGEST_WAIT_S
 
     @pytest.mark.parametrize(
         ("attempts", "event", "attempt", "state"),
@@ -975,12 +979,6 @@ class TestWire:
             backend.connect_unix_socket("/run/receiver.sock")
         with pytest.raises(NotPublic):
             backend.connect_tcp("receiver.example", 80)
-
-    @pytest.mark.parametrize(
-        ("text", "found"), [(b"0", 0.0), (b"99999999", 99_999_999.0), (b"999999999", None), (b"1.5", None)]
-    )
-    def test_seconds_that_a_receiver_asks_for_are_digits(self, text: bytes, found: float | None) -> None:
-        assert seconds(text) == found
 
 
 class TestCommands:

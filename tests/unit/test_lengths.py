@@ -5,7 +5,9 @@ import pytest
 from conserve.lengths import SECONDS, seconds_of
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90m", 5400.0), (" 1.5 h ", 5400.0), ("8w", 4_838_400.0), ("0s", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90m", 5400.0), (" 1.5 h ", 5400.0), ("8w", 4_838_400.0), ("0s", 0.0)]
+)
 def test_a_number_with_its_unit_is_a_length(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import httpcore
 
 from conserve.jobs.hooks.addresses import Resolve, allowed, resolved
+from conserve.lengths import retry_after_s
 
 CONNECT_S = 10.0  # to each address
 CONNECTED_S = 30.0  # to any of a name's addresses
@@ -40,12 +41,8 @@ def post(
         pool.stream("POST", url, headers=list(headers.items()), content=body.encode()) as answer,
     ):
         named = {name.lower(): value for name, value in answer.headers}
-        return ReceiverAnswer(answer.status, seconds(named.get(b"retry-after", b"")))
-
-
-def seconds(text: bytes) -> float | None:
-    """Seconds of a header `Retry-After`; None for a date or other text."""
-    return float(text) if text.isdigit() and len(text) < 9 else None
+        asked = named.get(b"retry-after", b"").decode("latin-1")
+        return ReceiverAnswer(answer.status, retry_after_s(asked, now=time.time()))
 
 
 class CheckedBackend(httpcore.NetworkBackend):
