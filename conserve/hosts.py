@@ -41,6 +41,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
+def server_root(url: str) -> str:
+    """Address of a server without a slash or the /v1 at its end that clients of OpenAI are given."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def url_elsewhere(host: str, port: int) -> str | None:
     """Address at which other machines reach a server that listens there; None if they do not."""
     if host not in ALL:

@@ -11,7 +11,7 @@ from typing import Any
 
 from conserve.config import Settings
 from conserve.errors import SettingsError
-from conserve.hosts import basic, split_login
+from conserve.hosts import basic, server_root, split_login
 from conserve.jobs.harvest.services import running
 from conserve.words import duration
 
@@ -54,7 +54,7 @@ def logins(settings: Settings) -> Mapping[str, str]:
 
 def by_shown(named: Sequence[str]) -> dict[str, str]:
     """Addresses of servers by those that may be shown."""
-    urls = [url.rstrip("/").removesuffix("/v1") for url in named if url.startswith(("http://", "https://"))]
+    urls = [server_root(url) for url in named if url.startswith(("http://", "https://"))]
     return {split_login(url)[0]: url for url in urls}
 
 

@@ -27,7 +27,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.stream import StreamedReply, port_of, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
-from conserve.hosts import basic, split_login, without_login
+from conserve.hosts import basic, server_root, split_login, without_login
 
 SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
 HEAD_START_S = 0.05
@@ -267,7 +267,7 @@ def headers_of(target: LoadTarget) -> Mapping[str, str]:
 def _completions(base_url: str) -> SplitResult:
     """URL of /v1/completions; raises `InputError`."""
     try:
-        url = urlsplit(base_url.rstrip("/").removesuffix("/v1") + "/v1/completions")
+        url = urlsplit(server_root(base_url) + "/v1/completions")
         usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
     except ValueError:
         usable = False

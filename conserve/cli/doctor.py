@@ -19,7 +19,7 @@ from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError, StoreFull
-from conserve.hosts import split_login
+from conserve.hosts import server_root, split_login
 
 EXAMPLE = """
 conserve doctor
@@ -128,7 +128,7 @@ async def endpoint(address: str, key: str | None) -> Finding:
     if address.startswith("fake:"):
         return Finding("endpoint", f"{address} answers")
     shown, login = split_login(address)
-    url = shown.rstrip("/").removesuffix("/v1")
+    url = server_root(shown)
     try:
         async with open_client(url, key, None, login=login) as client:
             return Finding("endpoint", f"{url} serves {', '.join(await served_models(client))}")

@@ -62,7 +62,7 @@ from conserve.errors import (
     ServerLost,
     one_line,
 )
-from conserve.hosts import split_login
+from conserve.hosts import server_root, split_login
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class HttpEndpoint:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         url, login = split_login(base_url)
-        self.base_url = url.rstrip("/").removesuffix("/v1")
+        self.base_url = server_root(url)
         self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
         self._steady, self._listed_only = steady, listed_only

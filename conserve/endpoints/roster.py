@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import about_login, about_query, without_login
+from conserve.hosts import about_login, about_query, server_root, without_login
 
 FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
@@ -132,7 +132,7 @@ def urls_in(text: str) -> list[str]:
 
 def server_url(text: str, *, given_as: str = "--endpoint") -> str:
     """Address of a server without a slash or /v1 at its end; raises `SettingsError` if it is none."""
-    url = text.strip().rstrip("/").removesuffix("/v1")
+    url = server_root(text.strip())
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -7,7 +7,7 @@ import httpx
 
 from conserve.endpoints.discovery import served_models
 from conserve.endpoints.exchange import open_client
-from conserve.hosts import split_login
+from conserve.hosts import server_root, split_login
 
 ANSWER_S = 60.0
 FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -33,7 +33,7 @@ class ServerTokens:
     ) -> Self:
         """Find out the server's model; raises `EndpointUnusable` if none answers, and as `open_client` does."""
         shown, login = split_login(base_url)
-        url = shown.rstrip("/").removesuffix("/v1")
+        url = server_root(shown)
         client = open_client(url, api_key, transport, login=login, silent_s=ANSWER_S)
         try:
             name = model or (await served_models(client))[0]

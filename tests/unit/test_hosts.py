@@ -21,6 +21,12 @@ def test_a_server_is_reached_in_the_family_that_it_listens_in(host: str, url: st
     assert hosts.url_of(host, 8000) == url
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1//"])
+def test_a_server_is_one_with_and_without_the_version_of_its_api(end: str) -> None:
+    assert hosts.server_root(f"http://gpu1:8000/team{end}") == "http://gpu1:8000/team"
+    assert hosts.server_root(f"http://gpu1:8000/v1/team{end}") == "http://gpu1:8000/v1/team"
+
+
 @pytest.mark.parametrize(
     ("routes", "address"),
     [

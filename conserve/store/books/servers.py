@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
 
 from conserve.errors import UsageError
+from conserve.hosts import server_root
 from conserve.store.database import schema
 from conserve.store.database.bulk import upsert_into
 from conserve.store.database.trial import server_time_s
@@ -136,7 +137,7 @@ def undrain(tx: Connection, name: str) -> list[str]:
 def named(tx: Connection, name: str) -> list[str]:
     """URLs of the servers with this URL, host and port, or host; raises `UsageError` if there is none."""
     urls = sorted(tx.scalars(select(server.c.url)))
-    found = [url for url in urls if name.rstrip("/").removesuffix("/v1") in names_of(url)]
+    found = [url for url in urls if server_root(name) in names_of(url)]
     if not found:
         known = f"; there are {', '.join(urls)}" if urls else "; no harvester has seen any yet"
         raise UsageError(f"there is no server {name}{known}")
