@@ -37,8 +37,12 @@ def is_loopback(host: str) -> bool:
 
 def url_of(host: str, port: int) -> str:
     """Address at which this machine reaches a server that listens there."""
-    address = ALL.get(host, host)
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    return f"http://{in_url(ALL.get(host, host))}:{port}"
+
+
+def in_url(host: str) -> str:
+    """Host as a URL has it: brackets are around an address of IPv6."""
+    return f"[{host}]" if ":" in host else host
 
 
 def server_root(url: str) -> str:

@@ -7,6 +7,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from conserve import __version__
+from conserve.hosts import in_url
 
 
 class Build(Collector):
@@ -48,5 +49,4 @@ def serve_page(registry: CollectorRegistry, host: str, port: int) -> Served:
         server.server_close()
         thread.join()
 
-    shown = f"[{host}]" if ":" in host else host
-    return Served(f"http://{shown}:{server.server_port}/metrics", close)
+    return Served(f"http://{in_url(host)}:{server.server_port}/metrics", close)

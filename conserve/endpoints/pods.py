@@ -12,9 +12,8 @@ import httpx
 import msgspec
 
 from conserve.endpoints.exchange import look
-from conserve.endpoints.roster import url_of
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import without_login
+from conserve.hosts import in_url, url_of, without_login
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LOOK_S = 5.0  # for an answer of the API server
@@ -130,8 +129,7 @@ class Pods:
                 f"--endpoints {without_login(source)} asks the API server of Kubernetes, and this is no pod: "
                 "KUBERNETES_SERVICE_HOST is not set; use dns:// or file:// elsewhere"
             )
-        host = f"[{host}]" if ":" in host else host
-        api = f"https://{host}:{environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        api = f"https://{in_url(host)}:{environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         return cls(parts.netloc, selector, int(port) if port else None, api=api, account=account)
 
     async def look(self) -> Sequence[str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import about_login, about_query, server_root, without_login
+from conserve.hosts import about_login, about_query, server_root, url_of, without_login
 
 FILE_S = 1.0  # between two looks at a file's time of change
 DNS_S = 3.0  # between two resolutions
@@ -184,8 +184,3 @@ def addresses(host: str, port: int) -> Sequence[str]:
     # With both families, each server would be there twice.
     first = [entry for entry in found if entry[0] == socket.AF_INET] or found
     return [str(entry[4][0]) for entry in first]
-
-
-def url_of(address: str, port: int) -> str:
-    """URL of a server at an IP address."""
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
