@@ -126,6 +126,11 @@ def basic(login: tuple[str, str]) -> str:
     return f"Basic {base64.b64encode(':'.join(login).encode()).decode()}"
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """Header `Authorization` of a key; no header without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def free_port() -> int:
     """Unused port of this machine."""
     with socket.socket() as probe:

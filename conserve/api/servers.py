@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from conserve import hosts
 from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.hosts import basic, server_root, split_login
@@ -60,8 +61,7 @@ def by_shown(named: Sequence[str]) -> dict[str, str]:
 
 def bearer(settings: Settings) -> dict[str, str]:
     """Authorization header for a server's own routes, with the API key, else the harvester's key."""
-    key = settings.api_key or settings.harvest_key
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return hosts.bearer(settings.api_key or settings.harvest_key)
 
 
 def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str, Any]:

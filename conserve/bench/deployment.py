@@ -18,7 +18,7 @@ from conserve.bench.names import HYGENS, OFF, regime_of, runs_offline, wanted
 from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ConserveError, EndpointUnusable
-from conserve.hosts import split_login
+from conserve.hosts import bearer, split_login
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
@@ -80,9 +80,13 @@ class Deployment:
         self, url: str, *, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         shown, login = split_login(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
-            base_url=shown, headers=headers, auth=login, timeout=60.0, trust_env=False, transport=transport
+            base_url=shown,
+            headers=bearer(api_key),
+            auth=login,
+            timeout=60.0,
+            trust_env=False,
+            transport=transport,
         )
         self._can: frozenset[str] | None = None  # of `FEATURES`; None if not asked yet
         self.terms: dict[str, Mapping[str, float]] = {}  # of HyGen's policies, by name

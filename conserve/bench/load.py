@@ -27,7 +27,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.stream import StreamedReply, port_of, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
-from conserve.hosts import basic, server_root, split_login, without_login
+from conserve.hosts import basic, bearer, server_root, split_login, without_login
 
 SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
 HEAD_START_S = 0.05
@@ -261,7 +261,7 @@ def headers_of(target: LoadTarget) -> Mapping[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     if (login := split_login(target.base_url)[1]) is not None:
         return {**headers, "Authorization": basic(login)}
-    return {**headers, "Authorization": f"Bearer {target.api_key}"} if target.api_key else headers
+    return headers | bearer(target.api_key)
 
 
 def _completions(base_url: str) -> SplitResult:

@@ -12,7 +12,7 @@ from conserve.bench.field import readings
 from conserve.bench.served import served_model
 from conserve.endpoints.window import total
 from conserve.errors import EndpointUnusable
-from conserve.hosts import split_login
+from conserve.hosts import bearer, split_login
 from conserve.profiles.worth import Worth
 
 PATH = "/metrics"
@@ -57,12 +57,11 @@ class StockServer:
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url, self._rows = url, rows
         shown, login = split_login(url)
         self._client = httpx.AsyncClient(
             base_url=shown,
-            headers=headers,
+            headers=bearer(api_key),
             auth=login,
             timeout=ANSWER_S,
             trust_env=False,

@@ -13,7 +13,7 @@ import msgspec
 
 from conserve.endpoints.exchange import look
 from conserve.errors import EndpointUnusable, SettingsError, one_line
-from conserve.hosts import in_url, url_of, without_login
+from conserve.hosts import bearer, in_url, url_of, without_login
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LOOK_S = 5.0  # for an answer of the API server
@@ -158,5 +158,4 @@ class Pods:
         authority = self._account / "ca.crt"
         trusted = ssl.create_default_context(cafile=str(authority)) if authority.is_file() else True
         token = (self._account / "token").read_text().strip()
-        headers = {"Authorization": f"Bearer {token}"}
-        return httpx.AsyncClient(base_url=self._api, headers=headers, verify=trusted, trust_env=False)
+        return httpx.AsyncClient(base_url=self._api, headers=bearer(token), verify=trusted, trust_env=False)
