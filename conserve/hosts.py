@@ -76,10 +76,18 @@ def with_host(url: str, host: str) -> str:
     return f"{parts.scheme}://{host}{'' if parts.port is None else f':{parts.port}'}"
 
 
+def this_boot() -> str:
+    """Id of this boot of the machine; empty where the system has none."""
+    try:
+        return BOOT_ID.read_text()[:8]
+    except OSError:
+        return ""
+
+
 def this_network() -> str:
     """Name of the network in which this process has its loopback: containers have their own. Empty off Linux."""
     try:
-        return f"{BOOT_ID.read_text()[:8]}-{NETWORK.stat().st_ino:x}"
+        return f"{boot}-{NETWORK.stat().st_ino:x}" if (boot := this_boot()) else ""
     except OSError:
         return ""
 

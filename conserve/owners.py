@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 
+from conserve.hosts import this_boot
+
 PROC = Path("/proc")
-BOOT_ID = PROC / "sys/kernel/random/boot_id"
 SET_S = 2.0  # tolerance for a start time by the wall clock, which may be set
 TICK_S = 0.015  # tolerance for a start time since the boot, which is rounded
 
@@ -26,14 +27,6 @@ def this_process() -> str:
         nonce += f"-{this_namespace()}"
         return f"{socket.gethostname()}:{pid}:{since_boot(pid) or 0:.2f}:{boot}.{nonce}"
     return f"{socket.gethostname()}:{pid}:{start_time(pid) or 0:.0f}:{nonce}"
-
-
-def this_boot() -> str:
-    """Id of this boot of the machine; empty where the system has none."""
-    try:
-        return BOOT_ID.read_text()[:8]
-    except OSError:
-        return ""
 
 
 def this_namespace() -> str:

@@ -35,7 +35,7 @@ def test_this_process_lives_and_has_a_new_name_each_time() -> None:
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_process_that_ended_is_dead_even_before_it_was_waited_for(killed: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    boot = owners.this_boot()
+    boot = hosts.this_boot()
     since_boot = f"{socket.gethostname()}:{child.pid}:{owners.since_boot(child.pid):.2f}:{boot}.abcdef"
     names = {since_boot, named(child.pid, owners.start_time(child.pid))}
     assert owners.dead(names, one_machine=True) == set()
@@ -70,8 +70,8 @@ def test_owners_of_another_boot_are_dead_where_one_machine_writes_their_names(
 ) -> None:
     """Where other machines do too, one of them may have this host's name."""
     name = owners.this_process()
-    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "boot_id")
-    owners.BOOT_ID.write_text("another boot\n")
+    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "boot_id")
+    hosts.BOOT_ID.write_text("another boot\n")
     assert owners.is_dead(name)
     assert not owners.is_dead(name, one_machine=False)
     assert owners.pid_here(name) is None, "another machine's process is sent no signals here"
@@ -82,7 +82,7 @@ def test_a_process_that_cannot_tell_its_own_boot_knows_nothing_of_others(
 ) -> None:
     name = owners.this_process()
     assert owners.pid_here(name) == os.getpid()
-    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "missing")
     assert not owners.is_dead(name)
     assert owners.pid_here(name) is None
 
@@ -104,7 +104,7 @@ def test_a_process_that_is_hidden_is_dead_once_the_kernel_has_none_of_its_number
 ) -> None:
     """/proc hides processes of other users with `hidepid=2`, and in services with `ProtectProc=invisible`."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    since_boot = f"{owners.since_boot(child.pid):.2f}:{owners.this_boot()}.abcdef"
+    since_boot = f"{owners.since_boot(child.pid):.2f}:{hosts.this_boot()}.abcdef"
     names = {
         f"{socket.gethostname()}:{child.pid}:{since_boot}",
         named(child.pid, owners.start_time(child.pid)),
@@ -134,7 +134,7 @@ def test_a_process_that_has_a_recycled_number_is_another_owner() -> None:
 def test_where_the_boot_has_no_name_the_start_is_by_the_clock(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "missing")
     name = owners.this_process()
     assert name.split(":")[2] == f"{owners.start_time(os.getpid()):.0f}"
     assert not owners.is_dead(name)
