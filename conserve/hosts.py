@@ -9,6 +9,7 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+REPORT = "/v1/conserve"  # route at which a server tells of its scheduler
 HERE = "127.0.0.1"
 ALL = {"0.0.0.0": HERE, "::": "::1"}  # addresses of all networks, which this machine reaches at these
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -12,13 +12,11 @@ from typing import Any
 from conserve import hosts
 from conserve.config import Settings
 from conserve.errors import SettingsError
-from conserve.hosts import basic, server_root, split_login
 from conserve.jobs.harvest.services import running
 from conserve.words import duration
 
 ANSWER_S = 2.0
 ASKED_AT_ONCE = 16  # of servers that may not answer
-PATH = "/v1/conserve"
 WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404
 ENDED = "does not answer (starting, or ended)"  # nothing listens at its address
@@ -55,8 +53,8 @@ def logins(settings: Settings) -> Mapping[str, str]:
 
 def by_shown(named: Sequence[str]) -> dict[str, str]:
     """Addresses of servers by those that may be shown."""
-    urls = [server_root(url) for url in named if url.startswith(("http://", "https://"))]
-    return {split_login(url)[0]: url for url in urls}
+    urls = [hosts.server_root(url) for url in named if url.startswith(("http://", "https://"))]
+    return {hosts.split_login(url)[0]: url for url in urls}
 
 
 def bearer(settings: Settings) -> dict[str, str]:
@@ -82,11 +80,11 @@ def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[
         def redirect_request(self, *_: Any) -> None:
             return None
 
-    url, login = split_login(address)
-    headers = {"Authorization": basic(login)} if login else bearer(settings)
+    url, login = hosts.split_login(address)
+    headers = {"Authorization": hosts.basic(login)} if login else bearer(settings)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Unfollowed)
     try:
-        request = urllib.request.Request(f"{url}{PATH}?within_s={WITHIN_S:g}", headers=headers)
+        request = urllib.request.Request(f"{url}{hosts.REPORT}?within_s={WITHIN_S:g}", headers=headers)
         with opener.open(request, timeout=seconds) as answer:
             said = json.load(answer)
             return said if isinstance(said, dict) else {STOCK: True}

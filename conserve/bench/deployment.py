@@ -18,11 +18,10 @@ from conserve.bench.names import HYGENS, OFF, regime_of, runs_offline, wanted
 from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ConserveError, EndpointUnusable
-from conserve.hosts import bearer, split_login
+from conserve.hosts import REPORT, bearer, split_login
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
-PATH = "/v1/conserve"
 LOOKS = 5  # for a row, since there may be none between the end of one and the next
 RUN_BITS = 48  # of the first seed of a comparison on a server that runs already
 FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's report that say what it can do
@@ -220,7 +219,7 @@ class Deployment:
 
     async def _ask(self, method: str, **content: Any) -> dict[str, Any]:
         try:
-            answer = await self._client.request(method, PATH, **content)
+            answer = await self._client.request(method, REPORT, **content)
         except httpx.HTTPError as error:
             raise EndpointUnusable(
                 f"{self._client.base_url} went away or is not there ({error!r}); see its log, or its address"

@@ -7,7 +7,7 @@ from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE, WITHOUT_PROMISES
 from conserve.engine.policy.preemption import OFF
-from conserve.hosts import is_loopback
+from conserve.hosts import REPORT, is_loopback
 
 
 def open_to_all(host: str, settings: Settings) -> list[str]:
@@ -31,7 +31,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
 
     try:
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
-            said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
+            said = (await client.get(f"{url}{REPORT}")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
             told = [*only_counted(section), *by_default(said["slo"], section)]
             return [*told, *pushed(section), *found, *never_tried()]

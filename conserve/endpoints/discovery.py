@@ -15,12 +15,12 @@ from conserve.endpoints.protocol import KvCache, Url
 from conserve.endpoints.refusals import BUSY, error_message, redirected, untrusted
 from conserve.endpoints.window import ServerMetrics
 from conserve.errors import EndpointUnusable, one_line
+from conserve.hosts import REPORT
 
 MOST_ROWS = 64  # at once, if the server does not say how many it runs
 OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
 START_S = 60.0  # for the first answers of a server that may be under load
-REPORT = "/v1/conserve"
 LAST_REPORT = f"{REPORT}?within_s=1"  # the last report will do where the scheduler is in an iteration
 REJECTED = (400, 422)
 LACKS_ROUTE = (404, 405, 501)

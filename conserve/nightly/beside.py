@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conserve.api.job import Job
+from conserve.api.servers import STOCK, ask
 from conserve.config import Settings
 from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.services import running
@@ -37,20 +38,8 @@ def await_served(
 
 def answers(settings: Settings) -> list[Mapping[str, Any]]:
     """Answers of the store's servers to `GET /v1/conserve`; of those that answer."""
-    import httpx
-
-    key = settings.api_key or settings.harvest_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    found = []
-    for server in running(settings):
-        try:
-            answer = httpx.get(
-                f"{server.url}/v1/conserve", headers=headers, timeout=ANSWER_S, trust_env=False
-            )
-            found.append(answer.raise_for_status().json())
-        except (httpx.HTTPError, ValueError):
-            continue
-    return found
+    found = [ask(server.url, settings, seconds=ANSWER_S) for server in running(settings)]
+    return [said for said in found if "error" not in said and STOCK not in said]
 
 
 def worst(known: LiveLatencies | None, said: Mapping[str, Any]) -> LiveLatencies:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,12 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve import owners
+from conserve.api.servers import STOCK
 from conserve.config import load
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import LiveLatencies
-from conserve.nightly import evaluating
+from conserve.nightly import beside, evaluating
 from conserve.nightly.beside import worst
 from conserve.nightly.holding import end, held
 from conserve.nightly.publishing import SIGNATURE, post
@@ -413,6 +415,17 @@ def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
     assert "/hook" not in said, "the path of a webhook is its key"
     assert "403" in said
     assert SIGNATURE not in server.posted[0][1]
+
+
+def test_servers_that_answer_tell_of_their_live_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "a": {"online": {"ttft_ms": {"p99": 90.0}}},
+        "b": {"error": "does not answer"},
+        "c": {STOCK: True},
+    }
+    monkeypatch.setattr(beside, "running", lambda settings: [SimpleNamespace(url=url) for url in said])
+    monkeypatch.setattr(beside, "ask", lambda url, settings, seconds: said[url])
+    assert beside.answers(load()) == [said["a"]]
 
 
 def test_of_what_servers_say_the_worst_minute_is_kept() -> None:

@@ -25,6 +25,7 @@ from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.errors import ProfileMissing
+from conserve.hosts import REPORT
 from tests import virtual_time
 from tests.installed import needs
 
@@ -140,7 +141,7 @@ async def get(app: FastAPI, path: str) -> httpx.Response:
 async def post(app: FastAPI, content: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         body = content if isinstance(content, str) else json.dumps(content)
-        return await client.post(routes.PATH, content=body)
+        return await client.post(REPORT, content=body)
 
 
 def ours(answer: httpx.Response, *, age: bool = False) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def test_no_counter_falls_where_rows_leave_an_iteration_that_counted() -> None:
 def test_weights_that_were_replaced_are_another_model(weights: str | None, identity: str) -> None:
     app = app_for(EngineClient(lambda: {**SAID, "weights": weights}))
     app.state.conserve_identity = "m@1"
-    answer = virtual_time.run(get(app, routes.PATH))
+    answer = virtual_time.run(get(app, REPORT))
     assert answer.json()["identity"] == identity
 
 
@@ -296,7 +297,7 @@ def test_a_scheduler_in_the_middle_of_an_iteration_has_its_last_report_shown_wit
             return {**SAID, "iterations": len(client.asked)}
 
         client = EngineClient(reply)
-        app, path = app_for(client), f"{routes.PATH}?within_s=1"
+        app, path = app_for(client), f"{REPORT}?within_s=1"
         assert (await get(app, path)).status_code == 503, "nothing was reported yet"
         over.set()
         assert (await get(app, path)).json()["age_s"] == 0
@@ -305,9 +306,7 @@ def test_a_scheduler_in_the_middle_of_an_iteration_has_its_last_report_shown_wit
         said = (await get(app, path)).json()
         assert (said["age_s"], said["iterations"], said["version"]) == (4.0, 1, __version__)
         over.set()
-        assert (await get(app, routes.PATH)).json()["iterations"] == 3, (
-            "without the parameter it is waited for"
-        )
+        assert (await get(app, REPORT)).json()["iterations"] == 3, "without the parameter it is waited for"
 
     virtual_time.run(go())
 
@@ -439,13 +438,13 @@ def test_the_server_says_whether_rows_may_go_on_with_the_key_that_asks() -> None
         (Caller(role=Role.CLIENT), False),
     ):
         token = CALLER.set(caller)
-        assert virtual_time.run(get(app, routes.PATH)).json()["resumes"] is resumes
+        assert virtual_time.run(get(app, REPORT)).json()["resumes"] is resumes
         CALLER.reset(token)
 
 
 def test_the_guard_knows_the_slo_as_it_is_now() -> None:
     app = app_for(EngineClient())
-    virtual_time.run(get(app, routes.PATH))
+    virtual_time.run(get(app, REPORT))
     assert getattr(app.state, SLO) == 1500.0
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
 from conserve.engine.runtime.api_limits import HARVEST_KEY
+from conserve.hosts import REPORT
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
@@ -58,7 +59,7 @@ CLIENTS = frozenset(
 """Routes outside `API` that serve clients. The others (profiler, weights, caches) change the server for all."""
 CHANGES = frozenset(
     {
-        ("POST", "/v1/conserve"),
+        ("POST", REPORT),
         ("POST", "/v1/load_lora_adapter"),
         ("POST", "/v1/unload_lora_adapter"),
         ("POST", "/inference/v1/abort_requests"),

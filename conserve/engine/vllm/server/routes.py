@@ -25,6 +25,7 @@ from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
+from conserve.hosts import REPORT
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-PATH = "/v1/conserve"
-SPILL_PATH = f"{PATH}/spill"
+SPILL_PATH = f"{REPORT}/spill"
 WITHIN = "within_s"  # parameter of GET: seconds after which the last report will do
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # variable and header of a secret that only `conserve serve` knows
 LOOK_S = 0.05  # between two checks of the writing workers
@@ -44,8 +44,8 @@ def attach(app: FastAPI) -> None:
     from conserve.engine.vllm.server import batch_proxy
     from conserve.engine.vllm.server.metrics import MetricsRoute
 
-    app.add_route(PATH, show, methods=["GET"])
-    app.add_route(PATH, change, methods=["POST"])
+    app.add_route(REPORT, show, methods=["GET"])
+    app.add_route(REPORT, change, methods=["POST"])
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
     app.state.conserve_reports = reports = LastReports(scheduler_says)
