@@ -14,7 +14,7 @@ import httpx
 from conserve.config import Settings
 from conserve.endpoints.proxies import proxy_of
 from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError
-from conserve.hosts import about_login, about_query, without_login
+from conserve.hosts import about_login, about_query, bearer, without_login
 
 MIB = 1 << 20
 CONNECT_S = 10.0
@@ -140,7 +140,7 @@ def open_client(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN, keepalive_expiry=REST_S)
     return httpx.AsyncClient(
         base_url=base_url,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=bearer(key),
         auth=login,
         timeout=httpx.Timeout(silent_s, connect=CONNECT_S),
         transport=transport or transport_to(httpx.URL(base_url), limits),
