@@ -43,14 +43,14 @@ def answers(settings: Settings) -> list[Mapping[str, Any]]:
 
 
 def worst(known: LiveLatencies | None, said: Mapping[str, Any]) -> LiveLatencies:
-    """The larger of the latencies known and those of a server's last minute, and the server's latest ratios."""
+    """The larger of the latencies known and those of a server's last minute; likewise the ratios."""
     before = known or LiveLatencies()
     online, receipt = said.get("online") or {}, said.get("harm") or {}
     return LiveLatencies(
         ttft_p99_ms=larger(before.ttft_p99_ms, p99(online, "ttft_ms")),
         tbt_p99_ms=larger(before.tbt_p99_ms, p99(online, "tbt_ms")),
-        ttft_p99_ratio=ratio(receipt, "ttft_ms"),
-        tbt_p99_ratio=ratio(receipt, "tbt_ms"),
+        ttft_p99_ratio=larger(before.ttft_p99_ratio, ratio(receipt, "ttft_ms")),
+        tbt_p99_ratio=larger(before.tbt_p99_ratio, ratio(receipt, "tbt_ms")),
     )
 
 
@@ -67,6 +67,6 @@ def ratio(receipt: Mapping[str, Any], latency: str) -> float | None:
 
 
 def larger(one: float | None, other: float | None) -> float | None:
-    """The larger of two latencies."""
+    """The larger of two figures; None if neither is known."""
     known = [value for value in (one, other) if value is not None]
     return max(known, default=None)
