@@ -28,7 +28,7 @@ OF_JUDGE = (
     *ASKING, "model", "endpoint", "engine_args", "pattern", "field", "scale", "grades",
 )  # fmt: skip
 NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
-TRUTHS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
+TRUTHS = {"yes": 1.0, "no": 0.0}
 
 
 class JudgeScores:
@@ -143,6 +143,8 @@ class Judge:
 
     def _number(self, found: object) -> float | None:
         word = str(found).strip().lower()
+        if isinstance(found, bool) and word not in self._grades:  # in the field of a JSON answer
+            return float(found)
         try:
             score = self._grades[word] if word in self._grades else float(word) / self._scale
         except ValueError:

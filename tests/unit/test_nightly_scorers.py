@@ -368,12 +368,32 @@ def test_a_judge_gives_the_first_grade_or_number(
 
 
 @pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Yes.", 1.0),
+        ("no, it is not", 0.0),
+        ("The answer is not correct.", None),
+        ("It is not true: no.", 0.0),
+        ("0.5", 0.5),
+    ],
+)
+def test_a_judge_without_grades_says_yes_or_no(text: str, score: float | None, tmp_path: Path) -> None:
+    assert judge_of(tmp_path, "").score(text) == score
+
+
+@pytest.mark.parametrize(
     "text", ['{"score": NaN}', '{"score": Infinity}', '{"score": "nan"}', '{"score": null}', "7"]
 )
 def test_a_judge_s_field_without_a_number_is_no_score(text: str, tmp_path: Path) -> None:
     judge = judge_of(tmp_path, "field = 'score'")
     assert judge.score(text) is None
     assert judge.score('{"score": 0.5}') == 0.5
+
+
+def test_a_truth_in_a_judge_s_field_is_1_or_0_unless_a_grade_says_otherwise(tmp_path: Path) -> None:
+    judge = judge_of(tmp_path, "field = 'right'\nscale = 10")
+    assert [judge.score(f'{{"right": {said}}}') for said in ("true", "false")] == [1.0, 0.0]
+    assert judge_of(tmp_path, "field = 'right'\ngrades = { true = 5 }").score('{"right": true}') == 5.0
 
 
 def facts_of_judge(folder: Path, entry: str = "", *, of_suite: str | None = None) -> dict[str, str]:
