@@ -97,6 +97,7 @@ def test_scores_by_row_stay_as_they_are(select: str) -> None:
         "select avg(a) over () from x",
         "select row_index.a from x row_index",
         "select avg(a) from x group by b",
+        "select avg(distinct a) from x",
         "drop table x",
         "selec",
         "",
@@ -105,6 +106,28 @@ def test_scores_by_row_stay_as_they_are(select: str) -> None:
 def test_any_other_select_is_refused(wrong: str) -> None:
     with pytest.raises(QueryError):
         by_row(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "select avg(a) from x limit 1",
+        "select avg(a) from x limit 50%",
+        "select avg(a) from x offset 1",
+        "select distinct avg(a) from x",
+        "select avg(a) from x having avg(a) > 0",
+        "select avg(a) from x qualify row_number() over () = 1",
+        "select avg(a) from x using sample 3",
+    ],
+)
+def test_a_mean_that_would_choose_rows_is_refused(wrong: str) -> None:
+    with pytest.raises(QueryError, match="takes no LIMIT"):
+        by_row(wrong)
+
+
+def test_a_mean_in_an_order_or_over_chosen_rows_is_taken() -> None:
+    by_row(f"select avg(text = answer) from {RESULTS} order by 1")
+    by_row(f"select avg(text = answer) from (select * from {RESULTS} limit 2)")
 
 
 NIGHT = Schedule(

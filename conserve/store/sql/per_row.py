@@ -35,6 +35,11 @@ def by_row(sql: str) -> str:
                 "a score is either one of each row, as in: select row_index, r.text = i.answer as score from "
                 "results r join inputs i using (job_id, row_index); or a mean, as in: select avg(...) from ..."
             )
+        if chooses(node):
+            raise QueryError(
+                "a mean is taken apart by row and takes no LIMIT, DISTINCT, HAVING, QUALIFY or SAMPLE; choose rows "
+                "by WHERE, or a number of items by the suite's limit"
+            )
         model = tree_of(empty, BY_ROW)["statements"][0]["node"]
         index, mean = model["select_list"]
         node["select_list"] = [index, *(of_numbers(one, mean) for one in node["select_list"])]
@@ -70,5 +75,11 @@ def of_numbers(mean: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_mean(one: dict[str, Any]) -> bool:
-    """True for `avg(...)`."""
-    return one.get("class") == "FUNCTION" and one.get("function_name") in MEANS
+    """True for `avg(...)`; a mean of distinct values is no mean over rows."""
+    return one.get("class") == "FUNCTION" and one.get("function_name") in MEANS and not one.get("distinct")
+
+
+def chooses(node: dict[str, Any]) -> bool:
+    """True for a SELECT that chooses among its results, which would be rows once a mean is taken apart."""
+    sorts = all(one["type"] == "ORDER_MODIFIER" for one in node["modifiers"])
+    return not sorts or any(node.get(part) for part in ("having", "qualify", "sample"))
