@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conserve.api.job import Job
 from conserve.errors import QueryError, SettingsError, UsageError, one_line
@@ -21,6 +21,9 @@ from conserve.nightly.questions import Answer, Questions, Scores, digest_of
 from conserve.nightly.rows import rows_of
 from conserve.nightly.suite import Night
 from conserve.nightly.trials import bound, called_once
+
+if TYPE_CHECKING:
+    from conserve.store.sql.per_row import RowScores
 
 METRIC = "score"
 ROW = "row_index"
@@ -38,20 +41,24 @@ class SqlScored:
     def check(self, suite: SuitePlan, folder: Path) -> None:
         options = Options(suite, folder, own=("score",))
         columns = options.check()
-        found = bound(options, select_of(options), columns)
+        found = bound(options, select_of(options).select, columns)
         if found is not None:
             check_columns(options.where, found)
 
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
-        select = select_of(options)
+        select, of_means = select_of(options)
         asked = Questions(night, options)
         scores = [scores_by_row(night, job, select) for job in asked.jobs]
         metrics = {metric for epoch in scores for found in epoch.values() for metric in found}
-        items = (
-            one.item(scored(one, scores[one.epoch].get(one.row_index, {}), metrics))
-            for one in asked.answers()
-        )
+
+        def score(one: Answer) -> Scores:
+            found = scores[one.epoch].get(one.row_index)
+            if found is None and of_means:  # the mean leaves the row out, with or without an answer
+                return {}
+            return scored(one, found or {}, metrics)
+
+        items = (one.item(score(one)) for one in asked.answers())
         return outcome_of(asked, items, select)
 
 
@@ -126,7 +133,7 @@ def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -
     return scores if answer.error is None else answer.suite.unanswered(metrics)
 
 
-def select_of(options: Options) -> str:
+def select_of(options: Options) -> "RowScores":
     """SELECT of one score a row."""
     from conserve.store.sql.per_row import by_row
 

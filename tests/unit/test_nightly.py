@@ -329,6 +329,16 @@ def test_rows_that_cannot_be_asked_score_nothing(tmp_path: Path, file: Path) -> 
     assert suite.scores[0].items == 120
 
 
+def test_a_failed_row_that_a_mean_leaves_out_has_no_score(tmp_path: Path, file: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(questions.read_text().replace("question 1", "REJECT 1", 1))
+    file.write_text(file.read_text().replace("(job_id, row_index)", "(job_id, row_index) where i.topic > 0"))
+    night(file)
+    (suite,) = keeping.resolve(home(), "last").suites
+    assert (suite.items, suite.failed) == (120, 1)
+    assert suite.scores[0].items == 116
+
+
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [

@@ -93,7 +93,7 @@ def test_a_name_that_no_run_has_comes_with_the_command_that_gives_it() -> None:
 )
 def test_a_score_whose_types_only_the_rows_tell_is_no_fault(fits: str) -> None:
     joined = "results r join inputs i using (job_id, row_index)"
-    check_score_names(by_row(f"select avg({fits}) from {joined}"), ["question", "answer", "text"])
+    check_score_names(by_row(f"select avg({fits}) from {joined}").select, ["question", "answer", "text"])
 
 
 def test_a_record_that_cannot_be_read_is_named_in_the_list() -> None:
@@ -287,7 +287,7 @@ def test_the_level_of_equal_nights_is_their_very_score(score: float) -> None:
 
 def test_the_first_score_finds_the_answer_behind_a_solution(tmp_path: Path) -> None:
     wishes = NightlyWishes(name="x", data="q.jsonl", prompt="{{ q }}", expected="answer")
-    select = by_row(plan_of(text_of(wishes, wishes.expected)).suites[0].options["score"])
+    select = by_row(plan_of(text_of(wishes, wishes.expected)).suites[0].options["score"]).select
     duck = duckdb.connect()
     duck.execute(
         "create table results as from (values (1, 0, 'So it is FIVE.'), (1, 1, '7')) t(job_id, row_index, text)"

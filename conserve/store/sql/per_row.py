@@ -1,7 +1,7 @@
 """Scores by row: `select avg(...)` over a job's rows, taken apart into one score a row."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 
@@ -13,7 +13,14 @@ BY_ROW = "select row_index, avg(0::double) from results group by row_index"
 MEANS = ("avg", "mean")
 
 
-def by_row(sql: str) -> str:
+class RowScores(NamedTuple):
+    """SELECT of `row_index` and scores, and whether it was made of means, which are over the rows that it has."""
+
+    select: str
+    of_means: bool
+
+
+def by_row(sql: str) -> RowScores:
     """SELECT of `row_index` and scores: the given one, or one that is made of means over all rows.
 
     The mean of such scores is the mean that was asked for. Raises `QueryError` for any other SELECT.
@@ -29,7 +36,7 @@ def by_row(sql: str) -> str:
         tree = tree_of(empty, select)
         node = tree["statements"][0]["node"]
         if names_row_index(node):
-            return select
+            return RowScores(select, of_means=False)
         if not all(is_mean(one) for one in node["select_list"]) or node.get("group_expressions"):
             raise QueryError(
                 "a score is either one of each row, as in: select row_index, r.text = i.answer as score from "
@@ -46,7 +53,7 @@ def by_row(sql: str) -> str:
         node["group_expressions"], node["group_sets"] = model["group_expressions"], model["group_sets"]
         row = empty.execute("select json_deserialize_sql($1::json)", [json.dumps(tree)]).fetchone()
     assert row is not None
-    return str(row[0])
+    return RowScores(str(row[0]), of_means=True)
 
 
 def tree_of(duck: duckdb.DuckDBPyConnection, select: str) -> dict[str, Any]:
