@@ -15,7 +15,7 @@ from conserve.evals.plan_file import PlanTable
 from conserve.jobs.requests.rendering import template_names
 from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import ASKING, Options, asking_of
-from conserve.nightly.questions import Answer, Questions, digest_of, whole
+from conserve.nightly.questions import Answer, Questions, digest_of, questions_asked, whole
 from conserve.nightly.redacted import address_of
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
@@ -44,7 +44,7 @@ class JudgeScores:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=OWN)
         judge = Judge(options)
-        asked = Questions(night, options)
+        asked = questions_asked(night, options)
         target = judge.target(night.target)
         facts = asked.facts | judge.facts(target)
         if all(one.text is None for one in asked.answers()):
@@ -196,7 +196,7 @@ def to_judge(asked: Questions) -> Iterator[Mapping[str, Any]]:
 
 def changed(asked: Questions) -> InputError:
     """The error for files that have other rows than those that were asked."""
-    name = asked.night.suite.name
+    name = asked.options.suite.name
     return InputError(f"the files of suite {name} changed while it was asked; run the evaluation again")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from conserve.api.job import Job
@@ -19,24 +20,15 @@ TAKEN = {name.lower() for name in (*RESULT_COLUMNS, "prompt")}
 Scores = Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """The data set of a suite, asked: one job an epoch."""
 
-    def __init__(self, night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> None:
-        self.night, self.options = night, options
-        self.origins = AnswerOrigins()
-        self.data = data_set(night.suite, options.data, night.folder)
-        self.asking = options.asking() | {"schema": schema}
-        self.jobs = [self._submitted(epoch) for epoch in range(night.suite.epochs)]
-        night.answered(*self.jobs)
-
-    def _submitted(self, epoch: int) -> Job:
-        asking = dict(self.asking)
-        if epoch and "seed" in asking["params"]:
-            asking["params"] = {**asking["params"], "seed": asking["params"]["seed"] + epoch}
-        key = digest_of(self.data.digest, self.data.asked, self.night.suite.seed, asking, epoch)
-        with self.data.source() as source:
-            return self.night.submitted(key, source, id=self.options.table.text("id"), **asking)
+    options: Options
+    data: DataSet
+    asking: Mapping[str, Any]
+    jobs: Sequence[Job]
+    origins: AnswerOrigins = field(default_factory=AnswerOrigins)
 
     def answers(self) -> Iterator["Answer"]:
         """Yield the answers of all epochs, in the order of the data set; raises `RowsFailed` for a missing row."""
@@ -50,14 +42,32 @@ class Questions:
         return {
             "data": self.data.digest,
             "task": digest_of(self.asking),
-            "seed": str(self.night.suite.seed),
-            "limit": str(self.night.suite.limit or "none"),
+            "seed": str(self.options.suite.seed),
+            "limit": str(self.options.suite.limit or "none"),
         }
 
     @property
     def job_ids(self) -> Sequence[str]:
         """Ids of the jobs."""
         return [job.id for job in self.jobs]
+
+
+def questions_asked(night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> Questions:
+    """Ask the data set of a suite, and wait for the answers."""
+    data = data_set(night.suite, options.data, night.folder)
+    asking = options.asking() | {"schema": schema}
+    jobs = [submitted(night, options, data, asking, epoch) for epoch in range(night.suite.epochs)]
+    night.answered(*jobs)
+    return Questions(options=options, data=data, asking=asking, jobs=jobs)
+
+
+def submitted(night: Night, options: Options, data: DataSet, asking: Mapping[str, Any], epoch: int) -> Job:
+    """Job of one epoch; sampled answers have a seed of their own in each."""
+    if epoch and "seed" in asking["params"]:
+        asking = {**asking, "params": {**asking["params"], "seed": asking["params"]["seed"] + epoch}}
+    key = digest_of(data.digest, data.asked, night.suite.seed, asking, epoch)
+    with data.source() as source:
+        return night.submitted(key, source, id=options.table.text("id"), **asking)
 
 
 class Answer:

@@ -17,7 +17,7 @@ from conserve.evals.plan import SuitePlan
 from conserve.jobs.inputs.text_rows import no_json
 from conserve.nightly.mistakes import in_function, in_select
 from conserve.nightly.options import Options
-from conserve.nightly.questions import Answer, Questions, Scores, digest_of
+from conserve.nightly.questions import Answer, Questions, Scores, digest_of, questions_asked
 from conserve.nightly.rows import rows_of
 from conserve.nightly.suite import Night
 from conserve.nightly.trials import bound, called_once
@@ -48,7 +48,7 @@ class SqlScored:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         select, of_means = select_of(options)
-        asked = Questions(night, options)
+        asked = questions_asked(night, options)
         scores = [scores_by_row(night, job, select) for job in asked.jobs]
         metrics = {metric for epoch in scores for found in epoch.values() for metric in found}
 
@@ -73,7 +73,7 @@ class PythonScored:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         function, source = function_of(options)
-        asked = Questions(night, options)
+        asked = questions_asked(night, options)
 
         def score(one: Answer) -> Scores:
             if one.text is None:
@@ -109,7 +109,7 @@ class SchemaScored:
         options = Options(night.suite, night.folder, own=("schema", "guided"))
         schema = schema_of(options)
         guided = bool(options.table.get("guided", bool))
-        asked = Questions(night, options, schema=schema if guided else None)
+        asked = questions_asked(night, options, schema=schema if guided else None)
         validator = validator_for(schema)(schema)
         items = (
             one.item({"valid": float(is_valid(one.text, validator)), "json": float(is_json(one.text))})
