@@ -50,7 +50,8 @@ class JudgeScores:
         if all(one.text is None for one in asked.answers()):
             unjudged = (judge.item(one, None) for one in asked.answers())
             return SuiteOutcome(items=unjudged, facts=facts, job_ids=asked.job_ids, origins=asked.origins)
-        key = f"judge-{digest_of(answers_digest(asked), judge.asking)}"
+        of_model = (target.model, target.endpoint, target.engine_args)
+        key = f"judge-{digest_of(answers_digest(asked), judge.asking, of_model)}"
         job = night.submitted(key, to_judge(asked), target=target, **judge.asking)
         night.answered(job)
 

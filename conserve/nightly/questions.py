@@ -65,9 +65,10 @@ def submitted(night: Night, options: Options, data: DataSet, asking: Mapping[str
     """Job of one epoch; sampled answers have a seed of their own in each."""
     if epoch and "seed" in asking["params"]:
         asking = {**asking, "params": {**asking["params"], "seed": asking["params"]["seed"] + epoch}}
-    key = digest_of(data.digest, data.asked, night.suite.seed, asking, epoch)
+    id_column = options.table.text("id")
+    key = digest_of(data.digest, data.asked, night.suite.seed, asking, epoch, id_column)
     with data.source() as source:
-        return night.submitted(key, source, id=options.table.text("id"), **asking)
+        return night.submitted(key, source, id=id_column, **asking)
 
 
 class Answer:

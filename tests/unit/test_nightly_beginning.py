@@ -307,7 +307,7 @@ def test_answers_of_a_night_that_failed_in_scoring_are_scored_anew(file: Path) -
     assert [job.progress().succeeded for job in conserve.open().jobs()] == [ROWS]
 
 
-@pytest.mark.parametrize("other", ["prompt", "later", *in_full("flag", "model", "new")])
+@pytest.mark.parametrize("other", ["prompt", "id", "later", *in_full("flag", "model", "new")])
 def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     file: Path, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +318,7 @@ def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     assert night(file).returncode == 1
     changed = {"model": f'{right}\n[model]\nendpoint = "fake:"\n', "later": f'resume = "1s"\n{right}'}
     changed["prompt"] = right.replace("{{ question }}", "{{ question }}?")
+    changed["id"] = right.replace("expected", 'id = "question"\nexpected')
     file.write_text(changed.get(other, right))
     if other == "later":
         (run,) = keeping.runs(home())
@@ -325,7 +326,22 @@ def test_a_night_that_failed_in_scoring_is_not_taken_for_another(
     done = night(file, *{"flag": ["--endpoint", "fake:"], "new": ["--new"]}.get(other, []))
     assert done.returncode == 0, done.stderr
     assert len(conserve.open().jobs()) == 2, "the questions were asked again"
-    assert states() == (["finished"] if other == "prompt" else ["failed", "finished"])
+    assert states() == (["finished"] if other in ("prompt", "id") else ["failed", "finished"])
+
+
+def test_verdicts_of_a_failed_night_are_not_taken_for_those_of_another_judge(
+    tmp_path: Path, file: Path
+) -> None:
+    file = nightly_files.written(tmp_path, suites=["judge"], rows=ROWS)
+    right = f"{file.read_text()}model = 'JUDGE'\nendpoint = 'fake:?tokens=8&model=JUDGE'\n"
+    file.write_text(f"{right.replace('JUDGE', 'one')}pattern = 'never'\n")
+    assert night(file, "--endpoint", GOOD).returncode == 1
+    file.write_text(right.replace("JUDGE", "two"))
+    done = night(file, "--endpoint", GOOD)
+    assert done.returncode == 0, done.stderr
+    assert states() == ["finished"]
+    asked = conserve.open().sql("select model, count(*) from results group by 1 order by 1").fetchall()
+    assert asked == [("fake", ROWS), ("one", ROWS), ("two", ROWS)]
 
 
 def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path, forked: StartForked) -> None:
