@@ -1,13 +1,16 @@
 """Requests of a harness become durable jobs: found again by what they ask, answered once, scored alike."""
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import conserve
+from conserve.api.job import Job
 from conserve.endpoints.fake_logprobs import likeliest_after, logprob
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault, RequestRejected, RowsFailed
@@ -16,6 +19,7 @@ from conserve.nightly.harness.asking import RUN, Alone, Asker, HarnessAnswer, Li
 from conserve.nightly.harness.gathering import Gatherer
 from conserve.nightly.harness.place import engine_flags
 from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, planned
+from conserve.store.books.results import Result
 
 FAKE = "fake:?tokens=4"
 CONTEXT = tuple(range(100, 300))
@@ -194,6 +198,34 @@ def test_a_request_that_can_never_succeed_fails_alone(store: conserve.Store) -> 
         bad.result(timeout=60)
     assert good.result(timeout=60).text
     gatherer.close()
+
+
+def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
+    store: conserve.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are looked for while the job begins to run again."""
+    gatherer = Gatherer(alone(store), name="gathered")
+    with pytest.raises(RequestRejected):
+        gatherer.ask(chat("REJECT", "REJECT")).result(timeout=60)
+    gatherer.close()
+    looked, new_results, answered = threading.Event(), Job.new_results, Alone.answered
+
+    def noted(job: Job) -> Iterator[list[Result]]:
+        with closing(new_results(job)) as looks:
+            for found in looks:
+                looked.set()
+                yield found
+
+    def answered_after_a_look(queue: Alone, *jobs: Job) -> None:
+        assert looked.wait(60)
+        answered(queue, *jobs)
+
+    monkeypatch.setattr(Job, "new_results", noted)
+    monkeypatch.setattr(Alone, "answered", answered_after_a_look)
+    again = Gatherer(alone(store, endpoint="fake:?tokens=4&reject=NEVER"), name="gathered")
+    (answer,) = asked(again, ["REJECT"])
+    assert answer.text
+    assert len(store.jobs()) == 1
 
 
 def test_an_engine_that_cannot_start_fails_every_request(store: conserve.Store) -> None:

@@ -70,17 +70,20 @@ class Alone:
         self._engine, self._name, self._progress = engine, name, progress
 
     def submitted(self, key: str, source: Source, **task: Any) -> Job:
+        """Job that holds these requests; that of an earlier try goes on, with its failed rows put back."""
         tags = {RUN: self.run_id, REQUESTS: key}
         found = self.store.jobs(tags=tags)
-        return found[-1] if found else self.store.submit(source, name=self._name, tags=tags, **task)
+        if not found:
+            return self.store.submit(source, name=self._name, tags=tags, **task)
+        reading = found[-1].progress()
+        if reading.state is JobState.FAILED:  # refused, for a reason that may be gone
+            found[-1].resume()
+        if reading.failed:
+            found[-1].retry()
+        return found[-1]
 
     def answered(self, *jobs: Job) -> None:
         for job in jobs:
-            reading = job.progress()
-            if reading.state is JobState.FAILED:  # refused, for a reason that may be gone
-                job.resume()
-            if reading.failed:  # in an earlier try
-                job.retry()
             if self._engine is None:
                 job.wait()
             else:
