@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,13 @@ from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.bound import STEP
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
+from conserve.nightly.targets import bound_to
 from conserve.store.books.states import JobState
 
 RUN, TOKEN, SUITE, ASK = "eval", "eval_token", "eval_suite", "eval_ask"  # tags
 STEPS = {JobState.PAUSED: "resume", JobState.FAILED: "resume", JobState.EXPIRED: "retry"}
 """Command that goes on with a job in this state; a cancelled one is asked anew."""
+ANEW = "begin another night, which asks all questions of this model, with: conserve eval run FILE --new"
 
 
 class AskedJob(NamedTuple):
@@ -53,13 +56,15 @@ class SuiteNight:
         self.run_id, self.suite, self.target, self.folder = run_id, suite, target, folder
         self.settings, self._rounds, self._label, self._token = settings, rounds, label, token
         self._targets: dict[str, ModelTarget] = {}
+        self._bound_to = cache(partial(bound_to, settings))
 
     def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
         tags = {**tags_of(self.run_id, self._token), SUITE: self._label, ASK: key}
         known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
-        job = next(known, None) or self._new(source, tags, task)
-        self._targets[job.id] = target or self.target
+        asked = target or self.target
+        job = next(known, None) or self._new(source, tags, {"model": self._bound_to(asked), **task})
+        self._targets[job.id] = asked
         return job
 
     def answered(self, *jobs: Job) -> None:
@@ -67,9 +72,13 @@ class SuiteNight:
         wanted = [AskedJob(job.id, self._targets.get(job.id, self.target)) for job in jobs]
         if any(job.status is not JobState.COMPLETED for job in jobs):
             self._rounds.wait(*wanted)
-        for job in jobs:
-            if (state := job.status) is not JobState.COMPLETED:
-                raise JobRefused(unanswered(job.id, state))
+        for job, (_, target) in zip(jobs, wanted, strict=True):
+            reading = job.progress()
+            if reading.state is not JobState.COMPLETED:
+                raise JobRefused(unanswered(job.id, reading.state))
+            model = self._bound_to(target)
+            if model is not None and reading.model not in (None, model):
+                raise JobRefused(f"{reading.model} answered job {job.id}, and this run has {model}; {ANEW}")
 
     def _new(self, source: Source, tags: Mapping[str, str], task: Mapping[str, Any]) -> Job:
         given = {"name": self._label.replace("@", "-"), "unknown_params": True, **task}
@@ -127,14 +136,13 @@ class Answering:
             said, step, _ = str(error).partition(STEP)
             if not step:
                 raise
-            anew = "begin another night, which asks all questions of this model, with: conserve eval run FILE --new"
-            raise JobRefused(f"{said}; {anew}") from error
+            raise JobRefused(f"{said}; {ANEW}") from error
         self.work_s += done.work_s
 
     def _withdraw(self, job_ids: Sequence[str]) -> None:
         """Cancel the jobs without an answer of a model that cannot be reached; the next try queues them anew.
 
-        Another `conserve run` over the store would answer their rows, by whatever model it has.
+        Another `conserve run` over the store would answer those that are bound to no model, by its own.
         """
         for job_id in job_ids:
             job = Job(self._settings, job_id)

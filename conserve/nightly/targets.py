@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+from conserve.api.portal import portal
 from conserve.api.running import ADDRESSES
-from conserve.errors import SettingsError, UsageError
+from conserve.config import Settings, model_name
+from conserve.errors import ConserveError, SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.hosts import without_login
 
@@ -38,3 +40,33 @@ def check_target(target: ModelTarget, table: str) -> None:
             f"{table}.engine_args are for an engine of the run's own, and {table}.endpoint names a server; "
             "remove one of the two"
         )
+
+
+def bound_to(settings: Settings, target: ModelTarget) -> str | None:
+    """Model that a target's jobs are bound to; None for any.
+
+    A job that is bound to none is taken by the first harvester of the store that comes, whatever its model.
+    """
+    model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
+    if target.answered_by == "serve":
+        model = target.model
+    elif endpoint is None:
+        model = model or settings.engine_model
+    elif model is None and endpoint.startswith("http"):
+        model = served_model(endpoint, settings.api_key)
+    return None if model is None else model_name(model)
+
+
+def served_model(endpoint: str, api_key: str | None) -> str | None:
+    """Model that a server lists first and answers with unless another is named; None if no server tells one."""
+    from conserve.endpoints.tokens import ServerTokens
+
+    async def first() -> str:
+        server = await ServerTokens.ask(endpoint, api_key=api_key)
+        await server.close()
+        return server.model
+
+    try:
+        return portal.submit(first()).result()
+    except ConserveError:
+        return None

@@ -18,7 +18,7 @@ from conserve.api.handing import Source
 from conserve.api.job import Job
 from conserve.api.store import Store
 from conserve.endpoints.protocol import Url
-from conserve.errors import RowsFailed, one_line
+from conserve.errors import JobRefused, RowsFailed, one_line
 from conserve.store.books.states import JobState
 
 RUN, REQUESTS = "harness.run", "harness.requests"
@@ -61,21 +61,34 @@ class Alone:
     """Queue of a harness that was started by itself.
 
     `engine` answers the rows. Without one they wait for a `conserve run` or `conserve serve` over the same store.
+    Jobs are bound to the `model`, or, without one, to that of the first harvester that comes.
     """
 
     def __init__(
-        self, store: Store, run_id: str, engine: Engine | None, *, name: str, progress: bool = True
+        self,
+        store: Store,
+        run_id: str,
+        engine: Engine | None,
+        *,
+        name: str,
+        model: str | None = None,
+        progress: bool = True,
     ) -> None:
         self.store, self.run_id = store, run_id
-        self._engine, self._name, self._progress = engine, name, progress
+        self._engine, self._name, self._model, self._progress = engine, name, model, progress
 
     def submitted(self, key: str, source: Source, **task: Any) -> Job:
         """Job that holds these requests; that of an earlier try goes on, with its failed rows put back."""
         tags = {RUN: self.run_id, REQUESTS: key}
         found = self.store.jobs(tags=tags)
         if not found:
-            return self.store.submit(source, name=self._name, tags=tags, **task)
+            return self.store.submit(source, name=self._name, model=self._model, tags=tags, **task)
         reading = found[-1].progress()
+        if self._model is not None and reading.model not in (None, self._model):
+            raise JobRefused(
+                f"the run {self.run_id} has asked {reading.model}, and this is {self._model}; "
+                "give this one another name: run=NAME"
+            )
         if reading.state is JobState.FAILED:  # refused, for a reason that may be gone
             found[-1].resume()
         if reading.failed:

@@ -13,7 +13,9 @@ from conserve.api.engines import Engine
 from conserve.api.opening import open as open_store
 from conserve.config import Settings, load
 from conserve.errors import UsageError
+from conserve.evals.plan import ModelTarget
 from conserve.nightly.harness.asking import Alone
+from conserve.nightly.targets import bound_to
 
 Scoring = Literal["auto", "echo", "next-token"]
 
@@ -45,13 +47,15 @@ def alone(
     With `wait` it starts none: a `conserve run` or `conserve serve` over the store answers.
     """
     opened = open_store(store)
+    settings = settings_of(store, model=model, endpoint=endpoint, api_key=api_key)
+    asked = bound_to(settings, ModelTarget(model=model, answered_by="serve" if wait else "run"))
     if run is None:
         run = f"{name}-{secrets.token_hex(3)}"
         print(f"run {run}: if it is killed, go on with it by run={run}", file=sys.stderr, flush=True)
     engine = None
     if not wait:
         engine = Engine(model, endpoint=endpoint, api_key=api_key, engine_args=flags)
-    return Alone(opened, str(run), engine, name=name, progress=progress)
+    return Alone(opened, str(run), engine, name=name, model=asked, progress=progress)
 
 
 def model_tokens(

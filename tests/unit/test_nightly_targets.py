@@ -1,0 +1,131 @@
+"""Whose answers a night scores: jobs are bound to the model that is asked."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+import conserve
+from conserve.config import load
+from conserve.errors import JobRefused
+from conserve.evals.plan import ModelTarget
+from conserve.evals.plan_file import plan_of
+from conserve.nightly.asking import AskedJob, SuiteNight
+from conserve.nightly.harness.place import alone
+from conserve.nightly.targets import bound_to
+from tests import commands, nightly_files
+
+MINE, OTHER = "fake:?model=mine", "fake:?model=other"
+TARGET = ModelTarget(model="mine", endpoint=MINE)
+ROWS = [{"text": "a"}]
+
+
+class Listing(BaseHTTPRequestHandler):
+    """A server that lists one model."""
+
+    def do_GET(self) -> None:
+        listed = self.path == "/v1/models"
+        self.send_response(200 if listed else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "listed", "max_model_len": 512}]}).encode() * listed)
+
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+@contextmanager
+def listing() -> Iterator[str]:
+    """Address of a server that lists one model."""
+    server = HTTPServer(("127.0.0.1", 0), Listing)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        (ModelTarget(), "smollm2-demo"),
+        (ModelTarget(model="m"), "m"),
+        (ModelTarget(model="m", endpoint="http://127.0.0.1:9"), "m"),
+        (ModelTarget(endpoint="http://127.0.0.1:9"), None),
+        (ModelTarget(endpoint="fake:"), None),
+        (ModelTarget(answered_by="serve"), None),
+        (ModelTarget(model="m", answered_by="serve"), "m"),
+    ],
+)
+def test_jobs_are_bound_to_the_model_that_is_asked(target: ModelTarget, model: str | None) -> None:
+    assert bound_to(load(), target) == model
+
+
+def test_the_settings_model_is_no_server_s_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
+    assert bound_to(load(), ModelTarget()) == "of-settings"
+    assert bound_to(load(), ModelTarget(answered_by="serve")) is None
+
+
+def test_an_endpoint_without_a_model_is_asked_which_it_has() -> None:
+    with listing() as address:
+        assert bound_to(load(), ModelTarget(endpoint=address)) == "listed"
+        assert bound_to(load(), ModelTarget(model="m", endpoint=address)) == "m"
+
+
+def suite_night(folder: Path, wait: Callable[..., object], target: ModelTarget = TARGET) -> SuiteNight:
+    """A night of one suite whose rounds are this function."""
+    (suite,), rounds = plan_of(nightly_files.PLAN).suites, Mock(wait=wait)
+    return SuiteNight(load(), rounds, run_id="r", label="sql", suite=suite, target=target, folder=folder)
+
+
+def test_a_harvester_of_another_model_answers_no_row_of_a_night(tmp_path: Path) -> None:
+    def answered(asked: AskedJob) -> None:
+        commands.conserve("run", CONSERVE_ENDPOINT=OTHER)
+        conserve.open().job(asked.job_id).run(endpoint=MINE, progress=False)
+
+    night = suite_night(tmp_path, answered)
+    job = night.submitted("key", ROWS, prompt="{{ text }}")
+    night.answered(job)
+    assert [row["model"] for row in job.results()] == ["mine"]
+
+
+def test_a_job_for_a_judge_is_bound_to_the_judge(tmp_path: Path) -> None:
+    night = suite_night(tmp_path, Mock(), ModelTarget(answered_by="serve"))
+    asked = night.submitted("key", ROWS, prompt="{{ text }}")
+    judged = night.submitted("judge", ROWS, prompt="{{ text }}", target=ModelTarget(model="judge"))
+    assert [job.progress().model for job in (asked, judged)] == [None, "judge"]
+
+
+def test_a_suite_that_another_model_has_answered_fails(tmp_path: Path) -> None:
+    night = suite_night(tmp_path, Mock())
+    job = night.submitted("key", ROWS, prompt="{{ text }}")
+    job.run(endpoint=OTHER, rebind=True, progress=False)
+    said = rf"^other answered job {job.id}, and this run has mine; .* FILE --new$"
+    with pytest.raises(JobRefused, match=said):
+        night.answered(job)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_jobs_of_a_harness_are_bound_to_its_model(wait: bool) -> None:
+    queue, other = (alone("test", model=model, run="night", wait=wait) for model in ("mine", "other"))
+    job = queue.submitted("key", ROWS, prompt="{{ text }}")
+    assert job.progress().model == "mine"
+    assert queue.submitted("key", ROWS, prompt="{{ text }}") == job
+    with pytest.raises(JobRefused, match="the run night has asked mine, and this is other; .* run=NAME"):
+        other.submitted("key", ROWS, prompt="{{ text }}")
+
+
+def test_a_harness_that_names_no_model_waits_for_any() -> None:
+    job = alone("test", run="night", wait=True).submitted("key", ROWS, prompt="{{ text }}")
+    assert job.progress().model is None
