@@ -18,19 +18,24 @@ ANSWER_S = 5.0
 def facts_of(settings: Settings, target: ModelTarget, outcome: SuiteOutcome) -> dict[str, str]:
     """Facts about a target and the answers that it gave, whose items have been read."""
     origins = outcome.origins or asked_origins(settings, outcome.job_ids)
-    given = {
-        "model": target.model or settings.engine_model,
-        "endpoint": target.endpoint or settings.endpoint,
-        "flags": flags_of((settings.engine_args, *target.engine_args)),
+    given = asked_facts(settings, target) | {
         "conserve": __version__,
         "engine": ", ".join(sorted(origins.engines)),
         "served_model": ", ".join(sorted(origins.models)),
     }
-    given |= served_by(given["endpoint"]) if given["endpoint"] else embedded(given["model"] or "", settings)
-    if given["endpoint"] and target.model is None:
-        del given["model"]  # the settings' own, which the endpoint does not serve
-    given["endpoint"] = address_of(given["endpoint"] or "")
     return {name: value for name, value in given.items() if value}
+
+
+def asked_facts(settings: Settings, target: ModelTarget) -> dict[str, str | None]:
+    """Facts about what is asked; a server has a model, flags and a version of vLLM that are not the settings'."""
+    if target.answered_by == "serve":
+        return {"model": target.model}
+    endpoint, flags = target.endpoint or settings.endpoint, (settings.engine_args, *target.engine_args)
+    if endpoint is None:
+        model = target.model or settings.engine_model
+        return {"model": model, "flags": flags_of(flags), **embedded(model, settings)}
+    asked = {"model": target.model, "endpoint": address_of(endpoint), "flags": flags_of(flags)}
+    return asked | served_by(endpoint)
 
 
 def asked_origins(settings: Settings, job_ids: Sequence[str]) -> AnswerOrigins:

@@ -8,16 +8,21 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-evals")
 
 import conserve
+from conserve.config import load
 from conserve.errors import EvaluationUnready, PackageMissing, RowsFailed, SettingsError, UsageError
 from conserve.evals.paired import Standard
+from conserve.evals.plan import ModelTarget, SuitePlan
+from conserve.nightly.harness import lm_eval_suite
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.lm_eval_model import ConserveLM
+from conserve.nightly.harness.lm_eval_suite import LmEvalSuite
 from tests.evals.evaluating import evaluated, scores
 from tests.evals.reference import Reference
 
@@ -148,11 +153,14 @@ def test_killed_it_has_the_same_scores_and_asks_nothing_again(
     assert json.loads((tmp_path / "scores").read_text()) == json.loads(json.dumps(wanted, default=str))
 
 
-def test_a_file_that_is_missing_is_named(characters: Path, tasks: Path, tmp_path: Path) -> None:
-    from conserve.evals.plan import SuitePlan
-    from conserve.nightly.harness import lm_eval_suite
-    from conserve.nightly.harness.lm_eval_suite import LmEvalSuite
+def test_beside_a_server_the_settings_model_is_not_taken_for_its_own() -> None:
+    suite = SuitePlan(name="sums", kind="lm-eval", options={"tasks": ["counts"]}, standard=STANDARD)
+    night = Mock(suite=suite, settings=load(), target=ModelTarget(answered_by="serve"))
+    with pytest.raises(EvaluationUnready, match="no `conserve serve` over this store says which model"):
+        LmEvalSuite().run(night)
 
+
+def test_a_file_that_is_missing_is_named(characters: Path, tasks: Path, tmp_path: Path) -> None:
     gone = (tasks / "counts.yaml").read_text().replace("counts.jsonl", "gone.jsonl")
     (tmp_path / "gone.yaml").write_text(gone.replace('"counts"', '"gone"'))
     suite = SuitePlan(

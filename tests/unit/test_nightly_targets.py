@@ -12,11 +12,14 @@ import pytest
 
 import conserve
 from conserve.config import load
-from conserve.errors import JobRefused
+from conserve.errors import EvaluationUnready, JobRefused
+from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
+from conserve.jobs.harvest.services import announce
 from conserve.nightly.asking import AskedJob, SuiteNight
-from conserve.nightly.harness.place import alone
+from conserve.nightly.facts import facts_of
+from conserve.nightly.harness.place import alone, settings_asked
 from conserve.nightly.targets import bound_to
 from tests import commands, nightly_files
 
@@ -28,11 +31,13 @@ ROWS = [{"text": "a"}]
 class Listing(BaseHTTPRequestHandler):
     """A server that lists one model."""
 
+    model = "listed"
+
     def do_GET(self) -> None:
         listed = self.path == "/v1/models"
         self.send_response(200 if listed else 404)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "listed", "max_model_len": 512}]}).encode() * listed)
+        self.wfile.write(json.dumps({"data": [{"id": self.model, "max_model_len": 512}]}).encode() * listed)
 
     def do_POST(self) -> None:
         self.send_error(404)
@@ -41,10 +46,16 @@ class Listing(BaseHTTPRequestHandler):
         pass
 
 
+class OtherListing(Listing):
+    """A server of another model."""
+
+    model = "other"
+
+
 @contextmanager
-def listing() -> Iterator[str]:
+def listing(handler: type[Listing] = Listing) -> Iterator[str]:
     """Address of a server that lists one model."""
-    server = HTTPServer(("127.0.0.1", 0), Listing)
+    server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -129,3 +140,43 @@ def test_jobs_of_a_harness_are_bound_to_its_model(wait: bool) -> None:
 def test_a_harness_that_names_no_model_waits_for_any() -> None:
     job = alone("test", run="night", wait=True).submitted("key", ROWS, prompt="{{ text }}")
     assert job.progress().model is None
+
+
+BESIDE = ModelTarget(answered_by="serve")
+
+
+def test_where_a_server_of_the_store_answers_its_tokens_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
+    conserve.open()
+    with listing() as address, announce(load(), address):
+        asked = settings_asked(load(), BESIDE)
+        assert (asked.model, asked.endpoint) == (None, address)
+        with listing(OtherListing) as other, announce(load(), other):
+            with pytest.raises(EvaluationUnready, match="have the models listed, other; name the one"):
+                settings_asked(load(), BESIDE)
+            for model, at in (("listed", address), ("other", other)):
+                asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
+                assert (asked.model, asked.endpoint) == (model, at)
+
+
+def test_without_a_server_the_model_of_the_settings_is_not_taken_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
+    conserve.open()
+    with announce(load(), "http://127.0.0.1:9"), pytest.raises(EvaluationUnready, match="start one, or name"):
+        settings_asked(load(), BESIDE)
+    named = settings_asked(load(), ModelTarget(model="m", answered_by="serve"))
+    assert (named.model, named.endpoint) == ("m", None)
+    assert settings_asked(load(), BESIDE, tokenizer="folder").endpoint is None
+
+
+def test_facts_of_a_server_of_the_store_are_those_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
+    monkeypatch.setenv("CONSERVE_ENGINE_ARGS", "--seed 3")
+    outcome = SuiteOutcome(items=(), origins=AnswerOrigins({"digest"}, {"served"}))
+    told = {"conserve": conserve.__version__, "engine": "digest", "served_model": "served"}
+    assert facts_of(load(), BESIDE, outcome) == told
+    assert facts_of(load(), ModelTarget(model="m", answered_by="serve"), outcome) == {"model": "m", **told}
+    asked = {"endpoint": "fake:", "flags": "--seed 3"}
+    assert facts_of(load(), ModelTarget(endpoint="fake:"), outcome) == {**asked, **told}

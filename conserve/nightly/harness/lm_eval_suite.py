@@ -4,7 +4,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
 from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import absent_hub, require
 from conserve.nightly.harness.options import said_of, typed
-from conserve.nightly.harness.place import model_tokens
+from conserve.nightly.harness.place import model_tokens, settings_asked
 from conserve.nightly.suite import Night
 
 log = logging.getLogger(__name__)
@@ -61,15 +60,9 @@ class LmEvalSuite:
         from conserve.nightly.harness.lm_eval_model import ConserveLM
 
         suite, options = night.suite, checked(night.suite)
-        target, settings = night.target, night.settings
-        settings = replace(
-            settings,
-            model=target.model or settings.model,
-            endpoint=target.endpoint or settings.endpoint,
-        )
         tokens = model_tokens(
-            settings,
-            flags=target.engine_args,
+            settings_asked(night.settings, night.target, tokenizer=options.get("tokenizer")),
+            flags=night.target.engine_args,
             **{name: options[name] for name in ("tokenizer", "max_length", "scoring") if name in options},
         )
         recorded = NotingQueue(night)

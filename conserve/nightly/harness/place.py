@@ -5,17 +5,18 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from conserve.api.engines import Engine
 from conserve.api.opening import open as open_store
 from conserve.config import Settings, load
-from conserve.errors import UsageError
+from conserve.errors import EvaluationUnready, UsageError
 from conserve.evals.plan import ModelTarget
+from conserve.jobs.harvest.services import running
 from conserve.nightly.harness.asking import Alone
-from conserve.nightly.targets import bound_to
+from conserve.nightly.targets import bound_to, served_model
 
 Scoring = Literal["auto", "echo", "next-token"]
 
@@ -87,6 +88,31 @@ def model_tokens(
     return ModelTokens(
         tokenizer=found.tokenizer, max_length=int(length), is_vllm=is_vllm, next_token=next_token
     )
+
+
+def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | None = None) -> Settings:
+    """Settings with the model or the server of a target, whose tokens are to be known unless a tokenizer is named.
+
+    Raises `EvaluationUnready` where a server of the store is to answer and which model it has cannot be told.
+    """
+    if target.answered_by == "run":
+        model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
+        return replace(settings, model=model, endpoint=endpoint)
+    key = settings.api_key or settings.harvest_key
+    told = {served_model(server.url, key): server.url for server in running(settings)}
+    addresses = {model: url for model, url in told.items() if model is not None}
+    if target.model is None and len(addresses) > 1:
+        raise EvaluationUnready(
+            f"servers over this store have the models {', '.join(sorted(addresses))}; name the one that answers: "
+            "model, beside answered_by"
+        )
+    if not addresses and target.model is None and tokenizer is None:
+        raise EvaluationUnready(
+            "no `conserve serve` over this store says which model it has; start one, or name the model's folder as "
+            "the suite's tokenizer"
+        )
+    endpoint = addresses.get(target.model or "", next(iter(addresses.values()), None))
+    return replace(settings, model=target.model, endpoint=endpoint, api_key=key)
 
 
 async def told_by_server(settings: Settings) -> tuple[str, int | None, bool]:
