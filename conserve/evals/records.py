@@ -58,7 +58,7 @@ class LiveLatencies:
 
     ttft_p99_ms: float | None = None  # of the worst minute that was looked at
     tbt_p99_ms: float | None = None
-    ttft_p99_ratio: float | None = None  # with rows over without, the largest that a server measured in pauses
+    ttft_p99_ratio: float | None = None  # with rows over without, the largest of a server's in its pauses
     tbt_p99_ratio: float | None = None
 
 

@@ -460,7 +460,9 @@ def test_of_what_servers_say_the_worst_minute_is_kept() -> None:
     assert worst(worst(None, said), later) == LiveLatencies(
         ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1
     )
-    assert worst(worst(None, later), said) == worst(worst(None, said), later), "whichever server says it first"
+    assert worst(worst(None, later), said) == worst(worst(None, said), later), (
+        "whichever server says it first"
+    )
 
 
 def test_records_and_messages_hold_no_secret() -> None:

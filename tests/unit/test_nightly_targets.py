@@ -133,7 +133,7 @@ def test_jobs_of_a_harness_are_bound_to_its_model(wait: bool) -> None:
     job = queue.submitted("key", ROWS, prompt="{{ text }}")
     assert job.progress().model == "mine"
     assert queue.submitted("key", ROWS, prompt="{{ text }}") == job
-    with pytest.raises(JobRefused, match="the run night has asked mine, and this is other; .* run=NAME"):
+    with pytest.raises(JobRefused, match=r"the run night has asked mine, and this is other; .* run=NAME"):
         other.submitted("key", ROWS, prompt="{{ text }}")
 
 
