@@ -54,12 +54,12 @@ def reported(settings: Settings, run: RunRecord, say: Say) -> Published:
 def remove_outdated(settings: Settings, plan: NightlyPlan, run: RunRecord, *, now: float, say: Say) -> None:
     """Remove runs beyond their retention; those with a name stay, and so do jobs (`conserve prune`).
 
-    The run itself stays too, and the one before it, which it is compared with.
+    The run itself stays too, the one before it, and the one that the file says to compare with.
     """
     if plan.keep_s is None:
         return
-    before = keeping.previous(settings.home, run)
-    spared = {run.id} if before is None else {run.id, before.id}
+    compared = keeping.previous(settings.home, run), keeping.named(settings.home, plan.against, beside=run)
+    spared = {run.id, *(one.id for one in compared if one is not None)}
     for one in keeping.outdated(settings.home, plan.name, before=now - plan.keep_s):
         if one.id not in spared:
             keeping.remove(settings.home, one)

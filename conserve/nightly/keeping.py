@@ -134,13 +134,12 @@ def parted(home: Path, wanted: str) -> tuple[str | None, str]:
     return (evaluation, word) if runs(home, evaluation) else (None, wanted)
 
 
-def is_named(home: Path, wanted: str, *, beside: RunRecord) -> bool:
-    """True if this stands for a run of the same evaluation, as `resolve` takes it."""
+def named(home: Path, wanted: str, *, beside: RunRecord) -> RunRecord | None:
+    """Run of the same evaluation that this stands for, as `resolve` takes it; None if there is none."""
     try:
-        resolve(home, wanted, beside=beside)
+        return resolve(home, wanted, beside=beside)
     except UsageError:
-        return False
-    return True
+        return None
 
 
 def matching(

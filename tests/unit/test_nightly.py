@@ -534,6 +534,29 @@ def test_where_the_named_run_is_gone_the_night_is_compared_with_the_one_before_a
     assert (report.returncode, f"the run {first.id}, called baseline, is gone" in report.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("against", ["last~2", None, "history"])
+def test_retention_spares_the_run_that_the_file_compares_with(against: str | None) -> None:
+    """A run that an id stands for, as a file may name its baseline."""
+    nights = [nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * day) for day in range(3)]
+    plan = plan_of(f'keep = "1s"\nagainst = "{against or nights[0].id}"\n{nightly_files.PLAN}')
+    remove_outdated(conserve.open()._settings, plan, nights[2], now=2e9, say=print)
+    left = nights[1:] if against == "history" else nights
+    assert [run.id for run in keeping.runs(home())] == [run.id for run in left]
+
+
+def test_where_the_run_of_an_id_is_gone_the_night_is_compared_with_the_one_before_and_says_so(
+    file: Path,
+) -> None:
+    first, second = (nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * day) for day in range(2))
+    file.write_text(f'against = "{first.id}"\n{file.read_text()}')
+    keeping.remove(home(), first)
+    done = night(file)
+    assert f"there is no run {first.id}, which the file compares with; name another" in done.stderr
+    assert f"than {second.id}" in done.stdout
+    report = commands.conserve("eval", "report", "last")
+    assert (report.returncode, f"there is no run {first.id}" in report.stderr) == (2, True)
+
+
 def test_a_file_may_compare_with_a_run_by_its_id() -> None:
     first = nightly_files.kept(home(), RIGHT, began_at=1e9)
     plan = f'against = "{first.id}"\n{nightly_files.PLAN}'
