@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -207,7 +208,7 @@ def by_metric(value: object) -> Scores:
 
 
 def function_of(options: Options) -> tuple[Callable[[str, dict[str, Any]], object], str]:
-    """The function of `score = "module:function"`, and its module's text; modules lie beside nightly.toml too."""
+    """The function of `score = "module:function"`, and its module's text."""
     given = options.required("score", '"scorers:exact"')
     module_name, colon, name = given.partition(":")
     try:
@@ -224,13 +225,32 @@ def function_of(options: Options) -> tuple[Callable[[str, dict[str, Any]], objec
 
 
 def module_of(folder: Path, name: str) -> ModuleType:
-    """Module in a folder, which is read anew, or any that is installed."""
+    """Module in a folder, or any that is installed; what it imports may lie in the folder too."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # at the end, so that an installed module keeps its name
     path = folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        return importlib.import_module(name)
+    return loaded(name, path, path.read_bytes()) if path.is_file() else importlib.import_module(name)
+
+
+@functools.cache
+def loaded(name: str, path: Path, content: bytes) -> ModuleType:
+    """Module of a file with this content, made once, so that its classes are the same in all suites.
+
+    Dataclasses and pickles look it up by its name, which it gets unless an installed module has that.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    other = None if "." in name else importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    if other is None or other.origin == str(path):
+        sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        raise
     return module
 
 

@@ -1,7 +1,9 @@
 """Mistakes in scorers: those that `--check` finds, those that it lets pass, and sentences of the night."""
 
 import datetime
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +19,7 @@ from conserve.nightly.harness.options import typed
 from conserve.nightly.judged import Judge
 from conserve.nightly.options import Options
 from conserve.nightly.running import check
+from conserve.nightly.scored import module_of
 from tests import commands
 from tests.tiers import in_full
 
@@ -30,6 +33,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])  # the folder of a scorer is added to it
     monkeypatch.setenv("CONSERVE_FAKE", "1")
     monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?tokens=8")
     lines(tmp_path, ROWS)
@@ -259,11 +263,35 @@ def test_a_function_of_other_arguments_is_found(tmp_path: Path) -> None:
         checked(tmp_path, suite("python", "myscore:score"))
 
 
-def test_a_mistake_in_a_module_beside_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_mistake_in_a_module_beside_is_found_there(tmp_path: Path) -> None:
     (tmp_path / "beside_the_scores.py").write_text("def of(row):\n\n    return row['anser']\n")
     with pytest.raises(SettingsError, match=r"beside_the_scores.py line 3: KeyError: 'anser'"):
         checked_function(tmp_path, "import beside_the_scores", "return beside_the_scores.of(row)")
+
+
+def test_a_scorer_is_a_module_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "words_beside_the_score.py").write_text("RIGHT = 'amber'\n")
+    (tmp_path / "pickled_scores.py").write_text(
+        "from __future__ import annotations\nimport pickle\nfrom dataclasses import dataclass\n"
+        "from words_beside_the_score import RIGHT\n@dataclass\nclass Grade:\n    points: float\n"
+        "GRADE = Grade(1.0)\ndef score(answer, row):\n"
+        "    return pickle.loads(pickle.dumps(GRADE)).points if answer == RIGHT else 0\n"
+    )
+    first = module_of(tmp_path, "pickled_scores")
+    assert module_of(tmp_path, "pickled_scores") is first, "its suites run in threads, side by side"
+    assert (first.score("amber", {}), first.score("", {})) == (1.0, 0)
+    (tmp_path / "pickled_scores.py").write_text("def score(answer, row): return 0.5\n")
+    assert module_of(tmp_path, "pickled_scores").score("amber", {}) == 0.5
+    (tmp_path / "pickled_scores.py").write_text("raise ValueError\n")
+    with pytest.raises(ValueError):
+        module_of(tmp_path, "pickled_scores")
+    assert "pickled_scores" not in sys.modules
+
+
+def test_a_scorer_takes_no_name_from_an_installed_module(tmp_path: Path) -> None:
+    (tmp_path / "colorsys.py").write_text("def score(answer, row): return 0.5\n")
+    assert module_of(tmp_path, "colorsys").score("", {}) == 0.5
+    assert importlib.import_module("colorsys").rgb_to_hsv(0, 0, 0) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(
