@@ -4,6 +4,7 @@ Errors are clustered and draws studentised by them (Cameron, Gelbach and Miller,
 90, 2008).
 """
 
+from collections.abc import Hashable, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -15,6 +16,12 @@ Floats = NDArray[np.float64]
 
 DRAWS = 2000  # resamples of a bootstrap
 AT_ONCE = 4_000_000  # clusters that are drawn at once: 32 MB
+
+
+def numbered(sources: Iterable[Hashable]) -> NDArray[np.int64]:
+    """Number of each item's source, from 0 in their order; as texts in an array, long ones would all be as long."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(source, len(numbers)) for source in sources], np.int64)
 
 
 def clustered_error(sums: Floats, sizes: Floats) -> Floats:

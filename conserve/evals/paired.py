@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 from scipy.stats import beta, binom, binomtest, norm, t
 
 from conserve.errors import UsageError
-from conserve.evals.bootstrap import Drawn, Floats, Student, clustered_error, studentised
+from conserve.evals.bootstrap import Drawn, Floats, Student, clustered_error, numbered, studentised
 
 MOST_DRAWN = 10_000  # clusters; of more the mean is normal enough
 FEW = 8  # clusters that differ; of fewer most resamples have hardly any, and a bootstrap says nothing
@@ -72,12 +72,11 @@ class Pairs:
         items = [item for item in before if item in after]
         if not items:
             raise UsageError("the two nights have no item in common; compare runs of the same suite and seed")
-        numbers: dict[Hashable, int] = {}
         named = [item if sources is None else sources.get(item, (item,)) for item in items]
         return cls(
             np.array([before[item] for item in items], float),
             np.array([after[item] for item in items], float),
-            np.array([numbers.setdefault(source, len(numbers)) for source in named]),
+            numbered(named),
         )
 
     @property

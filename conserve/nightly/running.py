@@ -11,6 +11,7 @@ import numpy as np
 
 from conserve.config import Settings
 from conserve.errors import ConserveError, SettingsError, UsageError, one_line
+from conserve.evals.bootstrap import numbered
 from conserve.evals.level import interval
 from conserve.evals.outcome import LARGEST_SCORE, SuiteOutcome
 from conserve.evals.plan import ModelTarget, NightlyPlan, SuitePlan
@@ -177,7 +178,7 @@ def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
         values = np.array(list(scores.values()), float)
         if not (np.abs(values) <= LARGEST_SCORE).all():
             raise UsageError(no_score(suite, metric, scores))
-        clusters = np.unique([known.sources[item] for item in scores], return_inverse=True)[1]
+        clusters = numbered(known.sources[item] for item in scores)
         mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
         found.append(
             MeanScore(

@@ -1,6 +1,7 @@
 """`conserve eval` where a part of the night goes wrong: no verdict rests on what is missing."""
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import pytest
 import conserve
 from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed, UsageError
+from conserve.evals.bootstrap import numbered
 from conserve.evals.comparison import SuiteMetric, SuiteScores, compared, unpaired
 from conserve.evals.outcome import Item
 from conserve.evals.plan import ModelTarget
@@ -23,8 +25,10 @@ from conserve.nightly.asking import Answering, AskedJob, SuiteNight
 from conserve.nightly.comparing import mean
 from conserve.nightly.harness import lm_eval_suite
 from conserve.nightly.harness.inspect_suite import with_failed
+from conserve.nightly.items import ItemKey, Scored
 from conserve.nightly.kinds import waves
 from conserve.nightly.questions import Answer, whole
+from conserve.nightly.running import means
 from conserve.nightly.samples import own_names
 from conserve.nightly.scored import check_names, metric_of
 from conserve.nightly.starting import NightlyWishes, text_of
@@ -191,6 +195,25 @@ def test_failed_samples_of_inspect_score_nothing() -> None:
     good = Item(id="1", prompt="", answer="a", scores={"score": 0.5, "exact": 1.0})
     failed = Item(id="2", prompt="", answer=None, scores={}, error="no")
     assert with_failed(suite, [good, failed])[1].scores == {"exact": 0.0}
+
+
+def test_a_long_text_as_the_source_of_items_is_held_once() -> None:
+    """Texts in an array are all as long as the longest: a gigabyte of 2,500 items with a page each."""
+    keys = [ItemKey(str(n), 1) for n in range(100)]
+    text, scores = "x" * 100_000, {key: float(n % 2) for n, key in enumerate(keys)}
+    scored = Scored(by_metric={"score": scores}, sources=dict.fromkeys(keys, text) | {keys[0]: "other"})
+    tracemalloc.start()
+    try:
+        (found,) = means(plan_of(nightly_files.PLAN).suites[0], scored)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.mean == 0.5
+    assert most < 100 * len(text)
+
+
+def test_sources_are_numbered_in_their_order() -> None:
+    assert numbered(["b", "a", "b", 1]).tolist() == [0, 1, 0, 2]
 
 
 def test_a_scorer_that_exits_ends_its_suite_and_not_the_night(file: Path) -> None:
