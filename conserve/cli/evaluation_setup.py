@@ -106,6 +106,8 @@ def schedule(
             f"{', '.join(absent)}: set here, and not at night; cron: write NAME=value above the line (crontab -e); "
             f"systemd: name a file of them by EnvironmentFile= (systemctl --user edit {night.unit}.service)"
         )
+    if other := schedules.other_settings(os.environ, Path.cwd(), night.file.parent.resolve()):
+        output.warn(other)
     lines = (
         f"# crontab -e\n{schedules.crontab_line(night)}\n\n"
         f"# ~/.config/systemd/user/{night.unit}.service\n{schedules.service(night)}\n"

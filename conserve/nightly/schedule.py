@@ -11,9 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from conserve.config import PROJECT_FILE, settings_files
 from conserve.errors import ConserveError, one_line
 
 STOP_S = 120  # for the progress of rows in flight to be saved
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "XDG_CONFIG_HOME")
+PREFIXES = ("AWS_", "CONSERVE_", "HF_", "VLLM_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +172,26 @@ def until_logout() -> str:
 
 def absent_at_night(environment: Mapping[str, str], secret_variable: str | None) -> list[str]:
     """Names of variables that change a run and are set here alone; the store's folder is in the command."""
-    named = {"PYTHONPATH", secret_variable}
+    named = {*VARIABLES, secret_variable}
     return sorted(
         name
         for name, value in environment.items()
-        if value and (name in named or (name.startswith("CONSERVE_") and name != "CONSERVE_HOME"))
+        if value
+        and name != "CONSERVE_HOME"
+        and (name in named or name.startswith(PREFIXES) or name.lower().endswith("_proxy"))
     )
+
+
+def other_settings(environment: Mapping[str, str], here: Path, there: Path) -> str | None:
+    """Sentence on the conserve.toml that one folder reads and the night's does not, or the other way round."""
+    read, at_night = ([str(path) for path in settings_files(environment, one)] for one in (here, there))
+    lost = [path for path in read if path not in at_night]
+    more = [path for path in at_night if path not in read]
+    begins = f"the night begins in {there}"
+    if lost:
+        instead = f", but {more[0]}" if more else f"; write what it needs to {there / PROJECT_FILE}"
+        return f"{begins}: it does not read {lost[0]}{instead}"
+    return f"{begins}: it reads {more[0]}, which is not read here" if more else None
 
 
 def put_back(schedule: Schedule, before: Mapping[Path, bytes | None]) -> None:

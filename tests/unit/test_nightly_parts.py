@@ -288,6 +288,45 @@ def test_variables_that_a_night_will_lack_are_named_without_their_values(tmp_pat
     assert absent_at_night({"PYTHONPATH": "x", "PATH": "y", "CONSERVE_HOME": "z"}, None) == ["PYTHONPATH"]
 
 
+def test_what_a_hub_a_bucket_a_proxy_and_a_gpu_are_told_by_is_named_too() -> None:
+    names = [
+        "AWS_PROFILE",
+        "CUDA_VISIBLE_DEVICES",
+        "HF_HOME",
+        "HF_TOKEN",
+        "VLLM_USE_V1",
+        "https_proxy",
+        "NO_PROXY",
+    ]
+    assert absent_at_night(dict.fromkeys(names, "x"), None) == sorted(names)
+
+
+def test_the_settings_that_the_night_does_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evals").mkdir()
+    file = nightly_files.written(tmp_path / "evals")
+    here, there = tmp_path / "here" / "conserve.toml", file.parent / "conserve.toml"
+    here.parent.mkdir()
+    monkeypatch.chdir(here.parent)
+
+    def said() -> str:
+        done = commands.conserve("eval", "schedule", str(file), HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert "conserve.toml" not in said()
+    here.write_text("")
+    begins = f"the night begins in {file.parent}"
+    assert f"{begins}: it does not read {here}; write what it needs to {there}" in said()
+    there.write_text("")
+    assert f"{begins}: it does not read {here}, but {there}\n" in said()
+    here.unlink()
+    assert f"{begins}: it reads {there}, which is not read here" in said()
+    monkeypatch.chdir(file.parent)
+    assert "conserve.toml" not in said()
+
+
 def test_a_bounded_night_is_stopped_and_then_killed(tmp_path: Path) -> None:
     bounded = replace(NIGHT, within_s=5400)
     assert " && timeout --kill-after=120 5400 /opt/bin/conserve --home " in crontab_line(bounded)
