@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 from conserve.config import Settings
+from conserve.errors import UsageError
 from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
@@ -18,16 +19,21 @@ from conserve.nightly.running import Asking, Say, check, finished, overridden, p
 def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
     """Run an evaluation, or go on with the run that was killed; None where another process is at it.
 
-    Raises the error of an engine that cannot answer; the run then waits for the next call.
+    The file counts as it is once this process is at it, which may be a day after the call. Raises the error of an
+    engine that cannot answer; the run then waits for the next call.
     """
-    plan, text = plan_of_file(asking.file)
-    key_of(plan.reports)
-    check(overridden(plan, asking.overrides), asking.file.parent.absolute())
+    plan, text = ready(asking)
     with held(settings.home, plan.name, plan.overlap, say) as hold:
         if hold == "theirs":
             return None
         if hold == "ended the other":
             asking = replace(asking, anew=True)
+        if plan_of_file(asking.file)[1] != text:
+            name, (plan, text) = plan.name, ready(asking)
+            if plan.name != name:
+                raise UsageError(
+                    f"{asking.file} is of {plan.name!r} now, while this run waited for {name!r}; run it again"
+                )
         run = begun(settings, asking, plan, text, now=time.time(), say=say)
         try:
             run = finished(settings, run, progress=asking.progress, say=say)
@@ -36,6 +42,14 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
             raise
         remove_outdated(settings, plan, run, now=time.time(), say=say)
     return run
+
+
+def ready(asking: Asking) -> tuple[NightlyPlan, str]:
+    """Plan and text of a file whose suites can be asked and whose verdict can be posted."""
+    plan, text = plan_of_file(asking.file)
+    key_of(plan.reports)
+    check(overridden(plan, asking.overrides), asking.file.parent.absolute())
+    return plan, text
 
 
 def checked(asking: Asking) -> NightlyPlan:

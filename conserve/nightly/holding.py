@@ -27,15 +27,11 @@ LOOKS, LOOK_S = 100, 0.05  # number of looks at a lock that is held and not sign
 def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Hold]:
     """Hold an evaluation; yields "theirs" if another process does and the plan says to skip.
 
-    With "queue" this process waits for the other, with "replace" it ends the other first, and raises `JobRefused`
-    if it cannot.
+    With "queue" this process waits for the other, unless one waits already. With "replace" it ends the other first,
+    and raises `JobRefused` if it cannot.
     """
     hold: Hold = "ours"
-    path = nights.lock_file(home, evaluation)
-    with store_home.explained(home):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    with locking(home, nights.lock_file(home, evaluation)) as file:
         if not taken(file) and (holder := holder_of(file, home, evaluation)) is not None:
             still = f"a run of {evaluation} is still going ({told(holder)})"
             if overlap == "skip":
@@ -46,14 +42,30 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
                 end(holder, evaluation)
                 hold = "ended the other"
                 say(f"the run of {evaluation} that was still going is ended, as the file says")
+                fcntl.flock(file, fcntl.LOCK_EX)
             else:
-                say(f"{still}; this one waits for it, as the file says")
-            fcntl.flock(file, fcntl.LOCK_EX)
+                with locking(home, nights.waiting_file(home, evaluation)) as waiting:
+                    if not taken(waiting):
+                        say(f"{still}, and another one waits for it; this one is skipped")
+                        yield "theirs"
+                        return
+                    say(f"{still}; this one waits for it, as the file says")
+                    fcntl.flock(file, fcntl.LOCK_EX)
         sign(file, owners.this_process())
         try:
             yield hold
         finally:
             sign(file, "")
+
+
+@contextmanager
+def locking(home: Path, path: Path) -> Iterator[int]:
+    """Yield the descriptor of a file to lock; the lock ends with it."""
+    with store_home.explained(home):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
     finally:
         os.close(file)
 

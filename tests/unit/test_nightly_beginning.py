@@ -4,7 +4,8 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -19,10 +20,10 @@ from conserve.errors import JobRefused, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState, SuiteRecord
-from conserve.nightly import keeping
+from conserve.nightly import evaluating, holding, keeping
 from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.beginning import begun, give_up
-from conserve.nightly.holding import SIGNATURE, held
+from conserve.nightly.holding import SIGNATURE, held, locking, taken
 from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.books.readings import read_jobs
 from conserve.store.files import nights
@@ -167,6 +168,52 @@ def test_a_lock_that_is_yet_to_be_signed_is_waited_for(file: Path) -> None:
     ends = patch(sleep, lambda _: os.close(other))
     with patch(signed_by, lambda *_: ""), ends, held(home(), "small", "replace", said.append) as hold:
         assert hold == "ours"
+
+
+def test_one_run_waits_for_another_and_further_ones_are_skipped(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A night whose server is away would gather a process a night."""
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    said: list[str] = []
+    going = held(home(), "small", "queue", print)
+    with going, locking(home(), nights.waiting_file(home(), "small")) as waiting:
+        assert taken(waiting)
+        done = night(file)
+        skipped = json.loads(night(file, "--json").stdout)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert ", and another one waits for it; this one is skipped" in done.stderr
+    assert skipped["headline"] == "Skipped: an earlier run is still going."
+    nights.lock_file(home(), "small").write_text("elsewhere:7:1.00:0.0")
+    first = iter([False])  # the other run ends just after this look
+    monkeypatch.setattr(holding, "taken", lambda lock: next(first, True) and taken(lock))
+    with held(home(), "small", "queue", said.append) as hold:
+        assert hold == "ours"
+        assert said[-1].endswith("; this one waits for it, as the file says")
+        with locking(home(), nights.waiting_file(home(), "small")) as waiting:
+            assert taken(waiting), "the next one may wait"
+
+
+def test_a_run_that_waited_takes_the_file_as_it_is_then(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    settings, text = conserve.open()._settings, file.read_text()
+    for change, found in (("", "small"), ("seed = 7\n", "small"), ("", None)):
+        written = f"{change}{text}" if found else text.replace('"small"', '"large"')
+
+        @contextmanager
+        def waited(*_: object, written: str = written) -> Iterator[str]:
+            file.write_text(written)
+            yield "ours"
+
+        monkeypatch.setattr(evaluating, "held", waited)
+        file.write_text(text)
+        if found is None:
+            with pytest.raises(UsageError, match=r"is of 'large' now, while this run waited for 'small'"):
+                evaluating.evaluate(settings, Asking(file=file, overrides={}, progress=False), print)
+        else:
+            run = evaluating.evaluate(settings, Asking(file=file, overrides={}, progress=False), print)
+            assert run is not None
+            assert run.plan == written
 
 
 def test_replace_says_what_it_cannot_end(file: Path) -> None:

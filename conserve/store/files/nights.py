@@ -4,6 +4,7 @@ HOME/evals/runs/<run>/run.json            a run: its plan, its suites, their sco
 HOME/evals/runs/<run>/items-00.parquet    items of its first suite, with their answers and scores
 HOME/evals/names.json                     names that users gave to runs
 HOME/evals/<evaluation>.lock              held and signed by the process that works on a run of this evaluation
+HOME/evals/<evaluation>~next.lock         held by the process that waits for it
 """
 
 import json
@@ -37,6 +38,11 @@ def names_file(home: Path) -> Path:
 def lock_file(home: Path, evaluation: str) -> Path:
     """File that one process at a time holds."""
     return home / EVALS / f"{evaluation}.lock"
+
+
+def waiting_file(home: Path, evaluation: str) -> Path:
+    """File that the one process which waits for the other lock holds; no evaluation has a name with ~."""
+    return home / EVALS / f"{evaluation}~next.lock"
 
 
 def signed_by(home: Path, evaluation: str) -> str:
