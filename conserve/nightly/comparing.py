@@ -1,11 +1,14 @@
 """Comparisons of kept runs: with another run, or with the history of their evaluation."""
 
+import logging
+import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 
+from conserve.errors import StoreDamaged
 from conserve.evals.comparison import (
     Comparison,
     SuiteMetric,
@@ -26,10 +29,13 @@ from conserve.nightly.items import ItemKey, scores_of, texts_of
 from conserve.nightly.running import overridden
 from conserve.store.files import nights
 
+log = logging.getLogger(__name__)
+
 NIGHTS = 60  # that a history reaches back
 FAMILIES = 2  # of tests against a history: the night against the level, and changes of level
 LEVEL_NIGHTS = 14  # that make the level which a run is compared with
 FLIPS = 200  # shown of a metric
+UNREAD = "has no night before whose items can be read"
 UNLIKE = "asks or scores otherwise than every night before; it can be judged from the next night on"
 
 
@@ -46,7 +52,14 @@ def comparison(home: Path, run: RunRecord, against: str) -> Comparison | None:
 def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
     """Comparison of two runs, item by item; what counts as worse is as the later run's file says."""
     plans = plans_of(after)
-    then, now = scores(home, before), scores(home, after)
+    try:
+        then = scores(home, before)
+    except StoreDamaged as error:
+        given = [shlex.quote(name) for name in keeping.names_of(home, before)]
+        raise StoreDamaged(
+            f"{error}" + "".join(f"; then name another: conserve eval name last {name}" for name in given)
+        ) from error
+    now = scores(home, after)
     judged, metrics = compared(then, now, plans)
     absent = missing(before, after, plans)
     return Comparison(
@@ -75,6 +88,8 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     judged, metrics = compared(level, now, plans, families=FAMILIES)
     since = begun_anew([*earlier, after], after)
     unlike = {suite: UNLIKE for suite, first in since.items() if first == after.id}
+    asked = {name.suite for name in series_of(earlier, after)} & {suite.name for suite in after.suites}
+    unread = dict.fromkeys(asked - level.keys(), UNREAD)
     newest = newest_scored(earlier)
     absent = missing(newest, after, plans)
     return Comparison(
@@ -83,8 +98,8 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
         differences=differences(newest, after),
         judged=judged,
         metrics=metrics,
-        missing=unpaired(level, now, plans, judged, "its history") | unlike | absent,
-        new=[suite.name for suite in after.suites if suite.name not in level and suite.name not in unlike],
+        missing=unpaired(level, now, plans, judged, "its history") | unread | unlike | absent,
+        new=[suite.name for suite in after.suites if suite.name not in {*level, *unread, *unlike}],
         changes=declines([*earlier, after], after, plans),
         nights=[run.id for run in earlier],
         since=since,
@@ -149,7 +164,7 @@ def newest_scored(earlier: Sequence[RunRecord]) -> RunRecord:
 
 
 def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> dict[str, SuiteScores]:
-    """Each item's mean score over the nights since the last change of level."""
+    """Each item's mean score over the nights since the last change of level, but those whose items are damaged."""
     nights_by_suite = alike(earlier, after)
     begins: dict[str, int] = {}
     for name, series in series_of(earlier, after).items():
@@ -162,7 +177,11 @@ def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> 
     sources: dict[str, dict[Hashable, str]] = {}
     for suite, begin in begins.items():
         for run, record in nights_by_suite[suite][begin:][-LEVEL_NIGHTS:]:
-            one = suite_scores(home, run, record)
+            try:
+                one = suite_scores(home, run, record)
+            except StoreDamaged as error:
+                log.warning("the night is left out of the level: %s", error)
+                continue
             sources.setdefault(suite, {}).update(one.sources)
             for metric, items in one.by_metric.items():
                 collected = sums.setdefault(suite, {}).setdefault(metric, {})
@@ -221,33 +240,43 @@ class Flip:
 
 
 def flips(home: Path, before: RunRecord, after: RunRecord, *, most: int = FLIPS) -> Iterator[Flip]:
-    """Yield items whose scores changed, those that fell first; at most so many of each metric and direction."""
+    """Yield items whose scores changed, those that fell first; at most so many of each metric and direction.
+
+    Those of a suite of which a file of items is damaged are left out.
+    """
     for suite in after.suites:
         other = before.suite(suite.name)
         if suite.file is None or other is None or other.file is None:
             continue
-        paths = [nights.folder_of(home, run.id) / one.file for run, one in ((before, other), (after, suite))]  # type: ignore[operator]
-        then, now = (scores_of(path) for path in paths)
-        changed = {
-            metric: picked(then.by_metric.get(metric, {}), items, most)
-            for metric, items in now.by_metric.items()
-        }
-        wanted = {key for keys in changed.values() for key in keys}
-        texts = [texts_of(path, wanted) for path in paths]
-        for metric, keys in changed.items():
-            for key in keys:
-                yield Flip(
-                    suite=suite.name,
-                    metric=metric,
-                    item=key.item,
-                    epoch=key.epoch,
-                    before=then.by_metric[metric][key],
-                    after=now.by_metric[metric][key],
-                    prompt=texts[1][key]["prompt"],
-                    expected=texts[1][key]["expected"],
-                    before_answer=texts[0][key]["answer"],
-                    after_answer=texts[1][key]["answer"],
-                )
+        folders = [nights.folder_of(home, run.id) for run in (before, after)]
+        try:
+            yield from flips_of(suite.name, folders[0] / other.file, folders[1] / suite.file, most)
+        except StoreDamaged as error:
+            log.warning("flips of %s are left out: %s", suite.name, error)
+
+
+def flips_of(suite: str, before: Path, after: Path, most: int) -> Iterator[Flip]:
+    """Yield items of a suite whose scores changed between two files of items."""
+    then, now = scores_of(before), scores_of(after)
+    changed = {
+        metric: picked(then.by_metric.get(metric, {}), items, most) for metric, items in now.by_metric.items()
+    }
+    wanted = {key for keys in changed.values() for key in keys}
+    texts = [texts_of(path, wanted) for path in (before, after)]
+    for metric, keys in changed.items():
+        for key in keys:
+            yield Flip(
+                suite=suite,
+                metric=metric,
+                item=key.item,
+                epoch=key.epoch,
+                before=then.by_metric[metric][key],
+                after=now.by_metric[metric][key],
+                prompt=texts[1][key]["prompt"],
+                expected=texts[1][key]["expected"],
+                before_answer=texts[0][key]["answer"],
+                after_answer=texts[1][key]["answer"],
+            )
 
 
 def picked(before: Mapping[ItemKey, float], after: Mapping[ItemKey, float], most: int) -> list[ItemKey]:

@@ -1,5 +1,6 @@
 """Items of a suite's file read for judging: scores by metric and item, sources, counts."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from conserve.errors import StoreDamaged
+from conserve.store.files.home import damage_apart
 
 
 class ItemKey(NamedTuple):
@@ -57,10 +59,13 @@ def texts_of(path: Path, wanted: set[ItemKey]) -> Mapping[ItemKey, Mapping[str, 
 
 
 def rows_of(path: Path, columns: tuple[str, ...]) -> Any:
-    """Yield rows of a file of items; raises `StoreDamaged`."""
+    """Yield rows of a file of items; raises `StoreDamaged`, or as `damage_apart` does."""
     try:
-        with pq.ParquetFile(path) as file:
+        with damage_apart(path), pq.ParquetFile(path) as file:
             for batch in file.iter_batches(4096, columns=list(columns)):
                 yield from batch.to_pylist()
     except (OSError, ValueError) as error:
-        raise StoreDamaged(f"the items {path} cannot be read ({error}); run the evaluation again") from error
+        raise StoreDamaged(
+            f"the items {path} of the run {path.parent.name} cannot be read ({error}); bring the file back from a "
+            f"backup, or remove the run: rm -r {shlex.quote(str(path.parent))}"
+        ) from error

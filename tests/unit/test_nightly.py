@@ -1,6 +1,7 @@
 """`conserve eval` on the fake endpoint: scores, verdicts, views, reports and names of whole runs."""
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -623,6 +624,44 @@ def test_a_damaged_record_or_file_hides_no_other() -> None:
     assert seen == [(second.id, len(RIGHT))]
     with pytest.raises(StoreDamaged):
         list(rows_of(folder / first.id / "items-sql.parquet", ("item",)))
+
+
+def damaged(run: RunRecord) -> Path:
+    """Folder of a run whose items cannot be read from now on."""
+    folder = home() / "evals" / "runs" / run.id
+    (folder / "items-sql.parquet").write_bytes(b"PAR1 no")
+    return folder
+
+
+def test_a_damaged_night_is_left_out_of_the_level_and_its_flips_of_the_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runs = [nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * day) for day in range(4)]
+    damaged(runs[2])
+    done = gate("--against", "history")
+    assert (done.returncode, "No worse than its history" in done.stdout) == (0, True), done.stderr
+    for said in ("the night is left out of the level: ", "flips of sql are left out: "):
+        assert f"{said}the items {home() / 'evals' / 'runs' / runs[2].id}" in caplog.text
+    for run in runs[:2]:
+        damaged(run)
+    done = gate("--against", "history")
+    assert done.returncode == 7
+    assert "sql has no night before whose items can be read" in done.stderr
+
+
+def test_a_damaged_baseline_is_named_with_the_commands_that_help() -> None:
+    runs = [nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * day) for day in range(3)]
+    keeping.name(home(), runs[1], "baseline")
+    folder = damaged(runs[1])
+    done = gate("--against", "baseline")
+    assert done.returncode == 1
+    assert f"of the run {runs[1].id} cannot be read" in done.stderr
+    assert (
+        f"or remove the run: rm -r {folder}; then name another: conserve eval name last baseline"
+        in done.stderr
+    )
+    shutil.rmtree(folder)
+    assert gate("--against", "previous").returncode == 0
 
 
 def test_text_of_answers_is_no_markup() -> None:
