@@ -1,6 +1,7 @@
 """`conserve store backup` and `restore`: whole, at one moment, while the store is in use, and after kills."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -623,7 +624,29 @@ def test_files_that_stay_away_are_looked_for_once_more_and_those_that_go_five_ti
     assert len(copied) == 5
 
 
-@pytest.mark.parametrize("moment", ["listed", "taken"])
+def test_a_record_of_an_evaluation_names_no_file_that_its_backup_lacks(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suite ends during the backup: its items are written, and then the record."""
+    run = nights.folder_of(stored.home, "a")
+    run.mkdir(parents=True)
+    (run / nights.RECORD).write_text("{}")
+    real, listings = contents.beside, itertools.count()
+
+    def beside(where: Path) -> list[str]:
+        found, number = list(real(where)), next(listings)
+        (run / f"items-{number}.parquet").write_bytes(b"")
+        (run / ".new").write_text(f'{{"file": "items-{number}.parquet"}}')
+        (run / ".new").rename(run / nights.RECORD)
+        return found
+
+    monkeypatch.setattr(contents, "beside", beside)
+    backed_up(stored, tmp_path / "monday")
+    folder = nights.folder_of(tmp_path / "monday", "a")
+    assert (folder / json.loads((folder / nights.RECORD).read_text())["file"]).exists()
+
+
+@pytest.mark.parametrize("moment", ["listed", "recorded", "taken"])
 def test_a_run_of_an_evaluation_that_is_removed_meanwhile_is_left_out(
     stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -631,12 +654,14 @@ def test_a_run_of_an_evaluation_that_is_removed_meanwhile_is_left_out(
     for run in runs:
         run.mkdir(parents=True)
         (run / nights.RECORD).write_text("{}")
-    if moment == "taken":
-        real = contents.beside
+        (run / "items-sql.parquet").write_bytes(b"")
+    if moment != "listed":
+        real, left = contents.beside, iter([0] if moment == "recorded" else [1, 0])
 
         def beside(where: Path) -> list[str]:
             found = list(real(where))
-            shutil.rmtree(runs[0])
+            if next(left, 1) == 0:
+                shutil.rmtree(runs[0])
             return found
 
         monkeypatch.setattr(contents, "beside", beside)
@@ -651,7 +676,8 @@ def test_a_run_of_an_evaluation_that_is_removed_meanwhile_is_left_out(
         monkeypatch.setattr(os, "scandir", listed)
     made = backed_up(stored, tmp_path / "monday")
     assert [name for name in files(tmp_path / "monday") if name.startswith(nights.EVALS)] == [
-        f"evals/runs/b/{nights.RECORD}"
+        "evals/runs/b/items-sql.parquet",
+        f"evals/runs/b/{nights.RECORD}",
     ]
     assert (made.missing, made.files) == ((), len(files(tmp_path / "monday")) - 2)
 

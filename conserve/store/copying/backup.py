@@ -36,7 +36,7 @@ from conserve.store.database.connection import (
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.reader import reader
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, home, nights
 from conserve.whole import sync
 
 LOOKS = 5  # at the database, if files go meanwhile
@@ -147,11 +147,22 @@ def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) 
         before = missing
         say(f"{len(missing):,} files went meanwhile; the database is copied again")
     names -= set(missing)
-    beside = set(contents.beside(store.home))
-    # What went meanwhile is no loss: an evaluation removes its old runs.
-    names |= beside - set(contents.take(beside, store.home, folder, copy=copy))
+    names |= take_beside(store.home, folder, copy=copy)
     contents.drop_others(folder, {DATABASE, *names})
     return Taken(names=frozenset(names), missing=tuple(missing))
+
+
+def take_beside(source: Path, folder: Path, *, copy: bool) -> set[str]:
+    """Take the files that no database names; what went meanwhile is no loss: an evaluation removes its old runs.
+
+    Records of runs come first, since the files that a record names were there before it. A record goes with them.
+    """
+    records = [name for name in contents.beside(source) if Path(name).name == nights.RECORD]
+    contents.take(records, source, folder, copy=copy)
+    listed = set(contents.beside(source))
+    gone = set(contents.take(listed, source, folder, copy=copy))
+    lost = {str(Path(name).with_name(nights.RECORD)) for name in gone}
+    return listed - gone - lost
 
 
 def read_names(store: Store, path: Path) -> tuple[set[str], set[str]]:
