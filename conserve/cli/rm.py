@@ -50,7 +50,7 @@ def rm(
     with context.store() as store:
         with store.read() as tx:
             wanted = list(dict.fromkeys(catalog.get_id(tx, job) for job in jobs))
-        chosen = [usage for usage in removal.usage(store) if usage.job_id in wanted]
+        chosen = removal.usage(store, lambda job: job.id in wanted)
         open_ones = [usage for usage in chosen if not usage.finished]
         if open_ones and not force:
             raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))
@@ -76,7 +76,7 @@ def prune(
     age_s = None if older_than is None else seconds(older_than)
     now = time.time()
     with context.store_to_read() as store:
-        chosen = [] if age_s is None else removal.finished_before(removal.usage(store), now - age_s)
+        chosen = [] if age_s is None else removal.usage(store, removal.ended_by(now - age_s))
     places = {store.data, store.local}  # a bucket, and this machine
     thrown = [entry for place in places for entry in trash.contents(place)]
     if not agreed(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):

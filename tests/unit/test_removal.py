@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -173,8 +174,8 @@ def test_jobs_that_another_process_removes_or_retries_meanwhile_hold_up_no_other
     run()
     usage = removal.usage
 
-    def meanwhile(asked: Store) -> list[removal.DiskUsage]:
-        found = usage(asked)
+    def meanwhile(asked: Store, wanted: Any) -> list[removal.DiskUsage]:
+        found = usage(asked, wanted)
         assert removal.remove(store, gone, now=0.0) is not None
         if words != ["rm"]:
             assert conserve("retry", retried).returncode == 0
@@ -448,20 +449,36 @@ def test_each_part_of_a_store_is_measured(
 
 
 def test_jobs_that_ended_by_a_moment_are_those_that_are_finished() -> None:
-    def used(name: str, state: str, finished_at: float | None) -> removal.DiskUsage:
-        sizes = {"requests_bytes": 0, "inputs_bytes": 0, "results_bytes": 0, "bytes": 0}
-        return removal.DiskUsage(job_id=name, state=state, rows=1, finished_at=finished_at, **sizes)
+    jobs = {
+        "before": Mock(state="completed", finished_at=9.0),
+        "then": Mock(state="cancelled", finished_at=10.0),
+        "later": Mock(state="completed", finished_at=10.5),
+        "failed": Mock(state="failed", finished_at=1.0),
+        "at no known time": Mock(state="completed", finished_at=None),
+    }
+    for moment, ended in ((10.0, ["before", "then", "at no known time"]), (0.0, ["at no known time"])):
+        assert [name for name, job in jobs.items() if removal.ended_by(moment)(job)] == ended
 
-    jobs = [
-        used("before", "completed", 9.0),
-        used("then", "cancelled", 10.0),
-        used("later", "completed", 10.5),
-        used("failed", "failed", 1.0),
-        used("at no known time", "completed", None),
-    ]
-    ended = removal.finished_before(jobs, 10.0)
-    assert [job.job_id for job in ended] == ["before", "then", "at no known time"]
-    assert [job.job_id for job in removal.finished_before(jobs, 0.0)] == ["at no known time"]
+
+@pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "9d"]], ids=["rm", "prune"])
+def test_only_the_jobs_that_go_are_measured(
+    store: Store, submit: Callable[..., str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store with thousands of jobs on a slow disk, a look at all files would take minutes."""
+    old, _ = submit(), submit("d")
+    compute(store)
+    with store.write() as tx:
+        tx.exec_driver_sql(f"update job set finished_at = finished_at - 864000 where id = '{old}'")
+    measured: list[str] = []
+    job_bytes = removal.job_bytes
+
+    def noted(data: Path, job_id: str) -> removal.JobBytes:
+        measured.append(job_id)
+        return job_bytes(data, job_id)
+
+    monkeypatch.setattr(removal, "job_bytes", noted)
+    assert conserve(*words, *([old] if words == ["rm"] else []), "--yes").returncode == 0
+    assert measured == [old]
 
 
 def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit: Callable[..., str]) -> None:

@@ -7,7 +7,7 @@ names, which the sweep takes, and never a record without its files.
 import logging
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,12 +101,12 @@ def trash_bytes(where: FilePath) -> int:
     return sum(trash.size(path) for path in trash.contents(where))
 
 
-def usage(store: Store) -> list[DiskUsage]:
-    """Disk usage of every job, oldest first, from file sizes alone."""
+def usage(store: Store, wanted: Callable[[Any], bool] = lambda row: True) -> list[DiskUsage]:
+    """Disk usage of the jobs whose records are wanted, oldest first, from file sizes alone."""
     columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
     with store.read() as tx:
-        rows = tx.execute(select(*columns).order_by(job.c.seq)).all()
-    listed = object_bytes(store.data) if isinstance(store.data, ObjectPath) else None
+        rows = [row for row in tx.execute(select(*columns).order_by(job.c.seq)) if wanted(row)]
+    listed = object_bytes(store.data) if rows and isinstance(store.data, ObjectPath) else None
     sizes = [
         job_bytes(store.data, row.id) if listed is None else listed.get(row.id, JobBytes()) for row in rows
     ]
@@ -232,6 +232,6 @@ def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     return used - trash.size(thrown)
 
 
-def finished_before(usages: list[DiskUsage], moment: float) -> list[DiskUsage]:
-    """Finished jobs among these that ended by `moment`."""
-    return [each for each in usages if each.finished and (each.finished_at or 0.0) <= moment]
+def ended_by(moment: float) -> Callable[[Any], bool]:
+    """Condition on a job's record: it is finished, and ended by this moment."""
+    return lambda row: row.state in FINISHED and (row.finished_at or 0.0) <= moment
