@@ -123,7 +123,12 @@ def check_data(
 
 
 def located(names: Sequence[str], folder: Path) -> list[str]:
-    """Paths of files, which begin at the folder of nightly.toml."""
+    """Paths of files, which begin at the folder of nightly.toml; raises `InputError` for a URL."""
+    for name in names:
+        if "://" in name:
+            raise InputError(
+                f"{name} is a URL, and data of an evaluation lies on this machine; copy it here first"
+            )
     return [str(folder / Path(name).expanduser()) for name in names]
 
 

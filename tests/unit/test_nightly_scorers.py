@@ -131,6 +131,14 @@ def test_a_select_that_does_not_bind_is_found_in_one_sentence(score: str, says: 
     assert "\n" not in said
 
 
+def test_data_by_a_url_is_refused(tmp_path: Path) -> None:
+    refused = (
+        r"suites\.q: s3://team/q\.jsonl is a URL, and data of an evaluation lies on this machine; copy it"
+    )
+    with pytest.raises(SettingsError, match=refused):
+        checked_select(tmp_path, "r.text = i.answer", data="s3://team/q.jsonl")
+
+
 def test_check_asks_nothing(tmp_path: Path) -> None:
     file = tmp_path / "nightly.toml"
     file.write_text(suite("sql", f"select avg(2*contains(r.text, i.answer)) {JOINED}"))
