@@ -180,7 +180,8 @@ def history(home: Path, run: RunRecord) -> list[RunRecord]:
 
 
 def name(home: Path, run: RunRecord, given: str) -> None:
-    """Give a run a name, which another run of its evaluation loses."""
+    """Give a run a name, which another run of its evaluation loses; raises `StoreReadOnly` in a backup."""
+    store_home.refuse_backup(home)
     taken = given.rpartition(":")[2].partition("~")[0] in NAME_TAKEN
     if not given.isprintable() or not given.strip() or taken:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")

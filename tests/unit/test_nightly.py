@@ -402,6 +402,14 @@ def test_runs_have_names() -> None:
     assert "a trial with 3 items" in commands.conserve("eval", "name", "last", "small").stderr
 
 
+def test_a_run_in_a_backup_gets_no_name() -> None:
+    run = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    (home() / "backup.json").write_text("{}")
+    done = commands.conserve("eval", "name", run.id, "baseline")
+    assert (done.returncode, "is a backup, which commands only read" in done.stderr) == (1, True)
+    assert keeping.names_of(load().home, run) == []
+
+
 def test_a_name_is_of_one_evaluation() -> None:
     """Two evaluations in one store: their files compare with a baseline each."""
     plan = f'against = "baseline"\n{nightly_files.PLAN}'
