@@ -698,6 +698,13 @@ def test_an_evaluation_that_cannot_be_listed_ends_the_backup(
         backed_up(stored, tmp_path / "monday")
 
 
+@pytest.mark.parametrize("name", ["monday.tar.gz", "monday.tgz", "monday.tar.zst"])
+def test_a_packed_archive_is_refused(stored: Store, tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match=r"write a \.tar, and pack it afterwards"):
+        backed_up(stored, tmp_path / name)
+    assert not list(tmp_path.glob("*monday*"))
+
+
 def test_files_elsewhere_are_not_taken(tmp_path: Path) -> None:
     where = load({"home": tmp_path / "home", "data": str(tmp_path / "files")}, environ={})
     with (

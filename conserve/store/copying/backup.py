@@ -42,6 +42,7 @@ from conserve.whole import sync
 LOOKS = 5  # at the database, if files go meanwhile
 TIMEOUT_S = 60.0
 ARCHIVES = (".tar",)
+PACKED = (".tgz", ".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,11 @@ def mode_of(path: Path) -> int:
 
 
 def require_new(to: Path) -> None:
-    """Raise `SettingsError` if the name is taken, or its folder is missing."""
+    """Raise `SettingsError` if the name is taken or that of a packed archive, or its folder is missing."""
+    if to.suffix in PACKED:
+        raise SettingsError(
+            f"{to} would be packed, and a backup is a folder or a .tar; write a .tar, and pack it afterwards"
+        )
     if to.exists() and (to.is_file() or any(to.iterdir())):
         raise SettingsError(f"{to} is there already; name a new folder or a new file")
     if not to.parent.is_dir():
