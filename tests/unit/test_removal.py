@@ -481,9 +481,31 @@ def test_only_the_jobs_that_go_are_measured(
     assert measured == [old]
 
 
-def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit: Callable[..., str]) -> None:
+@pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "0s"]], ids=["rm", "prune"])
+def test_where_the_disk_of_the_files_is_away_no_job_is_removed(
+    store: Store, submit: Callable[..., str], words: list[str]
+) -> None:
+    """Their folders would stay on it, and no record would name them."""
     job_id = submit()
-    held = leased(store, limit=2)
+    compute(store)
+    jobs = home.jobs_folder(store.home)
+    jobs.rename(store.home / "away")
+    for mounted in (False, True):
+        done = conserve(*words, *([job_id] if words == ["rm"] else []), "--yes")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"{jobs} is missing or empty; mount its disk" in done.stderr
+        assert ids(store) == [job_id]
+        if not mounted:
+            jobs.mkdir(exist_ok=True)
+    jobs.rmdir()
+    (store.home / "away").rename(jobs)
+    assert conserve("rm", job_id, "--yes").returncode == 0
+    assert folders(store) == set()
+
+
+def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit: Callable[..., str]) -> None:
+    job_id, other = submit(), submit("d")
+    held = leased(store, limit=2, only=[job_id])
     shutil.rmtree(home.job_folder(store.home, job_id))
     with pytest.raises(
         JobRefused, match=f"job {job_id} is queued and not finished; add --force to remove it"
@@ -491,6 +513,7 @@ def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit
         removal.remove(store, job_id, now=0.0)
     assert removal.remove(store, job_id, now=0.0, force=True) == 0
     assert (rows_of(store, job_id), finish(store, held).written) == (0, [])
+    assert (ids(store), folders(store)) == ([other], {other})
 
 
 def test_the_bytes_that_a_removal_frees_are_those_of_the_folder(

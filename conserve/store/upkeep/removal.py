@@ -17,6 +17,7 @@ from sqlalchemy import delete, select
 
 from conserve.errors import JobRefused, StoreFull, StoreUnreachable
 from conserve.store.books import catalog, leases
+from conserve.store.books.mounted import require_folders
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -164,7 +165,8 @@ def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
 def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int | None:
     """Forget a job and delete its files; returns the bytes freed, or None if another process has removed the job.
 
-    Raises `JobRefused` unless it is finished or `force` is given, `StoreForbidden` for a folder of another user.
+    Raises `JobRefused` unless it is finished or `force` is given, `StoreForbidden` for a folder of another user, or
+    `StoreError` where no job's folder is there: the files on a disk that is not mounted would stay.
     """
     folder = home.job_folder(store.data, job_id)
     with ExitStack() as stack, store.write() as tx:
@@ -177,6 +179,7 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
             raise JobRefused(
                 f"job {job_id} is {record['state']} and not finished; add --force to remove it all the same"
             )
+        require_folders(tx, store.data)
         stack.enter_context(forsaken(store, folder, record))
         for table in (journal, request, span, lease, shard):
             tx.execute(delete(table).where(table.c.job_id == job_id))
