@@ -114,17 +114,14 @@ def compared(
             sources = after[suite].sources
             pairs[name], metrics[name] = Pairs.of(then, now, sources), known
             if lost := (then.keys() & sources.keys()) - now.keys():
-                worst = min(min(sign, 0.0), *then.values(), *now.values())
-                at_worst[name] = Pairs.of(then, now | dict.fromkeys(lost, worst), sources)
-    standards = {key_of(name): metric.standard for name, metric in metrics.items()}
+                lowest = min(min(sign, 0.0), *then.values(), *now.values())
+                at_worst[name] = Pairs.of(then, now | dict.fromkeys(lost, lowest), sources)
+    standards = {name: metric.standard for name, metric in metrics.items()}
     rng = np.random.default_rng(seed)
-    keyed = {key_of(name): one for name, one in pairs.items()}
-    found = judge(keyed, standards, rng, families=families)
-    judged = {name: found[key_of(name)] for name in pairs}
+    judged = judge(pairs, standards, rng, families=families)
     for name, supposed in at_worst.items():
-        alpha = metrics[name].standard.alpha
         clear = judged[name].verdict is Verdict.NO_WORSE
-        if clear and evidence(supposed, metrics[name].standard, rng).p_effect > alpha:
+        if clear and evidence(supposed, standards[name], rng).p_effect > standards[name].alpha:
             doubt = scoreless(*name, len(supposed.after) - len(pairs[name].after))
             judged[name] = judged[name]._replace(verdict=Verdict.CANNOT_TELL, doubt=doubt)
     for name, measure in metrics.items():
@@ -150,11 +147,6 @@ def unpaired(
         elif any(SuiteMetric(suite, one) not in judged for one in wanted):
             found[suite] = f"has no item in common with {named}"
     return found
-
-
-def key_of(name: SuiteMetric) -> str:
-    """Text that stands for a metric of a suite."""
-    return f"{name.suite} {name.metric}"
 
 
 def metric_of(plans: Mapping[str, SuitePlan], suite: str, metric: str) -> Metric | None:

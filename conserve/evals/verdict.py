@@ -10,15 +10,17 @@ Two hypotheses are tested for each suite, since not finding a decline does not s
 With neither rejected nothing can be told, and the verdict names the number of items that could tell.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.stats import false_discovery_control
 
 from conserve.evals.paired import Evidence, Pairs, Standard, evidence
 from conserve.words import count
+
+Name = TypeVar("Name", bound=Hashable)  # of a suite, or of a metric of one
 
 
 class Verdict(StrEnum):
@@ -61,12 +63,12 @@ class SuiteVerdict(NamedTuple):
 
 
 def judge(
-    suites: Mapping[str, Pairs],
-    standards: Mapping[str, Standard],
+    suites: Mapping[Name, Pairs],
+    standards: Mapping[Name, Standard],
     rng: np.random.Generator,
     *,
     families: int = 1,
-) -> dict[str, SuiteVerdict]:
+) -> dict[Name, SuiteVerdict]:
     """Judge the suites of a night together: alarms without a decline have one chance for all of them.
 
     They share it with the other `families` of tests that may raise an alarm. The all-clear of each suite keeps a
