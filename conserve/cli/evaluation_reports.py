@@ -102,17 +102,12 @@ def gate(
     if fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on takes {' or '.join(FAIL_ON)}, not {fail_on!r}")
     context: Context = ctx.obj
-    evaluation, word = keeping.parted(context.settings().home, run)
-    try:
-        found = document_of(ctx, run, against)
-    except UsageError:
-        if word != "last" or (since := first_unended(ctx, evaluation)) is None:
-            raise
-        found = {}
+    home = context.settings().home
+    if (left := keeping.under_way(home, run)) is not None:
+        tell_whose(home, run, left)
+        found: dict[str, Any] = {"run": {"id": left.id}, "headline": UNENDED, "comparison": None}
     else:
-        since = begun_since(ctx, found) if word == "last" else None
-    if since is not None:
-        found |= {"run": {"id": since.id}, "headline": UNENDED, "comparison": None}
+        found = document_of(ctx, run, against)
     if as_json:
         output.data_json({name: found[name] for name in ("headline", "comparison")})
     else:
@@ -120,24 +115,6 @@ def gate(
     comparison = found["comparison"]
     verdict = Verdict.CANNOT_TELL if comparison is None else Verdict(comparison["verdict"])
     raise typer.Exit(exits.DONE if fail_on == "never" else gate_code(verdict))
-
-
-def begun_since(ctx: typer.Context, found: dict[str, Any]) -> "RunRecord | None":
-    """The night after the last one that ended, which has no verdict yet; the last one's would be yesterday's."""
-    from conserve.nightly import keeping
-
-    context: Context = ctx.obj
-    home = context.settings().home
-    return keeping.begun_since(home, keeping.read(home, found["run"]["id"]))
-
-
-def first_unended(ctx: typer.Context, evaluation: str | None) -> "RunRecord | None":
-    """The first night of all, or of an evaluation, if it has not ended."""
-    from conserve.nightly import keeping
-
-    context: Context = ctx.obj
-    known = keeping.runs(context.settings().home, evaluation)
-    return known[-1] if known and known[-1].ended_at is None else None
 
 
 def gate_code(verdict: "Verdict") -> int:

@@ -4,13 +4,14 @@ Each ended suite is written at once, so that a killed run begins again with the 
 """
 
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -27,6 +28,9 @@ from conserve.whole import sync, write_whole
 
 ROWS_AT_ONCE = 1000
 NAME_TAKEN = ("last", PREVIOUS, HISTORY)
+ENDED = (RunState.FINISHED, RunState.FAILED)
+
+Marks = Mapping[str, Collection[str]]  # names that users gave, by run
 
 
 def new_id(home: Path, evaluation: str, *, now: float) -> str:
@@ -56,7 +60,12 @@ def read(home: Path, run_id: str) -> RunRecord:
 def runs(home: Path, evaluation: str | None = None) -> list[RunRecord]:
     """All runs, or those of one evaluation, the oldest first; records that cannot be read are left out."""
     found = (readable(record) for record in nights.records(home))
-    return [run for run in found if run is not None and evaluation in (None, run.evaluation)]
+    return of_evaluation((run for run in found if run is not None), evaluation)
+
+
+def of_evaluation(known: Iterable[RunRecord], evaluation: str | None) -> list[RunRecord]:
+    """Runs of an evaluation; all of these where it is None."""
+    return [run for run in known if evaluation in (None, run.evaluation)]
 
 
 def readable(record: dict[str, Any]) -> RunRecord | None:
@@ -79,59 +88,86 @@ def unfinished(home: Path, evaluation: str) -> RunRecord | None:
     return left[-1] if left else None
 
 
-def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunRecord:
-    """Run of this id, beginning of an id, or name; "last", and "last~2" for the second before it.
+class RunName(NamedTuple):
+    """A run in a user's words: an id, its beginning, a name, "last" or "last~2"; its evaluation before a colon."""
 
-    "last" is the newest run that ended; those before it are of the same evaluation. "EVALUATION:last" is the newest
-    of that evaluation. A run to compare with is of the evaluation of the run `beside` it; raises `UsageError` for
-    one of another.
+    text: str
+    evaluation: str | None
+    word: str
+
+    @classmethod
+    def parse(cls, text: str, known: Sequence[RunRecord], marks: Marks) -> "RunName":
+        """Parse a text. Its colon is part of a name that a run has, or where no evaluation stands before it."""
+        evaluation, colon, word = text.partition(":")
+        is_given = any(text in names for names in marks.values())
+        if colon and not is_given and any(run.evaluation == evaluation for run in known):
+            return cls(text, evaluation, word)
+        return cls(text, None, text)
+
+    @property
+    def back(self) -> int | None:
+        """Number of runs back from the last; None of another word."""
+        last = re.fullmatch(r"last(?:~([0-9]+))?", self.word)
+        return None if last is None else int(last[1] or 0)
+
+    def found(self, known: Sequence[RunRecord], marks: Marks) -> list[RunRecord]:
+        """Runs among these that it stands for: none, one, or several if it says too little."""
+        if self.back is None:
+            return matching(known, marks, self.word) if self.word else []
+        return latest(known)[::-1][self.back : self.back + 1]
+
+    def error(self, known: Sequence[RunRecord], marks: Marks) -> UsageError:
+        """The error where it stands for none of these runs, or for several."""
+        if self.back is not None:
+            mine = latest(known)
+            said = f"{self.text} is no run: {mine[-1].evaluation!r} has {len(mine)}"
+            return UsageError(f"{said}; run: conserve eval list")
+        found = self.found(known, marks)
+        what = f"may be {found[0].id} or {found[1].id}" if found else "is no run"
+        given = sorted({one for run in known for one in marks.get(run.id, ())})
+        near = [] if found else get_close_matches(self.text, ["last", *given], n=1)
+        meant = "".join(f" (did you mean {one}?)" for one in near)
+        is_first = self.text.isalpha() and not (found or near or given)
+        give = f", or name the last run: conserve eval name last {self.text}" if is_first else ""
+        return UsageError(f"{self.text!r} {what}{meant}; run: conserve eval list{give}")
+
+
+def latest(known: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs that ended, of the evaluation of the newest of them, the oldest first."""
+    ended = [run for run in known if run.state in ENDED]
+    return [run for run in ended if run.evaluation == ended[-1].evaluation]
+
+
+def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunRecord:
+    """Run that a user's words stand for (`RunName`); raises `UsageError` unless it is one.
+
+    "last" is the newest run that ended; those before it are of the same evaluation. A run to compare with is one
+    that ended, of the evaluation of the run `beside` it.
     """
-    evaluation, word = parted(home, wanted)
-    if beside is not None and evaluation not in (None, beside.evaluation):
-        raise UsageError(
-            f"{wanted} is of {evaluation!r} and {beside.id} of {beside.evaluation!r}; "
-            "compare runs of one evaluation"
-        )
-    known = runs(home, evaluation if beside is None else beside.evaluation)
-    ended = [run for run in known if run.state in (RunState.FINISHED, RunState.FAILED)]
-    if not ended:
+    every, marks = runs(home), nights.names(home)
+    name = RunName.parse(wanted, every, marks)
+    if beside is not None and name.evaluation not in (None, beside.evaluation):
+        raise of_two(wanted, name.evaluation, beside)
+    evaluation = name.evaluation if beside is None else beside.evaluation
+    known = of_evaluation(every, evaluation)
+    if not latest(known):
         of = "no evaluation" if evaluation is None else f"no run of {evaluation!r}"
         raise UsageError(f"{of} has ended yet; run: conserve eval run nightly.toml")
-    newest, tilde, back = word.partition("~")
-    if newest == "last" and (not tilde or (back.isascii() and back.isdigit())):
-        mine = [run for run in ended if run.evaluation == ended[-1].evaluation]
-        place = int(back or 0)
-        if place >= len(mine):
-            raise UsageError(
-                f"{wanted} is no run: {ended[-1].evaluation!r} has {len(mine)}; run: conserve eval list"
-            )
-        return mine[-1 - place]
-    marks = nights.names(home)
-    exact = matching(known, marks, word)
-    if beside is not None and not exact and (others := matching(runs(home), marks, word)):
-        raise UsageError(
-            f"{others[0].id} is of {others[0].evaluation!r} and {beside.id} of {beside.evaluation!r}; "
-            "compare runs of one evaluation"
-        )
-    if len(exact) != 1 or not word:
-        what = "is no run" if len(exact) < 2 else f"may be {exact[0].id} or {exact[1].id}"
-        given = sorted({name for run in known for name in marks.get(run.id, ())})
-        near = [] if exact else get_close_matches(wanted, ["last", *given], n=1)
-        meant = "".join(f" (did you mean {one}?)" for one in near)
-        first = wanted.isalpha() and not (exact or near or given)
-        named = f", or name the last run: conserve eval name last {wanted}" if first else ""
-        raise UsageError(f"{wanted!r} {what}{meant}; run: conserve eval list{named}")
-    if beside is not None and exact[0].state in (RunState.RUNNING, RunState.GIVEN_UP):
-        raise UsageError(f"{exact[0].id} has not ended; compare with a run that has: conserve eval list")
-    return exact[0]
+    found = name.found(known, marks)
+    if beside is not None and not found and name.back is None and (others := name.found(every, marks)):
+        raise of_two(others[0].id, others[0].evaluation, beside)
+    if len(found) != 1:
+        raise name.error(known, marks)
+    if beside is not None and found[0].state not in ENDED:
+        raise UsageError(f"{found[0].id} has not ended; compare with a run that has: conserve eval list")
+    return found[0]
 
 
-def parted(home: Path, wanted: str) -> tuple[str | None, str]:
-    """Evaluation and run of "EVALUATION:RUN"; None and the whole of other text, as of a name with a colon."""
-    evaluation, colon, word = wanted.partition(":")
-    if not colon or any(wanted in names for names in nights.names(home).values()):
-        return None, wanted
-    return (evaluation, word) if runs(home, evaluation) else (None, wanted)
+def of_two(wanted: str, evaluation: str | None, beside: RunRecord) -> UsageError:
+    """The error for a run to compare with that is of another evaluation."""
+    return UsageError(
+        f"{wanted} is of {evaluation!r} and {beside.id} of {beside.evaluation!r}; compare runs of one evaluation"
+    )
 
 
 def named(home: Path, wanted: str, *, beside: RunRecord) -> RunRecord | None:
@@ -142,9 +178,7 @@ def named(home: Path, wanted: str, *, beside: RunRecord) -> RunRecord | None:
         return None
 
 
-def matching(
-    known: Sequence[RunRecord], marks: Mapping[str, Collection[str]], wanted: str
-) -> list[RunRecord]:
+def matching(known: Sequence[RunRecord], marks: Marks, wanted: str) -> list[RunRecord]:
     """Runs of this name, else of this id, else of this beginning of an id."""
     return (
         [run for run in known if wanted in marks.get(run.id, ())]
@@ -153,10 +187,17 @@ def matching(
     )
 
 
-def begun_since(home: Path, run: RunRecord) -> RunRecord | None:
-    """The run of the same evaluation that began after this one and has not ended."""
-    left = unfinished(home, run.evaluation)
-    return left if left is not None and left.began_at > run.began_at else None
+def under_way(home: Path, wanted: str) -> RunRecord | None:
+    """The night that "last" passes over, since it has not ended; None of other words."""
+    every = runs(home)
+    name = RunName.parse(wanted, every, nights.names(home))
+    if name.word != "last":
+        return None
+    known = of_evaluation(every, name.evaluation)
+    if ended := latest(known):
+        known = of_evaluation(known, ended[-1].evaluation)
+    begun = [run for run in known if run.state is not RunState.GIVEN_UP]
+    return begun[-1] if begun and begun[-1].state is RunState.RUNNING else None
 
 
 def previous(home: Path, run: RunRecord) -> RunRecord | None:
@@ -174,7 +215,7 @@ def history(home: Path, run: RunRecord) -> list[RunRecord]:
         one
         for one in runs(home, run.evaluation)
         if (one.began_at, one.id) < (run.began_at, run.id)
-        and one.state in (RunState.FINISHED, RunState.FAILED)
+        and one.state in ENDED
         and one.overrides.get("limit") == run.overrides.get("limit")
     ]
 
@@ -187,7 +228,7 @@ def name(home: Path, run: RunRecord, given: str) -> None:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
     if any(one.id == given for one in runs(home)):
         raise UsageError(f"{given!r} is the id of a run; choose a word as baseline")
-    if run.state in (RunState.RUNNING, RunState.GIVEN_UP):
+    if run.state not in ENDED:
         raise UsageError(f"{run.id} has not ended, so there is nothing to compare with; name another run")
     marks = nights.names(home)
     for one in runs(home, run.evaluation):

@@ -139,7 +139,7 @@ def test_a_night_that_has_not_ended_is_not_judged_by_the_one_before(file: Path) 
     assert gate("--against", before.id).returncode == 0
     assert night(file, endpoint="http://127.0.0.1:9").returncode == 1
     begun = keeping.runs(home())[-1]
-    for more in ((), ("--against", before.id), ("--json",)):
+    for more in ((), ("--against", before.id), ("--against", "nonesuch"), ("--json",)):
         done = gate(*more)
         assert done.returncode == 7, done.stdout
         assert "it has not ended; go on with it" in done.stdout
