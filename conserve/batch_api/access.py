@@ -111,7 +111,7 @@ class Access:
 
     async def _known(self, headers: Headers, path: str) -> Sequence[ApiKey]:
         """The keys that a request is judged by."""
-        if self._beside and path != WHO and headers.get(SAID_OF) == KEYED:
+        if self._beside and path != WHO and headers.get(CALLER_HEADER) == SaidOf.KEYED:
             return ()
         read = self._ring.for_page if path == metrics.PATH else self._ring.for_caller
         return await read(bearer(headers))

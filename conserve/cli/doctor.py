@@ -19,7 +19,7 @@ from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError, StoreFull
-from conserve.hosts import bearer, server_root, split_login
+from conserve.hosts import server_root, split_login
 
 EXAMPLE = """
 conserve doctor
