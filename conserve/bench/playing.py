@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from conserve.bench.baseline_parameters import TuningWorkload, token_budget, tuned_hygen
 from conserve.bench.compare import Design, alternate, with_slo
 from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
@@ -13,12 +14,11 @@ from conserve.bench.load import LoadTarget
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, SARATHI_P, TUNED, regime_of
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, Sized, judge, size
+from conserve.bench.slo_search import DEFAULT, Promise
 from conserve.bench.stock import StockServer
 from conserve.bench.stock_beside import StockBeside
-from conserve.bench.tuning import TuningWorkload, token_budget, tuned_hygen
 from conserve.config import Settings
 from conserve.endpoints.roster import server_url
 from conserve.errors import EndpointUnusable, InputError

@@ -14,7 +14,7 @@ from conserve.bench import cell as cells
 from conserve.bench import points
 from conserve.bench.bound import rows_per_s
 from conserve.bench.cell import PlayedCell
-from conserve.bench.cell_tuning import CellAim, tuned
+from conserve.bench.cell_baselines import CellAim, tuned_cell
 from conserve.bench.compare import limits
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
@@ -193,7 +193,7 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     slo = limits(alone, cell.scale)
     ours = simulator.play(CONSERVE, traces, slo) if CONSERVE in plan.policies else []
     aim = CellAim.of_equal(traces, ours) if plan.equal_p99 else CellAim.of_slo(traces, alone, cell.scale)
-    baselines = tuned(plan.policies, simulator, aim, plan.seed)
+    baselines = tuned_cell(plan.policies, simulator, aim, plan.seed)
     blocks: list[Block] = [*alone, *ours]
     for name in plan.policies:
         if name == DISTSERVE_P:

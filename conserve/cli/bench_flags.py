@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from conserve.bench.attainment import LatencyLimits
     from conserve.bench.compare import Design
     from conserve.bench.presets import Preset
-    from conserve.bench.profiler import Promise
+    from conserve.bench.slo_search import Promise
 
 MEAN_OF = 1000  # offline rows, for the mean one
 
@@ -72,7 +72,7 @@ def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
 
 def promised(tolerance: str | None, slo_scale: float) -> "Sequence[Promise]":
     """Latencies that the tuned baselines keep: those given, or both P99s as far as `slo_scale` goes."""
-    from conserve.bench.profiler import DEFAULT, LEAST, MOST, promises
+    from conserve.bench.slo_search import DEFAULT, LEAST, MOST, promises
 
     if tolerance is not None:
         return promises(tolerance)

@@ -16,6 +16,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
+from conserve.cli.kept_promises import recorded, tuned_promises
 from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
@@ -37,7 +38,6 @@ from conserve.cli.serve_spill import spill, supervised
 from conserve.cli.serve_unused import refuse_unused
 from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
-from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS

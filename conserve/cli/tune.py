@@ -16,18 +16,18 @@ from conserve.api.running import engine_flags, flags_as_given
 from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
+from conserve.cli.kept_promises import Tuned, arrivals_folder, write
 from conserve.cli.serve_flags import refuse_ours
 from conserve.cli.sweep import simulator
-from conserve.cli.tuned import Tuned, arrivals_folder, write
 from conserve.config import Settings
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import Overloaded, SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.machine import BenchMachine
-    from conserve.bench.profiler import Promise
+    from conserve.bench.promise_search import TriedValue, Tuning
+    from conserve.bench.slo_search import Promise
     from conserve.bench.traces import Trace
-    from conserve.bench.tune import TriedValue, Tuning
     from conserve.profiles.correction import Correction
     from conserve.profiles.profile import Profile
 
@@ -112,7 +112,7 @@ def tune(
     """
     from conserve.bench.machine import BenchMachine
     from conserve.bench.presets import PRESETS
-    from conserve.bench.profiler import harmed
+    from conserve.bench.slo_search import harmed
 
     words = model or []
     if not words or words[0].startswith("-"):
@@ -259,8 +259,8 @@ def prepared(
     machine: "BenchMachine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
 ) -> "Tuning":
     """The search on a simulated engine, whose live requests alone are played already."""
+    from conserve.bench.promise_search import Tuning
     from conserve.bench.simulated import Simulator
-    from conserve.bench.tune import Tuning
 
     output.say("searching on simulated time: 20 to 32 test runs")
     simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)

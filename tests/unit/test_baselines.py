@@ -15,19 +15,19 @@ import numpy as np
 import psutil
 import pytest
 
-from conserve.bench import tuning
+from conserve.bench import baseline_parameters
 from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.baseline_parameters import TuningWorkload
 from conserve.bench.compare import Design
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
-from conserve.bench.profiler import MOST_RUNS, Promise, RunLatencies, excess, promises, search
 from conserve.bench.servers.place import ServerPlace
 from conserve.bench.simulate_online import EngineModel, play
 from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.sizing import size
+from conserve.bench.slo_search import MOST_RUNS, Promise, RunLatencies, excess, promises, search
 from conserve.bench.stock import RowsInFlight, StockServer, in_flight_s, live_tokens, tokens_of
 from conserve.bench.traces import Arrival, Trace
-from conserve.bench.tuning import TuningWorkload
 from conserve.engine.vllm.server.stock import environment
 from conserve.errors import EndpointUnusable, SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -355,14 +355,14 @@ def workload() -> TuningWorkload:
 def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: TuningWorkload) -> None:
     promised = promises("mean-tbt=30%")
     alone = workload.alone()
-    found = asyncio.run(tuning.latency_budget(workload, MODEL, promised, None, alone))
+    found = asyncio.run(baseline_parameters.latency_budget(workload, MODEL, promised, None, alone))
     assert found.kept
     sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=found.value, predictor=MODEL)
     inside, tokens = workload.beside(sharing)
     assert excess(inside, alone, promised) <= 1
     assert tokens > 0
     assert excess(workload.beside(replace(sharing, budget_ms=float("inf")))[0], alone, promised) > 1
-    assert "mean TBT +30%" in tuning.sentence("hygen", found, promised, "simulated")
+    assert "mean TBT +30%" in baseline_parameters.sentence("hygen", found, promised, "simulated")
 
 
 def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned() -> None:
@@ -382,19 +382,19 @@ def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned
 
 def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
-    found = asyncio.run(tuning.offline_rate(workload, promised, None, alone))
+    found = asyncio.run(baseline_parameters.offline_rate(workload, promised, None, alone))
     sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
     assert excess(workload.beside(sharing)[0], alone, promised) <= 1
     assert found.kept
-    assert "rows/s" in tuning.sentence("hygen-star", found, promised, "simulated")
+    assert "rows/s" in baseline_parameters.sentence("hygen-star", found, promised, "simulated")
 
 
 def test_the_token_budget_is_one_of_those_it_names(workload: TuningWorkload) -> None:
-    loose = tuning.token_budget(workload, promises("p99-ttft=50%,p99-tbt=50%"))
+    loose = baseline_parameters.token_budget(workload, promises("p99-ttft=50%,p99-tbt=50%"))
     assert loose.tokens in loose.tried
     assert loose.tried == [128, 256, 512, 1024]
     assert f"sarathi-p: {loose.tokens} tokens" in loose.sentence()
-    strict = tuning.token_budget(workload, promises("mean-tbt=5%"))
+    strict = baseline_parameters.token_budget(workload, promises("mean-tbt=5%"))
     assert not strict.kept
     assert strict.tokens <= loose.tokens
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.bench import compare, tuning
+from conserve.bench import baseline_parameters, compare
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.compare import Design, Source
@@ -25,12 +25,12 @@ from conserve.bench.names import is_stock
 from conserve.bench.playing import Measurement
 from conserve.bench.points import Cell
 from conserve.bench.presets import CPU
-from conserve.bench.profiler import Promise
+from conserve.bench.promise_search import Parameter, TriedValue, Tuning
 from conserve.bench.servers import confirmation, rows, servers, sweep
 from conserve.bench.sizing import Sized
+from conserve.bench.slo_search import Promise
 from conserve.bench.sweep import CellLedger, SweepPlan
 from conserve.bench.traces import Arrival, Trace
-from conserve.bench.tune import Parameter, TriedValue, Tuning
 from conserve.cli import output
 from conserve.cli.bench_plan import own_plan
 from conserve.cli.tune import TuneFlags, confirm
@@ -382,7 +382,7 @@ def test_every_block_and_test_run_on_the_same_servers_has_prompts_of_its_own(
         plan = own_plan(Settings(home=tmp_path), [], PAIR.policies, CPU, tmp_path / "store", seed=0)
         field = servers.Servers(plan, PAIR)
         for policy in ("hygen-star", "hygen"):
-            test_run = tuning.measured_run(field, field.deployment, sized_pair(), policy)
+            test_run = baseline_parameters.measured_run(field, field.deployment, sized_pair(), policy)
             await test_run(1.0)
             await compared(field)
 
@@ -553,7 +553,7 @@ def test_a_test_run_on_a_server_that_has_just_started_is_practised_and_warmed_as
     monkeypatch.setattr(compare, "warmed", partial(noted, "warmed"))
     server, target = CountlessServer(), LoadTarget(base_url="http://host", model="m")
     field = OneServer(deployment=server, target=target, preemption="off")  # type: ignore[arg-type]
-    virtual_time.run(tuning.measured(Started(field), sized_pair(), "online-only"))
+    virtual_time.run(baseline_parameters.measured(Started(field), sized_pair(), "online-only"))
     assert before == ["practised", "warmed"]
     assert len(seeds) == 1
 

@@ -15,7 +15,7 @@ from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
-from conserve.bench.cell_tuning import batches_of
+from conserve.bench.cell_baselines import batches_of
 from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine

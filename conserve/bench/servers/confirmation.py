@@ -11,11 +11,11 @@ from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED, promise_flags
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
+from conserve.bench.promise_search import TriedValue, Tuning, latencies
 from conserve.bench.servers.servers import Servers
 from conserve.bench.servers.sweep import MakePlan
 from conserve.bench.sizing import Offered
 from conserve.bench.traces import together
-from conserve.bench.tune import TriedValue, Tuning, latencies
 from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import ConserveError
 

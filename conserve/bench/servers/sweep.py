@@ -17,11 +17,11 @@ from conserve.bench.offline import lengths_of
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.points import Cell, arrivals, rate_of
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import DEFAULT, LEAST, MOST
 from conserve.bench.servers.rows import new_store
 from conserve.bench.servers.servers import Servers, ServersPlan
 from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, size
+from conserve.bench.slo_search import DEFAULT, LEAST, MOST
 from conserve.bench.sweep import CellLedger, SweepPlan, sentence_on
 from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import EndpointUnusable

@@ -1,7 +1,7 @@
 """HyGen's two-phase scheduler (hygen Algorithms 1, 2 and 4), and its variants without an SLO.
 
 What the paper leaves to vLLM is shared with ConServe's policy: which rows give up memory, and that a row begins
-only where its whole prompt has KV blocks. The latency budget is the profiler's (`bench/profiler`), and the view's
+only where its whole prompt has KV blocks. The latency budget is the profiler's (`bench/slo_search`), and the view's
 model is HyGen's own predictor, without correction.
 """
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from conserve.bench.baseline_parameters import ROWS, TERMS, TuningWorkload, sentence, token_budget, tuned_term
 from conserve.bench.beside import rows_beside
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
-from conserve.bench.profiler import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
+from conserve.bench.promise_search import latencies
 from conserve.bench.simulated import Simulator
+from conserve.bench.slo_search import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
 from conserve.bench.traces import Trace
-from conserve.bench.tune import latencies
-from conserve.bench.tuning import ROWS, TERMS, TuningWorkload, sentence, token_budget, tuned_term
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.hygen import HyGenModel
@@ -68,7 +68,7 @@ class TunedCell:
         }
 
 
-def tuned(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int) -> TunedCell:
+def tuned_cell(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed: int) -> TunedCell:
     """Tune those of the policies that have a parameter."""
     machine = simulator.machine
     found = TunedCell(predictor_of(machine, seed))

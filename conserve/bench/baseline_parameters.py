@@ -17,10 +17,10 @@ from conserve.bench.field import Field
 from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import Found, Promise, RunLatencies, TestRun, excess, search
 from conserve.bench.simulate_online import EngineModel, Request, play, share_of
 from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.sizing import Sized
+from conserve.bench.slo_search import Found, Promise, RunLatencies, TestRun, excess, search
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.profiles.batch import Batch, Slice

@@ -14,8 +14,8 @@ from conserve.bench.beside import rows_beside
 from conserve.bench.bound import Mix
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY, promise_entries, promise_flags
-from conserve.bench.profiler import Promise, RunLatencies, excess, search
 from conserve.bench.simulated import Simulator
+from conserve.bench.slo_search import Promise, RunLatencies, excess, search
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 
