@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +47,28 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         engine = request.getfixturevalue("engine")
         engine.assert_nothing_is_left()
         engine.forget()
+
+
+@pytest.fixture(autouse=True)
+def copied_at_once() -> Iterator[pytest.MonkeyPatch]:
+    """Let copies take no time that is counted, and let each end before the iteration beside it begins.
+
+    Where a test undoes it, copies have the share of an iteration that they have in a server, and end when they end.
+    """
+    from conserve.engine.runtime.copy_thread import CopyThread, Done
+    from conserve.engine.vllm.checkpoint.blocks import Checkpoints
+
+    begin = CopyThread.copy
+
+    def copy(thread: CopyThread, source: list[int], target: list[int], *, is_store: bool) -> Done:
+        done = begin(thread, source, target, is_store=is_store)
+        done.synchronize()
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "_budget_ms", lambda checkpoints: inf)
+        patch.setattr(CopyThread, "copy", copy)
+        yield patch
 
 
 def transfer(settings: dict[str, Any], *others: dict[str, Any]) -> Any:
@@ -105,9 +128,10 @@ class Checkpointed:
     """Properties with and without cached prefixes."""
 
     def test_the_cache_can_be_reset_while_blocks_are_being_saved(
-        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch, copied_at_once: pytest.MonkeyPatch
     ) -> None:
         """Reset as vLLM does for weights that change: all running requests lose their KV, and begin anew."""
+        copied_at_once.undo()
         asked = rows(3)
         wanted = engine.undisturbed(asked)
         before = counts(engine)
@@ -202,7 +226,7 @@ class Checkpointed:
 
     @pytest.mark.parametrize("moment", ["copied", "losing", "restored"])
     def test_a_row_is_aborted_while_it_is(
-        self, engine: Any, moment: str, monkeypatch: pytest.MonkeyPatch
+        self, engine: Any, moment: str, monkeypatch: pytest.MonkeyPatch, copied_at_once: pytest.MonkeyPatch
     ) -> None:
         asked = rows(7, count=3, tokens=30)
         wanted = engine.undisturbed(asked)
@@ -211,6 +235,7 @@ class Checkpointed:
         until(engine, has_output(engine, "row2", 3))
         if moment != "copied":
             until(engine, lambda: saved(engine, "row2") >= BLOCK)
+        copied_at_once.undo()
         copies = copy_thread()
         real = copies._copy
         gone = threading.Event()  # no copy ends before the row has
@@ -258,10 +283,7 @@ class Checkpointed:
         steps = engine.steps
         until(engine, lambda: len(checkpoints._restores[name].left) < 8)
         assert engine.steps - steps >= 3
-        copies = worker_copies()
-        until(
-            engine, lambda: not copies._pending_load_event_indices
-        )  # the parts so far are there, and reported
+        assert not worker_copies()._pending_load_event_indices, "the parts so far are there, and reported"
         assert checkpoints._restores[name].left
         engine.abort("row")
         answers = engine.drain()
@@ -295,10 +317,13 @@ class Checkpointed:
         assert after["tokens_recomputed"] > before["tokens_recomputed"]
         monkeypatch.undo()
 
-    def test_rows_also_leave_iterations_in_the_middle(self, engine: Any) -> None:
+    def test_rows_also_leave_iterations_in_the_middle(
+        self, engine: Any, copied_at_once: pytest.MonkeyPatch
+    ) -> None:
         """A row whose chunk is cut short at a layer has no checkpoint of what that chunk did not write."""
         from tests.preempted_engine import Dice
 
+        copied_at_once.undo()
         asked = [*rows(21, count=4, tokens=12)]
         asked[0] = asked[0]._replace(name="live", offline=False)
         wanted = engine.undisturbed(asked)
@@ -350,7 +375,8 @@ class TestWithPrefixCaching(Checkpointed):
         "losses",
         [100, *in_full(200, 1500), pytest.param(10_000, marks=pytest.mark.soak)],
     )
-    def test_losses_leak_nothing(self, engine: Any, losses: int) -> None:
+    def test_losses_leak_nothing(self, engine: Any, losses: int, copied_at_once: pytest.MonkeyPatch) -> None:
+        copied_at_once.undo()
         asked = rows(41, count=6, tokens=12)
         wanted = engine.undisturbed(asked)
         dice, resident, lost = random.Random(0), [], engine.lost
@@ -406,11 +432,6 @@ class TestLittleMemory:
     """vLLM itself and plans take memory from rows, live ones among them."""
 
     flags: ClassVar = {"kv_cache_memory_bytes": 26 * LAYERS * BLOCK_BYTES, "max_model_len": 512}
-
-    @pytest.fixture(autouse=True)
-    def copied_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let copies take no time that is counted: on a busy machine few would fit beside an iteration."""
-        monkeypatch.setattr("conserve.engine.runtime.copy_budget.within", lambda left_ms, each_ms, most: most)
 
     def test_offline_rows_give_way_and_come_back(self, engine: Any) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
