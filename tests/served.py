@@ -12,7 +12,7 @@ import uvicorn
 import uvicorn.server
 from starlette.types import ASGIApp
 
-from tests.commands import until
+from tests.commands import HANGS_S, until
 
 
 async def nap(seconds: float) -> None:
@@ -27,7 +27,9 @@ ASYNCIO = SimpleNamespace(**{**vars(asyncio), "sleep": nap})
 @contextmanager
 def served(app: ASGIApp, listening: socket.socket) -> Iterator[None]:
     """Serve the application at a bound socket, which is closed at the end."""
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+    # uvicorn ends connections after 5 s at rest, which is when httpx drops its own: a request then has no answer.
+    config = uvicorn.Config(app, log_config=None, ws="none", timeout_keep_alive=int(HANGS_S))
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     with patch.object(uvicorn.server, "asyncio", ASYNCIO):
         thread.start()
