@@ -693,11 +693,11 @@ def test_a_child_ends_with_its_parent_and_is_alone_with_its_pipe(capfd: pytest.C
 class Ticking:
     """A clock that is a second later at each look."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, step_s: float = 1.0) -> None:
+        self._now, self._step_s = 0.0, step_s
 
     def monotonic(self) -> float:
-        self._now += 1.0
+        self._now += self._step_s
         return self._now
 
 

@@ -27,6 +27,7 @@ from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked
 from tests.commands import conserve, ended, until
 from tests.conftest import StartForked, WriteInput
+from tests.unit.test_answer import Ticking
 from tests.unit.test_cli import submit
 
 ENDLESS = "select count(*) from range(1000000000000) where hash(range) = 1"
@@ -438,6 +439,8 @@ def test_pipes_and_files_get_answers_as_they_are(tmp_path: Path) -> None:
 
 def test_a_long_query_says_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "SPINNER_AFTER_S", 0.05)
+    monkeypatch.setattr("conserve.store.sql.child.TICK_S", 0.01)
+    monkeypatch.setattr("conserve.store.sql.child.time", Ticking(0.06))
     shown = on_a_terminal("sql", "--timeout", "0.3", ENDLESS)
     assert "the query is at work" in shown
     assert "longer than 0.3 s" in shown
