@@ -292,9 +292,22 @@ def question_of(taken: Snapshot, sql: str) -> SnapshotQuery:
 def test_waits_for_the_answer_are_told(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "TICK_S", 0.001)
     heard: list[float | None] = []
-    question = question_of(taken, "select max(hash(range)) > 0 from range(10000000)")
-    with answer.answered(question, warn=lambda found: None, on_wait=heard.append) as rows:
+    reader, writer = os.pipe()
+
+    def ask_later(duck: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyRelation:
+        os.read(reader, 1)
+        return ask(duck, "select true")
+
+    def heard_once(waited_s: float | None) -> None:
+        if not heard:
+            os.write(writer, b"x")
+        heard.append(waited_s)
+
+    question = replace(question_of(taken, ""), ask=ask_later)
+    with answer.answered(question, warn=lambda found: None, on_wait=heard_once) as rows:
         assert list(rows.tuples()) == [(True,)]
+    os.close(reader)
+    os.close(writer)
     assert heard[-1] is None
 
 
@@ -691,7 +704,7 @@ def test_a_child_ends_with_its_parent_and_is_alone_with_its_pipe(capfd: pytest.C
 
 
 class Ticking:
-    """A clock that is a second later at each look."""
+    """A clock that is as much later at each look."""
 
     def __init__(self, step_s: float = 1.0) -> None:
         self._now, self._step_s = 0.0, step_s
