@@ -28,12 +28,19 @@ from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.books.readings import read_jobs
 from conserve.store.files import nights
 from tests import commands, nightly_files
+from tests.acceptance.aimed import Shot
 from tests.commands import Done
 from tests.conftest import StartForked
 from tests.tiers import in_full
 
 GOOD, NOWHERE = "fake:?tokens=8", "http://127.0.0.1:9"
+ENDLESS = "fake:?tokens=8&request_ms=3600000"
 ROWS = 6
+FIRST_ANSWER = Shot(
+    at="conserve.jobs.harvest.recorder:Recorder.write", since="conserve.store.books.journal:count", after=True
+)
+EACH_ANSWER = {"conserve__jobs__harvest__write_behind__FLUSH_ROWS": 1}
+"""Each answer is written at once, with no other, where the next one takes longer than a turn of the loop."""
 
 
 @pytest.fixture
@@ -56,10 +63,6 @@ def states() -> list[str]:
     asked = conserve.open().sql("select state from eval_runs order by began_at, run_id").fetchall()
     assert [run["state"] for run in listed] == [state for (state,) in asked]
     return [run["state"] for run in listed]
-
-
-def has_an_answer() -> bool:
-    return any(job.done for job in read_jobs(load(), now=0.0))
 
 
 def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
@@ -320,10 +323,9 @@ def test_a_night_whose_server_has_another_model_now_says_how_to_begin_anew(
     file: Path, forked: StartForked
 ) -> None:
     slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&model=one&token_ms=30&capacity=1"}
-    running = forked("eval", "run", str(file), **slow)
-    commands.until(has_an_answer, running, every_s=0.05)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    killed = forked("eval", "run", str(file), shots=[FIRST_ANSWER], constants=EACH_ANSWER, **slow)
+    assert commands.ended(killed).returncode == -signal.SIGKILL
+    assert [job.done for job in read_jobs(load(), now=0.0)] == [1]
     other = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT="fake:?tokens=8&model=other")
     assert other.returncode == 1
     last = other.stderr.splitlines()[-1]
@@ -392,16 +394,15 @@ def test_verdicts_of_a_failed_night_are_not_taken_for_those_of_another_judge(
 
 
 def test_a_night_whose_job_was_paused_goes_on_with_it(file: Path, forked: StartForked) -> None:
-    slow = {"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=30&capacity=1"}
-    running = forked("eval", "run", str(file), **slow)
-    commands.until(has_an_answer, running, every_s=0.05)
+    running = forked("eval", "run", str(file), CONSERVE_ENDPOINT=ENDLESS)
+    commands.until(lambda: any(job.running for job in read_jobs(load(), now=0.0)), running, every_s=0.05)
     (job,) = conserve.open().jobs()
     job.pause()
     ended = commands.ended(running)
     assert ended.returncode == 1
     assert f"run `conserve resume {job.id}`, then run the evaluation again" in ended.stderr
     job.resume()
-    done = commands.conserve("eval", "run", str(file), **slow)
+    done = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT=GOOD)
     assert done.returncode == 0, done.stderr
     assert states() == ["finished"]
     assert [(one.id, one.progress().succeeded) for one in conserve.open().jobs()] == [(job.id, ROWS)]
