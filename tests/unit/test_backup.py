@@ -1080,13 +1080,12 @@ def test_backups_while_harvesters_run_lose_and_double_nothing(
     dice = random.Random(seed)
     job_id = submit(tmp_path, "one", rows=300)
     slow = ("run", "--endpoint", "fake:?token_ms=15&capacity=16")
-    running = [forked(*slow, constants=SMALL_SHARDS) for _ in range(2)]
-    try:
-        names = backed_up_meanwhile(tmp_path, running)
-    finally:
-        os.killpg(dice.choice(running).pid, signal.SIGKILL)
-        for process in running:
-            process.communicate()
+    running = [forked(*slow, shots=[THIRD], constants=SMALL_SHARDS) for _ in range(2)]
+    names = backed_up_meanwhile(tmp_path, running)
+    dice.choice(running).send_signal(signal.SIGKILL)
+    for process in running:
+        process.send_signal(signal.SIGCONT)
+        process.communicate()
     assert run().returncode in (0, 5)
     expected = results(job_id)
     assert len(expected) == 300
@@ -1100,19 +1099,16 @@ def test_backups_while_harvesters_run_lose_and_double_nothing(
 
 
 def backed_up_meanwhile(folder: Path, running: Sequence[Forked]) -> list[Path]:
-    """Make backups from the first result on, while at least one of the harvesters runs."""
-
-    def is_alive() -> bool:
-        return any(process.poll() is None for process in running)
-
-    commands.until(lambda: read_jobs(load(), now=0.0)[0].done > 0 or not is_alive())
-    names: list[Path] = []
-    while len(names) < BACKUPS and is_alive():
-        names.append(folder / f"backup-{len(names)}")
-        assert conserve("store", "backup", str(names[-1])).returncode == 0
-    assert names, running[0].communicate()
+    """Make backups from the first result on, while the harvesters run."""
+    commands.until(lambda: read_jobs(load(), now=0.0)[0].done > 0, running[0])
+    names = [folder / f"backup-{number}" for number in range(BACKUPS)]
+    for name in names:
+        assert conserve("store", "backup", str(name)).returncode == 0
+    assert [process.poll() for process in running] == [None, None]
     return names
 
 
 BACKUPS = 2
+THIRD = Shot(at="conserve.endpoints.fake:FakeEndpoint.complete", call=100, number=0, holds=True)
+"""A harvester of 300 rows waits for SIGCONT at a third of them, so that two of them leave a third to be done."""
 SMALL_SHARDS = {"conserve__store__books__shards__SHARD_ROWS": 25}
