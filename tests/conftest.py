@@ -182,6 +182,12 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path / "models"))
 
 
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last lines of a recording are waited for however long they take to be written."""
+    monkeypatch.setattr("conserve.engine.runtime.recording.CLOSE_S", commands.HANGS_S)
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """Processes end with the test that started them."""

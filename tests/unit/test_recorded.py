@@ -258,6 +258,7 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
     assert VERSION == 1
 
 
+@pytest.mark.usefixtures("slow_disk")
 class TestFile:
     """The file grows, is bounded, and fails alone."""
 

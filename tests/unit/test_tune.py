@@ -416,6 +416,7 @@ def test_a_day_is_cut_into_minutes_without_looking_at_all_of_it_for_each() -> No
     assert CountedArrivals.looks <= 3000 + 1440 * 2 * 12, "a bisection of 3,000 looks at twelve"
 
 
+@pytest.mark.usefixtures("slow_disk")
 def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
     file = tmp_path / "8000.csv"
     recording = LineAppender(file, most_bytes=100, what="arrivals", turns=True)
