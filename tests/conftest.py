@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.api import servers
 from conserve.config import Settings, load
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.store import Store
@@ -186,6 +187,13 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last lines of a recording are waited for however long they take to be written."""
     monkeypatch.setattr("conserve.engine.runtime.recording.CLOSE_S", commands.HANGS_S)
+
+
+@pytest.fixture
+def slow_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are asked about themselves have far longer to answer than a slow machine needs."""
+    monkeypatch.setitem(servers.ask.__kwdefaults__, "seconds", commands.HANGS_S)
+    monkeypatch.setattr("conserve.cli.top.ANSWER_S", commands.HANGS_S)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from conserve.config import Settings, load
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
 NO_JSON = b"HTTP/1.1 200 OK\r\n\r\nx"
 
+pytestmark = pytest.mark.usefixtures("slow_servers")
+
 
 @contextmanager
 def answering(said: bytes, seen: list[bytes]) -> Iterator[str]:

@@ -425,7 +425,7 @@ def test_without_servers_the_list_says_what_to_run() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
+def server(slow_servers: None) -> Iterator[ScriptedServer]:
     with ScriptedServer() as running:
         yield running
 

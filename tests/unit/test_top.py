@@ -262,6 +262,7 @@ def test_a_password_is_not_shown() -> None:
 # Once.
 
 
+@pytest.mark.usefixtures("slow_servers")
 def test_once_prints_jobs_and_servers_as_text_and_json(write_input: WriteInput) -> None:
     job_id = submitted(write_input)
     text = conserve("top", "--once", "--endpoint", "http://127.0.0.1:9")
