@@ -50,6 +50,7 @@ from conserve.cli.bench_report import facts
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from tests import virtual_time
+from tests.commands import HANGS_S
 from tests.conftest import WriteInput
 
 AZURE_CODE = "azure_code_2023_10min_bursty.parquet"
@@ -418,6 +419,8 @@ def test_a_name_with_several_addresses_is_asked_where_it_answers(
     async def look_up(*_: Any, **__: Any) -> list[Any]:
         kinds = {"::1": socket.AF_INET6, "127.0.0.1": socket.AF_INET}
         return [(kinds[one], socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+    monkeypatch.setattr("conserve.bench.load.CONNECT_S", HANGS_S)
+
 
     async def go() -> list[LoadAnswer]:
         async with serving(three_tokens) as base_url:
