@@ -15,11 +15,13 @@ from conserve.endpoints.fake_logprobs import likeliest_after, logprob
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault, RequestRejected, RowsFailed
 from conserve.jobs.task import KEEP_LOGPROBS
+from conserve.nightly.harness import gathering
 from conserve.nightly.harness.asking import RUN, Alone, Asker, HarnessAnswer, Line
 from conserve.nightly.harness.gathering import Gatherer
 from conserve.nightly.harness.place import engine_flags
 from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, planned
 from conserve.store.books.results import Result
+from tests.commands import HANGS_S
 
 FAKE = "fake:?tokens=4"
 CONTEXT = tuple(range(100, 300))
@@ -163,22 +165,34 @@ def test_rows_that_failed_are_told_and_asked_again_by_the_next_try(
 
 def asked(gatherer: Gatherer, names: Sequence[str]) -> list[HarnessAnswer]:
     futures = [gatherer.ask(chat(name, name)) for name in names]
-    answers = [future.result(timeout=60) for future in futures]
+    answers = [future.result(timeout=HANGS_S) for future in futures]
     gatherer.close()
     return answers
 
 
-def test_requests_that_come_together_are_one_job(store: conserve.Store) -> None:
-    answers = asked(Gatherer(alone(store), name="gathered"), [f"question {number}" for number in range(20)])
-    assert len({one.text for one in answers}) > 10
-    assert sum(job.progress().rows for job in store.jobs()) == 20
+def test_requests_that_come_together_are_one_job(
+    store: conserve.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for waits in ("QUIET_S", "LONGEST_S"):
+        monkeypatch.setattr(gathering, waits, HANGS_S)
+    gatherer = Gatherer(alone(store), name="gathered")
+    names = [f"question {number}" for number in range(20)]
+    futures = [gatherer.ask(chat(name, name)) for name in names]
+    gatherer.close()
+    assert len({future.result().text for future in futures}) > 10
+    assert [job.progress().rows for job in store.jobs()] == [20]
 
 
 def test_answers_of_an_earlier_try_are_not_asked_for_again(store: conserve.Store) -> None:
     names = [f"question {number}" for number in range(6)]
-    asked(Gatherer(alone(store), name="gathered"), names[:2])
-    first = asked(Gatherer(alone(store), name="gathered"), names[:4][::-1])
-    assert asked(Gatherer(alone(store), name="gathered"), names[:4][::-1]) == first
+
+    def one_by_one() -> Gatherer:
+        """Its jobs are asked one after the other, however many the requests become on a slow machine."""
+        return Gatherer(alone(store), name="gathered", jobs=1)
+
+    asked(one_by_one(), names[:2])
+    first = asked(one_by_one(), names[:4][::-1])
+    assert asked(one_by_one(), names[:4][::-1]) == first
     rows = list(itertools.chain.from_iterable(job.results() for job in store.jobs()))
     assert sorted(row["custom_id"] for row in rows) == names[:4]
 
@@ -187,7 +201,7 @@ def test_a_sample_that_is_cancelled_takes_no_answer_from_others(store: conserve.
     gatherer = Gatherer(alone(store), name="gathered")
     futures = [gatherer.ask(chat(name, name)) for name in ("first", "second")]
     assert not futures[0].cancel()
-    assert all(future.result(timeout=60).text for future in futures)
+    assert all(future.result(timeout=HANGS_S).text for future in futures)
     gatherer.close()
 
 
@@ -195,8 +209,8 @@ def test_a_request_that_can_never_succeed_fails_alone(store: conserve.Store) -> 
     gatherer = Gatherer(alone(store), name="gathered")
     bad, good = gatherer.ask(chat("REJECT", "bad")), gatherer.ask(chat("good", "good"))
     with pytest.raises(RequestRejected):
-        bad.result(timeout=60)
-    assert good.result(timeout=60).text
+        bad.result(timeout=HANGS_S)
+    assert good.result(timeout=HANGS_S).text
     gatherer.close()
 
 
@@ -231,7 +245,7 @@ def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
 def test_an_engine_that_cannot_start_fails_every_request(store: conserve.Store) -> None:
     gatherer = Gatherer(alone(store, endpoint="http://127.0.0.1:1"), name="gathered")
     with pytest.raises(conserve.errors.EndpointUnusable):
-        gatherer.ask(chat("good", "good")).result(timeout=60)
+        gatherer.ask(chat("good", "good")).result(timeout=HANGS_S)
     gatherer.close()
 
 
