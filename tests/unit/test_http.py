@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -1353,8 +1354,8 @@ def test_connections_to_a_machine_that_is_gone_are_found_out() -> None:
 def test_a_connection_is_used_no_more_when_vllm_is_about_to_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM ends connections after 5 s at rest; a request that is sent just then has no answer."""
     handled: list[asyncio.Task[Any] | None] = []
-    clock, later, begun = time.monotonic, [0.0], list[int]()
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + later[0])
+    now, begun = [0.0], list[int]()
+    monkeypatch.setattr("httpcore._async.http11.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handled.append(asyncio.current_task())
@@ -1370,7 +1371,7 @@ def test_a_connection_is_used_no_more_when_vllm_is_about_to_end_it(monkeypatch: 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         client = open_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
         for rest_s in (0.0, 1.0, 4.5):
-            later[0] += rest_s
+            now[0] += rest_s
             await client.get("/")
         await client.aclose()
         await asyncio.gather(*filter(None, handled))
