@@ -99,7 +99,7 @@ class ScriptedServer:
         self._do(self._down)
 
     def _do(self, function: Callable[[], Any]) -> None:
-        asyncio.run_coroutine_threadsafe(function(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(function(), self._loop).result()
 
     async def _up(self) -> None:
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)

@@ -6,7 +6,6 @@ import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
 import pytest
 
 import conserve as package
@@ -22,6 +21,7 @@ from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
+from tests import patient
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import conserve
 from tests.store_rows import add_job, claim_in, finish, job, leased
@@ -161,7 +161,7 @@ def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(
         for none in ("shove", "push"):  # only jobs of `conserve submit` push
             with pytest.raises(Exception, match="on_late"):
                 create(api, ["one"], extra_body={"on_late": none})
-        page = httpx.get(url.replace("/v1", "/metrics"))
+        page = patient.get(url.replace("/v1", "/metrics"))
     assert page.headers["content-type"].startswith("text/plain")
     shown = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
     queue = f'queue="{seen.id[:8]}"'

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.vllm.launching.launch import Launch
-from tests.commands import conserve, ended, start, until
+from tests.commands import HANGS_S, conserve, ended, start, until
 from tests.conftest import WriteInput
 from tests.installed import needs
 from tests.tiers import in_full
@@ -56,7 +56,7 @@ def test_a_launch_without_processes_is_left_at_once() -> None:
 
     def create_engine_config(_: Any) -> Any:
         begun.set()
-        hangs.wait(10.0)
+        hangs.wait(HANGS_S)
         return None
 
     async def go() -> None:
@@ -67,10 +67,11 @@ def test_a_launch_without_processes_is_left_at_once() -> None:
         launch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await launch
-        assert not hangs.is_set()
         assert any(thread.name == "engine" for thread in threading.enumerate()), (
             "it does not wait for its thread"
         )
 
-    asyncio.run(go())
-    hangs.set()
+    try:
+        asyncio.run(go())
+    finally:
+        hangs.set()
