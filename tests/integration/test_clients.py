@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.test_serve import KEY, MODEL, Service, rows_file
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1800)]
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)  # of requirements/clients.txt
 SCRIPTS = Path(__file__).parent / "clients"

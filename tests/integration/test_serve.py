@@ -21,10 +21,11 @@ from conserve.endpoints.http import PIECE_TOKENS
 from conserve.engine.vllm.model.demo_model import FOLDER
 from conserve.hosts import free_port
 from tests import commands, patient
+from tests.acceptance import aimed
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the openai client's
 ]
 
@@ -38,6 +39,8 @@ FLAGS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 PROMISES = ("--ttft-slo", "5s", "--tbt-slo", "500ms")
+PATIENT = {"conserve__engine__service__HARVESTER_S": commands.HANGS_S}
+"""A harvester saves its progress before it is killed, however busy the machine is."""
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -64,10 +67,11 @@ class Service:
             "CONSERVE_WARM_UP_S": "2",
         }
         self.said = home.parent / "said.txt"
-        words = ("serve", MODEL, *promises, "--port", str(self.port))
+        words = ("serve", MODEL, *promises, "--port", str(self.port), *more, *flags)
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "conserve", *words, *more, *flags],
+                [sys.executable, "-m", aimed.__name__, *aimed.command((), *words, **PATIENT)],
+                cwd=commands.REPOSITORY,
                 env=self.environment,
                 stdout=out,
                 stderr=out,
@@ -80,7 +84,7 @@ class Service:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def until(self, condition: Callable[[], object], within_s: float = 240) -> None:
+    def until(self, condition: Callable[[], object], within_s: float = commands.HANGS_S) -> None:
         """Wait for it."""
         give_up_at = time.monotonic() + within_s
         while not condition():

@@ -10,7 +10,7 @@ from conserve.engine.runtime.spill_file import INDEX, LOCK
 from tests import patient
 from tests.integration.test_serve import KEY, MODEL, Service
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1800)]
 
 ROWS = 4
 PROMPT_TOKENS = 600  # at least: each word is one or more

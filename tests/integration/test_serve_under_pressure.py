@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.test_serve import MODEL, Service
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1800)]
 
 ROWS, WORDS, ANSWER = 14, 120, 120  # a word is two tokens or three
 MEMORY = 72 << 20  # bytes: not half of the rows and a burst
