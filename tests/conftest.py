@@ -30,6 +30,7 @@ from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked, Forks
 from tests.distribution import KINDS, Together, kind_of, starts_servers
+from tests.held_port import held_port
 from tests.tiers import in_full
 
 StartForked = Callable[..., Forked]
@@ -194,6 +195,13 @@ def slow_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that are asked about themselves have far longer to answer than a slow machine needs."""
     monkeypatch.setitem(servers.ask.__kwdefaults__, "seconds", commands.HANGS_S)
     monkeypatch.setattr("conserve.cli.top.ANSWER_S", commands.HANGS_S)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that no other process is given, for a server of the test."""
+    with held_port() as number:
+        yield number
 
 
 @pytest.fixture(autouse=True)

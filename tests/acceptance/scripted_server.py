@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
+from tests.held_port import hold
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -67,12 +69,16 @@ class ScriptedServer:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
     _listener: asyncio.Server | None = None
+    _held_port: socket.socket | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
+        if not self.port:
+            self._held_port = hold()
+            self.port = self._held_port.getsockname()[1]
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.up()
@@ -84,6 +90,8 @@ class ScriptedServer:
         assert self._thread is not None
         self._thread.join()
         self._loop.close()
+        if self._held_port is not None:
+            self._held_port.close()
 
     @property
     def is_up(self) -> bool:
@@ -103,7 +111,6 @@ class ScriptedServer:
 
     async def _up(self) -> None:
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _down(self) -> None:
         assert self._listener is not None

@@ -10,7 +10,7 @@ import pytest
 
 from tests import commands
 from tests.acceptance.test_batch_clients import ENVIRONMENTS
-from tests.acceptance.test_batch_kills import free_port, serve
+from tests.acceptance.test_batch_kills import serve
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
 
@@ -21,11 +21,10 @@ CHECKS = (
 STREAMS = "/events$"  # they stay open until their batch ends
 
 
-def test_no_made_up_request_is_answered_with_a_500(tmp_path: Path) -> None:
+def test_no_made_up_request_is_answered_with_a_500(tmp_path: Path, port: int) -> None:
     program = ENVIRONMENTS / "schemathesis" / "bin" / "schemathesis"
     if not program.exists():
         pytest.skip("schemathesis has no environment; run: make test-clients")
-    port = free_port()
     api = serve(tmp_path / "home", port)
     words = ["--exclude-path-regex", STREAMS, "--checks", CHECKS, "-n", EXAMPLES, "--seed", "7", "--no-color"]
     done = subprocess.run(

@@ -14,7 +14,7 @@ from conserve.jobs.hooks import signature
 from conserve.store.books.hooks import new_secret
 from conserve.store.books.readings import read_jobs
 from tests import commands
-from tests.acceptance.test_batch_kills import free_port, kill, serve
+from tests.acceptance.test_batch_kills import kill, serve
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -34,11 +34,11 @@ def rows_done(home: Path) -> int:
 
 
 @pytest.mark.parametrize("script", NAMES)
-def test_it_gets_every_answer_through_kills(tmp_path: Path, script: str) -> None:
+def test_it_gets_every_answer_through_kills(tmp_path: Path, script: str, port: int) -> None:
     python = ENVIRONMENTS / script / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{script} has no environment; run: make test-clients")
-    home, port = tmp_path / "home", free_port()
+    home = tmp_path / "home"
     api, working = serve(home, port), harvest(home)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     client = subprocess.Popen(

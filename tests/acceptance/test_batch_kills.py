@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -21,12 +20,6 @@ TEXTS = [f"q{n}" for n in range(24)]
 SLOW = "request_ms=100&capacity=4"
 WRITTEN = Shot(at="conserve.jobs.harvest.recorder:Recorder.write", after=True)
 """The first results are durable."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def serve(home: Path, port: int) -> "subprocess.Popen[str]":
@@ -55,8 +48,10 @@ def kill(running: "subprocess.Popen[str] | Forked") -> None:
     running.communicate()
 
 
-def test_a_batch_is_answered_once_through_kills_of_every_part(tmp_path: Path, forks: Forks) -> None:
-    home, port = tmp_path / "home", free_port()
+def test_a_batch_is_answered_once_through_kills_of_every_part(
+    tmp_path: Path, forks: Forks, port: int
+) -> None:
+    home = tmp_path / "home"
     harness = Harness(home, TEXTS, script=SLOW, forks=forks)
     api = client(f"http://127.0.0.1:{port}/v1")
     serving = forked_api(harness, port)

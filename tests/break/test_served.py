@@ -5,10 +5,8 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +18,7 @@ from conserve.store.books.readings import read_jobs
 from tests import commands
 from tests.acceptance.kill_harness import answer
 from tests.commands import conserve
+from tests.held_port import held_port
 
 from .audit import audit
 from .table import report
@@ -50,7 +49,7 @@ def play(folder: Path, dice: random.Random) -> None:
     words = ["submit", str(path), "--prompt", "{{ q }}", "--max-tokens", str(TOKENS)]
     job_id = conserve(*words).stdout.strip()
     kills = 0
-    with free_port() as port:
+    with held_port() as port:
         running = served(folder, port)
         while kills < KILLS and not completed():
             before = rows_done()
@@ -118,12 +117,3 @@ def completed() -> bool:
 def rows_done() -> int:
     """Rows that have a result."""
     return sum(job.done for job in read_jobs(load(), now=0.0))
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port that is free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    yield port

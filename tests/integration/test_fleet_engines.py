@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from conserve.hosts import free_port
+from tests.held_port import held_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -22,6 +22,7 @@ FLAGS = (
     *("--max-model-len", "1024", "--max-num-batched-tokens", "256", "--max-num-seqs", "8"),
     *("--kv-cache-memory-bytes", str(128 << 20), "--dtype", "float32"),
 )
+NUMBERS = itertools.count()
 GROUPS, ROWS = 12, 10
 PREFIX = "You answer questions about the town of {name}. Its river, its market and its bridges are old. " * 6
 
@@ -30,7 +31,7 @@ class Program:
     """A command of ConServe over one store, with its output in a file."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self.said = folder / f"{words[0]}-{free_port()}.txt"
+        self.said = folder / f"{words[0]}-{next(NUMBERS)}.txt"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CONSERVE_")},
             "CONSERVE_HOME": str(folder / "home"),
@@ -68,7 +69,7 @@ class Three:
 
     def __init__(self, folder: Path, model: Path, stack: ExitStack) -> None:
         self.folder, self.model, self.stack = folder, model, stack
-        self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(3)]
+        self.urls = [f"http://127.0.0.1:{stack.enter_context(held_port())}" for _ in range(3)]
         self.servers: list[Program] = []
         for url in self.urls:  # one after the other: their starts would take the cores from each other
             self.servers.append(self.serve(url))

@@ -19,9 +19,9 @@ import pytest
 
 from conserve.endpoints.http import PIECE_TOKENS
 from conserve.engine.vllm.model.demo_model import FOLDER
-from conserve.hosts import free_port
 from tests import commands, patient
 from tests.acceptance import aimed
+from tests.held_port import hold
 
 pytestmark = [
     pytest.mark.engine,
@@ -56,7 +56,8 @@ class Service:
         flags: tuple[str, ...] = FLAGS,
     ) -> None:
         self.home = home
-        self.port = free_port()
+        self._held_port = hold()
+        self.port = self._held_port.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CONSERVE_")},
@@ -112,6 +113,7 @@ class Service:
 
     def kill(self) -> None:
         """Kill the server and all of its processes: none is left to end the others."""
+        self._held_port.close()
         if self.process.poll() is not None:
             return
         children = psutil.Process(self.process.pid).children(recursive=True)

@@ -42,6 +42,7 @@ def test_a_restarted_server_takes_in_what_rows_had(demo_cache: Path, tmp_path: P
         second = Service(tmp_path / "second" / "home", demo_cache, *flags)
         assert second.process.wait(600) == 2
         assert second.says("is in use by another server; name another folder")
+        second.kill()
         job_id = service.conserve("submit", str(long_rows(tmp_path)))
         # All prompts are through, and hardly any answer.
         service.until(lambda: service.report()["offline"]["tokens"] > ROWS * (PROMPT_TOKENS + 20))

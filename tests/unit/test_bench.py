@@ -403,13 +403,10 @@ def test_a_failed_request_is_recorded_with_what_came(
         assert answer.output_tokens == 3, "as asked"
 
 
-def test_a_server_that_is_not_there_fails_every_request() -> None:
-    async def go() -> list[LoadAnswer]:
-        async with serving(drop) as base_url:
-            pass
-        return await play(even(3), LoadTarget(base_url=base_url, model="m"), seed=0)
-
-    assert [answer.status for answer in asyncio.run(go())] == [RequestEnd.BROKEN] * 3
+def test_a_server_that_is_not_there_fails_every_request(port: int) -> None:
+    target = LoadTarget(base_url=f"http://127.0.0.1:{port}", model="m")
+    answers = asyncio.run(play(even(3), target, seed=0))
+    assert [answer.status for answer in answers] == [RequestEnd.BROKEN] * 3
 
 
 @pytest.mark.parametrize("addresses", [("::1", "127.0.0.1"), ("127.0.0.1", "::1")])

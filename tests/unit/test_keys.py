@@ -13,7 +13,6 @@ from conserve.batch_api import access, serving
 from conserve.batch_api.access import KeyRing
 from conserve.batch_api.reads import Reads
 from conserve.errors import StoreError, UsageError
-from conserve.hosts import free_port
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, keys
@@ -314,21 +313,20 @@ def test_without_keys_only_this_machine_is_answered(store: Store, headers: dict[
         assert patient.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
 
 
-def test_an_api_without_keys_listens_on_this_machine_alone() -> None:
-    done = conserve("api", "--host", "0.0.0.0", "--port", str(free_port()))
+def test_an_api_without_keys_listens_on_this_machine_alone(port: int) -> None:
+    done = conserve("api", "--host", "0.0.0.0", "--port", str(port))
     assert done.returncode == 2
     assert "conserve keys add NAME" in done.stderr
 
 
 def test_an_api_names_the_address_at_which_others_reach_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     monkeypatch.setattr(hosts, "outward_address", lambda: "192.0.2.7")
     monkeypatch.setattr(serving, "serve", lambda *_, on_ready, **__: on_ready())
     conserve("keys", "add", "nightly")
-    port = str(free_port())
     for host, address in {"0.0.0.0": "192.0.2.7", "127.0.0.1": "127.0.0.1"}.items():
-        done = conserve("api", "--host", host, "--port", port)
+        done = conserve("api", "--host", host, "--port", str(port))
         assert done.returncode == 0
         assert f"http://{address}:{port}/v1" in done.stdout + done.stderr
 

@@ -13,7 +13,6 @@ from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, server_
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.engine.vllm.server import process
 from conserve.errors import ServiceFailed
-from conserve.hosts import free_port
 
 LOG = (
     "(APIServer) Resolved architecture",
@@ -97,11 +96,13 @@ def test_a_harvester_that_cannot_be_started_again_is_tried_again_and_the_server_
     ]
 
 
-def test_a_start_says_its_steps_and_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_says_its_steps_and_where_its_log_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     monkeypatch.setattr(service, "READY_S", 0.0)
     said: list[str] = []
     command = ProcessCommand(name="server", words=(), log=tmp_path / "8000.log")
-    starting = Service(command, None, url=f"http://127.0.0.1:{free_port()}", say=said.append)
+    starting = Service(command, None, url=f"http://127.0.0.1:{port}", say=said.append)
     assert starting.log == command.log
 
     async def start() -> None:
