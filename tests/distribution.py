@@ -10,22 +10,6 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-SERVERS = frozenset(
-    {
-        "test_clients",
-        "test_embedded_engine",
-        "test_fleet_engines",
-        "test_gpu_rehearsal",
-        "test_parallel",
-        "test_profiled_engine",
-        "test_run_for_real",
-        "test_serve",
-        "test_serve_spill",
-        "test_serve_under_pressure",
-    }
-)
-"""Modules of `integration` whose tests start vLLM's engine in processes of its own."""
-
 IMPORT_VLLM = frozenset(
     {
         "test_checkpoints",
@@ -47,6 +31,9 @@ IMPORT_VLLM = frozenset(
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = re.compile(r"tests\.commands|import commands|forks: Forks|sql\.(query|answer)")
 """Text of modules whose tests fork."""
+
+SERVERS = re.compile(r"\b(Service|Ranks|EmbeddedEndpoint|subprocess\.(run|Popen))\(")
+"""Text of modules of `integration` whose tests start vLLM's engine in processes of its own."""
 
 
 class Together(LoadScopeScheduling):
@@ -91,9 +78,10 @@ class Together(LoadScopeScheduling):
             del self.assigned_work[node][scope]
 
 
+@functools.cache
 def starts_servers(module: Path) -> bool:
-    """True for a module of `SERVERS`; a unit test may have the same name."""
-    return module.stem in SERVERS and module.parent.name == "integration"
+    """True for a module of `integration` whose text is that of `SERVERS`."""
+    return module.parent.name == "integration" and bool(SERVERS.search((REPOSITORY / module).read_text()))
 
 
 KINDS = ("engine", "plain", "command")

@@ -346,48 +346,6 @@ def configured(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def ranks(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An engine with two stages, a process each."""
-    from tests.integration.test_parallel import SETTINGS, Ranks
-    from tests.preempted_engine import ENVIRONMENT
-
-    for name, value in {**ENVIRONMENT, **SETTINGS}.items():
-        monkeypatch.setenv(name, value)
-    # vLLM on a CPU makes room for what a stage gets from the one before it while it compiles, and only then.
-    made = Ranks(six_layers, eager=False, pipeline_parallel_size=2)
-    yield made
-    made.close()
-
-
-@pytest.mark.full
-def test_a_parallel_pipeline(ranks: Any) -> None:
-    """Two iterations are under way at once: rows stay, are evicted, and answer as alone."""
-    from tests.integration.test_parallel import rows
-
-    asked, scheduler, dice, lost = rows(1), ranks.core.scheduler, random.Random(3), 0
-    wanted: Mapping[str, Any] = {}
-    for ask in asked:
-        wanted |= ranks.answers([ask])
-    assert ranks.core.batch_queue_size == 2
-
-    def lose() -> None:
-        nonlocal lost
-        running = [row for row in scheduler.running if row.request_id in scheduler.offline]
-        if running and dice.random() < 0.2:
-            ranks.take_memory(dice.choice(running))
-            lost += 1
-
-    for promise in PROMISES:
-        scheduler.conserve({"slo": promise})
-        assert ranks.answers(asked) == wanted, promise
-        assert ranks.answers(asked, lose) == wanted, promise
-    assert lost > 5
-    said = scheduler.conserve()
-    assert said["preemption"]["why_off"] == said["checkpoint"]["why_off"] == "the pipeline is parallel"
-    assert said["checkpoint"]["tokens_recomputed"]
-
-
 def test_experts_on_several_engines_are_refused_on_a_cpu() -> None:
     """vLLM would end at the first request: its CPU kernels have no exchange between the engines."""
     from types import SimpleNamespace

@@ -114,7 +114,10 @@ def test_rewritten_modules_are_kept_while_they_are_collected_alone(monkeypatch: 
         assert shared_imports.sys.dont_write_bytecode is before
 
 
-def test_a_unit_test_named_as_a_module_of_servers_starts_none() -> None:
-    name = sorted(distribution.SERVERS)[0]
-    assert distribution.starts_servers(Path(f"tests/integration/{name}.py"))
-    assert not distribution.starts_servers(Path(f"tests/unit/{name}.py"))
+def test_modules_that_start_processes_of_vllms_take_turns_and_unit_tests_do_not() -> None:
+    integration = Path("tests/integration")
+    names = {path.stem for path in (distribution.REPOSITORY / integration).glob("test_*.py")}
+    servers = {name for name in names if distribution.starts_servers(integration / f"{name}.py")}
+    assert servers >= {"test_serve", "test_served_modes", "test_pipeline", "test_embedded_engine"}
+    assert not servers & {"test_modes", "test_checkpoints", "test_scheduler"}
+    assert not distribution.starts_servers(Path("tests/unit/test_serve.py"))
