@@ -23,6 +23,7 @@ from conserve.jobs.telemetry import tracing
 from conserve.jobs.telemetry.tracing import NS, RowIds, RowTracer
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import LeasedRow
+from tests.commands import HANGS_S
 from tests.store_rows import result
 
 ANSWER = Completion(
@@ -214,19 +215,13 @@ def test_spans_are_of_the_service_and_the_version(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_collector_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, ending = threading.Event(), list[threading.Thread]()
-
-    def hangs() -> None:
-        ending.append(threading.current_thread())
-        gate.wait(60.0)
-
+    gate, before = threading.Event(), threading.enumerate()
     hanging = Traces()
-    monkeypatch.setattr(hanging.tracer._provider, "shutdown", hangs)
+    monkeypatch.setattr(hanging.tracer._provider, "shutdown", lambda: gate.wait(HANGS_S))
     monkeypatch.setattr(tracing, "CLOSE_S", 0.01)
     hanging.tracer.close()
-    assert not gate.is_set()
+    (thread,) = [one for one in threading.enumerate() if one.name == "traces" and one not in before]
     gate.set()
-    (thread,) = [one for one in threading.enumerate() if one.name == "traces"] or ending
     assert thread.daemon, "the process may end before it"
     thread.join()
 
