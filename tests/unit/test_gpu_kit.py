@@ -497,19 +497,22 @@ print(timed.counted)
     def test_the_warm_up_waits_for_the_stock_server(self, tmp_path: Path) -> None:
         log = tmp_path / "beside.log"
         code = f"""
-import asyncio, pathlib
+import asyncio, pathlib, sitecustomize
 from types import SimpleNamespace as Has
 from conserve.engine.vllm.profiling.learning import learn
 embeds = Has(vllm_config=Has(model_config=Has(runner_type="pooling")))
-async def main():
-    waiting = asyncio.create_task(learn(embeds, say=print))
-    await asyncio.sleep(0.5)
-    assert not waiting.done()
-    pathlib.Path({str(log)!r}).write_text("INFO Application startup complete.")
-    await waiting
-asyncio.run(main())
+naps = []
+async def nap(seconds):
+    naps.append(seconds)
+    if len(naps) == 3:
+        pathlib.Path({str(log)!r}).write_text("INFO Application startup complete.")
+sitecustomize.asyncio = Has(sleep=nap)
+asyncio.run(learn(embeds, say=print))
+print(len(naps), "naps")
 """
-        assert "for stock vLLM" in hooked(code, KIT_BESIDE=str(log))
+        said = hooked(code, KIT_BESIDE=str(log))
+        assert "for stock vLLM" in said
+        assert said.endswith("3 naps\n")
 
     def test_without_their_variables_nothing_changes(self) -> None:
         code = "import conserve.engine.vllm.scheduling.iterations as m; print(m.Iterations.learn.__module__)"

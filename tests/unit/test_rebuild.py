@@ -1,5 +1,6 @@
 """A database that is damaged, emptied, gone or an older copy: the jobs come back from it and from their folders."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep import rebuild
 from tests.batch_rig import client, create, live, reaches
-from tests.commands import Done, conserve
+from tests.commands import Done, conserve, until
 from tests.conftest import own_environment
 from tests.store_rows import add_job, claim, finish, job, leased, select
 from tests.tiers import named
@@ -512,14 +513,24 @@ def test_two_processes_that_note_their_ids_at_once_lose_none(
 ) -> None:
     """The other writes while the first one has read the file and not yet replaced it, unless it is kept waiting."""
     other = threading.Thread(target=lineage.note, args=(tmp_path, "two.db", "b"))
-    write = Path.replace
+    waits, write, lock = threading.Event(), Path.replace, fcntl.flock
+
+    def locked(held: int, how: int) -> None:
+        if threading.current_thread() is other:
+            try:
+                lock(held, how | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                waits.set()
+        lock(held, how)
 
     def interleaved(path: Path, target: Path) -> Path:
         if threading.current_thread() is not other:
             other.start()
-            other.join(timeout=0.3)
+            until(lambda: waits.is_set() or not other.is_alive())
         return write(path, target)
 
+    monkeypatch.setattr(fcntl, "flock", locked)
     monkeypatch.setattr(Path, "replace", interleaved)
     lineage.note(tmp_path, "one.db", "a")
     other.join()
