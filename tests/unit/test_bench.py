@@ -396,7 +396,9 @@ async def greet(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 def test_a_failed_request_is_recorded_with_what_came(
     handler: Handler, status: RequestEnd, tokens: int, detail: str
 ) -> None:
-    for answer in load(handler, even(3)):
+    answers = load(handler, even(3))
+    assert len(answers) == 3
+    for answer in answers:
         assert (answer.status, answer.tokens) == (status, tokens)
         assert detail in answer.detail
         assert answer.ended_s >= answer.sent_s
