@@ -447,11 +447,15 @@ def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
     rows = rows_file(tmp_path, 4, longest=1500, max_tokens=20, ignore_eos=True)
     job_id = service.conserve("submit", str(rows))
     service.until(lambda: service.job(job_id)["running"])
-    service.engine_core().kill()
-    with pytest.raises((openai.APIStatusError, openai.APIConnectionError)) as refused:
-        ask_until_refused(client)
-    assert not isinstance(refused.value, openai.APITimeoutError), "a request of a dead engine hangs"
-    service.until(lambda: service.says("serving again"))
+    (batch,) = client.batches.list(limit=1).data
+    events, key = f"{service.url}/v1/batches/{batch.id}/events", {"Authorization": f"Bearer {KEY}"}
+    with patient.stream("GET", events, headers=key, trust_env=False) as stream:
+        next(stream.iter_lines())  # of a process that lives on
+        service.engine_core().kill()
+        with pytest.raises((openai.APIStatusError, openai.APIConnectionError)) as refused:
+            ask_until_refused(client)
+        assert not isinstance(refused.value, openai.APITimeoutError), "a request of a dead engine hangs"
+        service.until(lambda: service.says("serving again"))
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
     assert answer.choices[0].message.content == greedy
     service.until(lambda: service.job(job_id)["state"] == "completed")
