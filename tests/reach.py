@@ -6,10 +6,8 @@ from collections import Counter
 import hypothesis
 
 LEAST = 0.1  # of the examples that come to a guard, those that it lets through
-ENOUGH = 25  # examples from which on a guard is judged, as many as most properties try
-ENOUGH_RANDOM = (
-    100  # where examples are random: a guard that lets one in ten through meets none in 25 now and then
-)
+ENOUGH = 100  # examples from which on a guard is judged
+ENOUGH_FOR_NONE = 25  # derandomised examples of which none is too few, as many as most properties try
 
 _asked: Counter[str] = Counter()
 _passed: Counter[str] = Counter()
@@ -40,11 +38,11 @@ def seldom_reached() -> list[str]:
     that share a process. Random ones may be unlucky: there it is one at all.
     """
     derandomised = hypothesis.settings.default.derandomize
-    enough = ENOUGH if derandomised else ENOUGH_RANDOM
+    for_none = ENOUGH_FOR_NONE if derandomised else ENOUGH
     return [
         f"{what}: {passed} of {asked} examples"
         for what, (passed, asked) in counts().items()
-        if asked >= enough and (not passed or (derandomised and passed < _least(asked)))
+        if (asked >= for_none and not passed) or (asked >= ENOUGH and derandomised and passed < _least(asked))
     ]
 
 

@@ -78,9 +78,14 @@ def test_no_row_leaves_for_a_promise_that_is_kept_anyway(running: UnderWay, come
         assert AllOffline().leaving(running, come, MODEL) == 0
 
 
-@given(iterations(), comings())
-def test_just_enough_is_the_least_that_is_enough(running: UnderWay, come: Arrivals) -> None:
+@given(iterations(), comings(), st.one_of(st.none(), st.floats(0.0, 1.0)))
+def test_just_enough_is_the_least_that_is_enough(
+    running: UnderWay, come: Arrivals, share: float | None
+) -> None:
+    """`share`: of the time with all rows beside, what the arrivals can wait for; None: any time."""
     running = replace(running, separable=True)
+    if share is not None:
+        come = replace(come, slack_ms=share * (remaining_ms(running, MODEL) + prompts_ms(come, MODEL)))
     leaving = JustEnough().leaving(running, come, MODEL)
 
     def late(rows: int) -> bool:

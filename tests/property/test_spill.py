@@ -103,10 +103,10 @@ def test_any_damage_to_any_file_is_refused(shape: tuple[int, int, list[int]], da
     with TemporaryDirectory() as name:
         folder = Path(name)
         written(folder, ranks)
-        path = folder / data.draw(st.sampled_from([INDEX, "spill-0.kv", "spill-1.kv"]))
+        path = folder / data.draw(st.sampled_from([INDEX, INDEX, "spill-0.kv", "spill-1.kv"]))
         content = path.read_bytes()
         at = data.draw(st.integers(0, len(content) - 1))
-        how = data.draw(st.sampled_from(["flipped", "cut", "longer", "gone"]))
+        how = data.draw(st.sampled_from(["flipped", "cut", "longer", "gone", "gone"]))
         if how == "flipped":
             flipped = content[at] ^ data.draw(st.integers(1, 255))
             path.write_bytes(content[:at] + bytes([flipped]) + content[at + 1 :])

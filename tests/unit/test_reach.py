@@ -12,7 +12,7 @@ from tests import reach
     [
         (True, 24, 0, False),
         (True, 25, 0, True),
-        (True, 25, 1, False),
+        (True, 99, 1, False),
         (True, 100, 3, True),
         (True, 100, 4, False),
         (False, 99, 0, False),
