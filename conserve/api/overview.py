@@ -12,9 +12,10 @@ from conserve.api.servers import ASKED_AT_ONCE, STOCK, addresses, ask
 from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.forecast import Forecast
-from conserve.jobs.deadlines.queue import GOING, forecast_queue
+from conserve.jobs.deadlines.queue import forecast_queue
 from conserve.jobs.deadlines.rate import SLOT_S
 from conserve.store.books.readings import JobReading, read_harvested, read_jobs
+from conserve.store.books.states import GOING
 
 P99 = "p99"  # the promise of a time without a name
 LOOK_S = 1.0

@@ -14,7 +14,7 @@ from conserve.engine.runtime.vllm_flags import spelled_out
 from conserve.errors import SettingsError
 from conserve.hosts import about_login, without_login
 from conserve.store.books.readings import JobReading, read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import GOING
 from conserve.words import count, duration
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Outcome:
 def unfinished(settings: Settings, only: Collection[str] | None) -> list[JobReading]:
     """Jobs with rows to run, of these or of all."""
     readings = read_jobs(settings, now=time.time())
-    states = (JobState.QUEUED, JobState.RUNNING)
-    return [r for r in readings if r.state in states and (only is None or r.id in only)]
+    return [r for r in readings if r.state in GOING and (only is None or r.id in only)]
 
 
 def unfinished_rows(store: "Store", only: Collection[str] | None, model: str | None = None) -> int:

@@ -28,7 +28,7 @@ from conserve.api.waiting import in_thread, outlast
 from conserve.config import UNSET, Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import GOING, JobState
 from conserve.words import count
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ async def drained_together(settings: Settings, job_ids: Sequence[str], arguments
     if not left:
         return nothing_left(jobs)
     for job in left:
-        if job.state not in (JobState.QUEUED, JobState.RUNNING):
+        if job.state not in GOING:
             raise JobRefused(idle(job))
     chosen = arguments.binding.settled(wanted, left)
     check_endpoint(chosen, arguments.engine_args, ProfileFlags())

@@ -9,9 +9,10 @@ from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.forecast_report import IDLE, document, header, none_runs, row
 from conserve.cli.options import JOB
-from conserve.jobs.deadlines.queue import GOING, forecast_queue
+from conserve.jobs.deadlines.queue import forecast_queue
 from conserve.jobs.deadlines.rate import LEAST_BUSY_S
 from conserve.store.books.readings import job_named, read_harvested, read_jobs
+from conserve.store.books.states import GOING
 
 EXAMPLE = """
 conserve forecast

@@ -36,7 +36,7 @@ from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.store.books.readings import JobReading, job_named, read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import ENDED_EARLY, GOING, JobState
 
 if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
@@ -247,7 +247,7 @@ def report(
             f"{done.no_json:,} of {output.count(done.succeeded, 'answer')} are not the JSON that was asked for, "
             "and their column json is null: the server may not support response_format"
         )
-    going = any(reading.state in (JobState.QUEUED, JobState.RUNNING) for reading in ours)
+    going = any(reading.state in GOING for reading in ours)
     if done.interrupted and (going or not done.ready):
         output.say(f"go on with: {again()}")
     output.say(done.summary())
@@ -282,7 +282,7 @@ def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:
     happened = {
         exits.INTERRUPTED: done.interrupted,
         exits.FAILED: bool(done.refused),
-        exits.CANCELLED: not {JobState.CANCELLED, JobState.EXPIRED, REMOVED}.isdisjoint(done.jobs.values()),
+        exits.CANCELLED: not {*ENDED_EARLY, REMOVED}.isdisjoint(done.jobs.values()),
         exits.PAUSED: paused,
         exits.FAILED_ROWS: any(reading.failed for reading in ours),
     }

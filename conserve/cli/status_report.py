@@ -12,7 +12,7 @@ from conserve.config import Settings
 from conserve.jobs.harvest.services import running
 from conserve.store.books.job_names import FIRST_JOB
 from conserve.store.books.readings import JobReading, job_named, read_harvested, read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import ENDED_EARLY, GOING, JobState
 
 WATCH_S = 1.0
 COURSES = 60  # of a forecast: status answers at once
@@ -83,8 +83,7 @@ def foreseen(
     settings: Settings, readings: Sequence[JobReading], job: JobReading | None, now: float
 ) -> str | None:
     """Forecast of one job or of all in words; None if no row waits, or before any was answered."""
-    going = (JobState.QUEUED, JobState.RUNNING)
-    if not any(one.state in going and one.unanswered for one in ([job] if job else readings)):
+    if not any(one.state in GOING and one.unanswered for one in ([job] if job else readings)):
         return None
     slots = read_harvested(settings)
     if not slots:
@@ -203,7 +202,7 @@ def detail(reading: JobReading, seen: ShownJobs) -> list[str]:
 
 def left(reading: JobReading) -> str:
     """Rows without a result that none runs: waiting, or cancelled or expired with their job."""
-    ended = reading.state in (JobState.CANCELLED, JobState.EXPIRED)
+    ended = reading.state in ENDED_EARLY
     return f"{reading.waiting:,} {reading.state if ended else 'waiting'}"
 
 

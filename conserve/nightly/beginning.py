@@ -11,13 +11,12 @@ from conserve.errors import JobNotFound, JobRefused
 from conserve.evals.plan import ModelTarget, NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
-from conserve.jobs.deadlines.queue import GOING
 from conserve.nightly import keeping
 from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.redacted import overrides_of, plan_text_of
 from conserve.nightly.running import Asking, Say, overridden
 from conserve.store.books.readings import JobReading, read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import GOING, REMOVABLE, JobState
 
 OLD = "it began longer ago than `resume` allows"
 CHANGED = "the file or the flags have changed and none of its rows was answered"
@@ -143,10 +142,9 @@ def give_up(settings: Settings, run: RunRecord, why: str, *, now: float, say: Sa
 
 def cancel_open(settings: Settings, run: RunRecord, *, now: float) -> int:
     """Cancel the jobs of a run that have rows without a result; returns how many."""
-    ended = (JobState.COMPLETED, JobState.CANCELLED)
     cancelled = 0
     for job in jobs_of(settings, run, now=now):
-        if job.state not in ended:
+        if job.state not in REMOVABLE:
             with suppress(JobRefused, JobNotFound):  # ended, or removed, just now
                 Job(settings, job.id).cancel()
                 cancelled += 1

@@ -6,9 +6,8 @@ from typing import Protocol
 from conserve.jobs.deadlines.forecast import COURSES, Forecast, QueuedJob, forecasts
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.work import WorkCounters, usual_row_tokens, work_of
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import GOING, JobState, OnLate
 
-GOING = (JobState.QUEUED, JobState.RUNNING)
 LIKELY = 0.9  # a job is said to make its deadline from this probability on
 NEW = "(new)"  # id of a job that is about to be queued
 

@@ -23,7 +23,7 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, leases, queue, servers
 from conserve.store.books.leases import Lease, Terms
-from conserve.store.books.states import JobState
+from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
@@ -356,7 +356,7 @@ class Ledger:
         stopped = {id_ for id_, state in states.items() if state.stopped} | removed
         self._workload.close_files(stopped)
         self._ended = ended
-        early = [id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.EXPIRED)]
+        early = [id_ for id_, state in states.items() if state in ENDED_EARLY]
         self._tally.cancelled |= dict.fromkeys(early)
         return stopped
 

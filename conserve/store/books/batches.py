@@ -16,7 +16,7 @@ from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, events, leases, spans
 from conserve.store.books.catalog import JobRecord
 from conserve.store.books.lateness import CLOCK
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import DELIVERED, OPEN, JobState, OnLate, stored
 from conserve.store.database import schema
 from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
 
@@ -164,10 +164,6 @@ def of_submitted(tx: Connection, job_id: str, *, now: float) -> None:
     events.of_jobs(tx, [job_id], now=now)
 
 
-DELIVERED = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)
-"""States of jobs whose results are delivered."""
-
-
 class Overtaken(JobRefused):
     """The batch has become a job, was cancelled or was refused meanwhile."""
 
@@ -288,7 +284,7 @@ def deliverable(tx: Connection, *, asked: Sequence[str], now: float) -> list[str
 
     A job that was cancelled or expired has rows in flight until the leases on them have ended.
     """
-    ended = job.c.state.in_([state.value for state in DELIVERED])
+    ended = job.c.state.in_(stored(DELIVERED))
     held = [lease.c.expires_at > now]
     if tx.dialect.name == "postgresql":  # this machine's clock may be ahead of all others
         held.append(lease.c.expires_at > CLOCK)
@@ -336,11 +332,10 @@ def unfinished_rows(tx: Connection, key_name: str) -> int:
 
     One statement sees both, since a batch may become a job between two.
     """
-    open_states = [JobState.QUEUED.value, JobState.PAUSED.value]
     left = (
         select(func.coalesce(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed), 0))
         .join(batch, batch.c.job_id == job.c.id)
-        .where(batch.c.key_name == key_name, job.c.state.in_(open_states))
+        .where(batch.c.key_name == key_name, job.c.state.in_(stored(OPEN)))
     )
     lines = (
         select(func.coalesce(func.sum(schema.file.c.num_lines), 0))

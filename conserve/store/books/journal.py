@@ -10,15 +10,12 @@ from sqlalchemy import Connection, delete, select, update
 from conserve.store.books import events, spans
 from conserve.store.books.results import TOKEN_COUNTS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.spans import Span
-from conserve.store.books.states import JobState
+from conserve.store.books.states import COMPLETABLE, JobState, stored
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, finish, insert_rows, matching
 from conserve.store.database.wakeup import wake
 
 job, request, journal = schema.job, schema.request, schema.journal
-
-COMPLETABLE = (JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.EXPIRED)
-"""States of jobs that their last result completes."""
 
 
 class Finished(NamedTuple):
@@ -169,7 +166,7 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
         update(job)
         .where(
             job.c.id == job_id,
-            job.c.state.in_([state.value for state in COMPLETABLE]),
+            job.c.state.in_(stored(COMPLETABLE)),
             job.c.succeeded + job.c.failed == job.c.num_rows,
         )
         .values(state=JobState.COMPLETED.value, finished_at=now, error=None)

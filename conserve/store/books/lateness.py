@@ -17,7 +17,7 @@ from sqlalchemy import (
     select,
 )
 
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import OPEN, JobState, OnLate, stored
 from conserve.store.database import schema
 
 job = schema.job
@@ -39,7 +39,7 @@ def is_late(tx: Connection, now: float) -> ColumnElement[bool]:
 
 def late(dialect: str, now: Any) -> ColumnElement[bool]:
     """`is_late` on a kind of database, at a time or a parameter."""
-    return and_(job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value]), is_over(dialect, now))
+    return and_(job.c.state.in_(stored(OPEN)), is_over(dialect, now))
 
 
 def is_over(dialect: str, now: Any) -> ColumnElement[bool]:

@@ -21,7 +21,7 @@ from conserve.store.books.lateness import kept_deadline
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.queue import AT_ONCE, waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
-from conserve.store.books.states import JobState
+from conserve.store.books.states import OPEN, JobState
 from conserve.store.books.too_long import fails_again, too_long
 from conserve.store.books.unrendered import stays_failed, unrendered
 from conserve.store.database import schema
@@ -339,7 +339,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
             )
         )
         goes_on = not journalled.complete(tx, current.id, now)  # else no claim would ever end the job
-        if goes_on and current.state not in (JobState.PAUSED, JobState.QUEUED):
+        if goes_on and current.state not in OPEN:
             events.of_jobs(tx, [current.id], now=now)
         wake(tx)
     for file in gone:

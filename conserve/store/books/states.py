@@ -1,5 +1,6 @@
 """The states of a job."""
 
+from collections.abc import Collection
 from enum import StrEnum
 
 
@@ -46,3 +47,22 @@ class JobState(StrEnum):
     def final(self) -> bool:
         """True if the job stays as it is unless the user asks for a change."""
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)
+
+
+GOING = frozenset({JobState.QUEUED, JobState.RUNNING})
+"""States of jobs whose rows are taken."""
+OPEN = frozenset({JobState.QUEUED, JobState.PAUSED})
+"""Stored states of jobs that may go on and have not been refused."""
+COMPLETABLE = OPEN | {JobState.FAILED, JobState.EXPIRED}
+"""States of jobs that their last result completes."""
+ENDED_EARLY = frozenset({JobState.CANCELLED, JobState.EXPIRED})
+"""States of jobs that ended by a wish or a deadline, rows left or not."""
+DELIVERED = ENDED_EARLY | {JobState.COMPLETED}
+"""States of jobs whose results are delivered."""
+REMOVABLE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
+"""States of finished jobs. A failed job is not finished, since `conserve resume` lets it go on."""
+
+
+def stored(states: Collection[JobState]) -> list[str]:
+    """Values of states in a column, in the order of `JobState`."""
+    return [state.value for state in JobState if state in states]

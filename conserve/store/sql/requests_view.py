@@ -7,7 +7,7 @@ from typing import Protocol
 import duckdb
 import pyarrow as pa
 
-from conserve.store.books.states import JobState
+from conserve.store.books.states import ENDED_EARLY
 from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import with_columns
@@ -16,8 +16,6 @@ from conserve.store.sql.readable import CHECK, LeftOut
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.views import Fault
 from conserve.store.upkeep.damage import StorePart
-
-ENDED_EARLY = (JobState.CANCELLED, JobState.EXPIRED)
 
 COLUMNS = (
     "job_id", "position", "row_index", "custom_id", "body", "prompt", "state", "attempts", "error",

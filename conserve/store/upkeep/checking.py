@@ -21,7 +21,7 @@ from conserve.store.books.mounted import require_folders
 from conserve.store.books.places import Content
 from conserve.store.books.results import TOKEN_COUNTS, decode
 from conserve.store.books.shards import ShardFile
-from conserve.store.books.states import JobState
+from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Seal
@@ -364,7 +364,7 @@ def is_done(job: catalog.JobRecord, counts: JobCounters) -> bool:
 
 def completable(job: catalog.JobRecord) -> bool:
     """True if the job's state follows from its rows; one that was cancelled or expired is never completed."""
-    return job.state not in (JobState.CANCELLED, JobState.EXPIRED)
+    return job.state not in ENDED_EARLY
 
 
 def named(positions: Sequence[int]) -> str:

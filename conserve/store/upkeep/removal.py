@@ -18,7 +18,7 @@ from sqlalchemy import delete, select
 from conserve.errors import JobRefused, StoreFull, StoreUnreachable
 from conserve.store.books import catalog, leases
 from conserve.store.books.mounted import require_folders
-from conserve.store.books.states import JobState
+from conserve.store.books.states import REMOVABLE
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
@@ -29,9 +29,6 @@ from conserve.store.files.objects import FilePath, ObjectPath
 log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 lease, span = schema.lease, schema.span
-
-FINISHED = (JobState.COMPLETED, JobState.CANCELLED)
-"""A failed job is not finished, since `conserve resume` lets it go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class DiskUsage:
     @property
     def finished(self) -> bool:
         """True if the job is completed or cancelled."""
-        return self.state in FINISHED
+        return self.state in REMOVABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +172,7 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
         if not catalog.taken(tx, job_id):
             return None
         record = catalog.record(tx, job_id)
-        if record["state"] not in FINISHED and not force:
+        if record["state"] not in REMOVABLE and not force:
             raise JobRefused(
                 f"job {job_id} is {record['state']} and not finished; add --force to remove it all the same"
             )
@@ -237,4 +234,4 @@ def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
 
 def ended_by(moment: float) -> Callable[[Any], bool]:
     """Condition on a job's record: it is finished, and ended by this moment."""
-    return lambda row: row.state in FINISHED and (row.finished_at or 0.0) <= moment
+    return lambda row: row.state in REMOVABLE and (row.finished_at or 0.0) <= moment
