@@ -16,7 +16,8 @@ from conserve.batch_api.state import ApiCaller, ApiState, caller_of
 from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
-from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord, NewBatch
 from conserve.store.books.keys import ApiKey
 
 MOST_BATCHES = 100  # in one page

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conserve.jobs.task import Task
-from conserve.store.books.batches import BatchRecord, BatchState
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.books.uploads import File
 

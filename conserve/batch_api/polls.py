@@ -10,7 +10,8 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.refusals import Refused
 from conserve.store.books import batches
-from conserve.store.books.batches import BatchRecord, BatchState
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord
 from conserve.store.database.plain import Row
 
 MOST_KEPT = 1024

@@ -20,7 +20,7 @@ from conserve.config import Settings
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import BatchState
+from conserve.store.books.batch_state import BatchState
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, lines
 from tests.conftest import examples

@@ -25,7 +25,8 @@ from conserve.errors import JobRefused, StoreError, StoreMoved
 from conserve.hosts import free_port
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
-from conserve.store.books.batches import BatchState, NewBatch
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile

@@ -7,7 +7,8 @@ from sqlalchemy import text
 
 from conserve.errors import JobRefused
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import BatchRecord, BatchState, InputFault, NewBatch, Overtaken
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord, InputFault, NewBatch, Overtaken
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store

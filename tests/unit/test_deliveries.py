@@ -26,7 +26,8 @@ from conserve.jobs.batches.lines import Limits
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import batches, catalog, shards, uploads
-from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import OnLate
 from conserve.store.books.uploads import NewFile

@@ -17,7 +17,8 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import slug, submit
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import BatchRecord, BatchState, InputFault, Overtaken
+from conserve.store.books.batch_state import BatchState
+from conserve.store.books.batches import BatchRecord, InputFault, Overtaken
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store

@@ -6,7 +6,6 @@ A batch holds no row and no counter. Once its input has become a job, everything
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, events, leases, spans
+from conserve.store.books.batch_state import BatchFacts, BatchState, state_of
 from conserve.store.books.catalog import JobRecord
 from conserve.store.books.lateness import CLOCK
 from conserve.store.books.states import DELIVERED, OPEN, JobState, OnLate, stored
@@ -29,32 +29,6 @@ POLLED = f"""
     from batch left join job on job.id = batch.job_id where batch.id = :id and batch.project = :project
 """
 """One batch of a project with its job, as `of_polled` reads it: plain SQL that every database takes."""
-
-
-class BatchState(StrEnum):
-    """State of a batch, in OpenAI's words."""
-
-    VALIDATING = "validating"
-    """Its input is being read and becomes a job."""
-    FAILED = "failed"
-    """Its input cannot become a job, or its job cannot run."""
-    IN_PROGRESS = "in_progress"
-    """Its job has rows to run, or is paused."""
-    FINALIZING = "finalizing"
-    """Every row has a result; the files are being written."""
-    COMPLETED = "completed"
-    """The files of answers and errors are there."""
-    EXPIRED = "expired"
-    """Its time was over before every row had a result."""
-    CANCELLING = "cancelling"
-    """Cancelled; rows in flight end, and the files are being written."""
-    CANCELLED = "cancelled"
-    """Cancelled; the files hold the results that it had."""
-
-    @property
-    def final(self) -> bool:
-        """True if the batch stays as it is unless its job is changed."""
-        return self in (BatchState.FAILED, BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,23 +80,15 @@ class BatchRecord:
     @property
     def state(self) -> BatchState:
         """State, from the batch's own record before its job exists and from the job then."""
-        if self.job is None and self.job_id is not None:
-            return BatchState.IN_PROGRESS  # the job's record is damaged, until `conserve check` mends it
-        if self.job is None:
-            return self._state_without_job
-        if self.job.state is JobState.COMPLETED:
-            return BatchState.COMPLETED if self.delivered else BatchState.FINALIZING
-        if self.job.state is JobState.CANCELLED:
-            return BatchState.CANCELLED if self.delivered else BatchState.CANCELLING
-        if self.job.state is JobState.EXPIRED:
-            return BatchState.EXPIRED if self.delivered else BatchState.FINALIZING
-        return BatchState.FAILED if self.job.state is JobState.FAILED else BatchState.IN_PROGRESS
-
-    @property
-    def _state_without_job(self) -> BatchState:
-        if self.refused_at is not None:
-            return BatchState.FAILED
-        return BatchState.VALIDATING if self.cancelling_at is None else BatchState.CANCELLED
+        return state_of(
+            BatchFacts(
+                bound=self.job_id is not None,
+                job=None if self.job is None else self.job.state,
+                refused=self.refused_at is not None,
+                cancelled=self.cancelling_at is not None,
+                written=self.delivered,
+            )
+        )
 
     @property
     def unfinished(self) -> bool:

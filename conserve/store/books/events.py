@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, insert, select
 
+from conserve.store.books.batch_state import BatchFacts, BatchState, state_of
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
@@ -20,26 +21,20 @@ batch, hook, job, message = schema.batch, schema.hook, schema.job, schema.messag
 
 
 class Event(StrEnum):
-    """Change of a batch, named by the state that it leads to."""
+    """Change of a batch, named by the `BatchState` that it leads to; a pause is an event too.
 
-    VALIDATING = "validating"
-    """It was created; its input is being read."""
-    IN_PROGRESS = "in_progress"
-    """It has rows to run: for the first time, after a pause, or again after `conserve retry`."""
+    A batch comes to be in progress for the first time, after a pause, or again after `conserve retry`.
+    """
+
+    VALIDATING = BatchState.VALIDATING.value
+    IN_PROGRESS = BatchState.IN_PROGRESS.value
     PAUSED = "paused"
-    """Its job was paused."""
-    FINALIZING = "finalizing"
-    """Every row has a result, or its time is over; its files are being written."""
-    CANCELLING = "cancelling"
-    """It was cancelled; its files are being written."""
-    COMPLETED = "completed"
-    """Every row has a result, and its files are there."""
-    FAILED = "failed"
-    """Its input cannot become a job, or its job cannot run."""
-    EXPIRED = "expired"
-    """Its time was over before every row had a result; its files are there."""
-    CANCELLED = "cancelled"
-    """It was cancelled; its files are there."""
+    FINALIZING = BatchState.FINALIZING.value
+    CANCELLING = BatchState.CANCELLING.value
+    COMPLETED = BatchState.COMPLETED.value
+    FAILED = BatchState.FAILED.value
+    EXPIRED = BatchState.EXPIRED.value
+    CANCELLED = BatchState.CANCELLED.value
 
 
 ENDS = (Event.COMPLETED, Event.FAILED, Event.EXPIRED, Event.CANCELLED)
@@ -47,16 +42,7 @@ ENDS = (Event.COMPLETED, Event.FAILED, Event.EXPIRED, Event.CANCELLED)
 
 LISTENING = select(hook).where(hook.c.ended_at.is_(None)).order_by(hook.c.seq)
 
-_OPEN = {
-    JobState.QUEUED: Event.IN_PROGRESS,
-    JobState.PAUSED: Event.PAUSED,
-    JobState.FAILED: Event.FAILED,
-}
-_ENDED = {  # with its files, and while they are being written
-    JobState.COMPLETED: (Event.COMPLETED, Event.FINALIZING),
-    JobState.CANCELLED: (Event.CANCELLED, Event.CANCELLING),
-    JobState.EXPIRED: (Event.EXPIRED, Event.FINALIZING),
-}
+_STATES = {state.value: state for state in JobState}
 
 
 def of_jobs(tx: Connection, job_ids: Collection[str], *, now: float) -> None:
@@ -87,19 +73,23 @@ def standing(tx: Connection, condition: ColumnElement[bool]) -> Sequence[Any]:
 
 def event_of(row: Any) -> Event | None:
     """Event that leads to the state of a batch; None if the record of its job is damaged."""
-    if row.job_id is None and row.refused_at is not None:
-        return Event.FAILED
-    if row.job_id is None:
-        return Event.VALIDATING if row.cancelling_at is None else Event.CANCELLED
-    if row.state in _ENDED:
-        ended, writing = _ENDED[row.state]
-        return ended if has_files(row) else writing
-    return _OPEN.get(row.state)
+    state = _STATES.get(row.state)
+    if state is JobState.PAUSED:
+        return Event.PAUSED
+    if row.job_id is not None and state is None:
+        return None
+    return Event(state_of(facts_of(row, state)))
 
 
-def has_files(row: Any) -> bool:
-    """True if no files are to be written: they are there, or the job was not asked for as a batch."""
-    return row.file_id is None or is_delivered(row)
+def facts_of(row: Any, state: JobState | None) -> BatchFacts:
+    """Facts of a batch and its job; a job that was not asked for as a batch has no files to write."""
+    return BatchFacts(
+        bound=row.job_id is not None,
+        job=state,
+        refused=row.refused_at is not None,
+        cancelled=row.cancelling_at is not None,
+        written=row.file_id is None or is_delivered(row),
+    )
 
 
 def is_delivered(row: Any) -> bool:
