@@ -7,8 +7,8 @@ from collections.abc import Iterator
 MOST = 65_535  # as vLLM raises the limit, if it may
 
 
-def raised() -> int:
-    """Files that this process may have open, after raising its soft limit as far as it may."""
+def raise_limit() -> int:
+    """Raise the soft limit on open files as far as this process may; returns the files that it may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST

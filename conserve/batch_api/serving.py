@@ -43,7 +43,7 @@ def serve(
         app,
         host=host,
         port=port,
-        http=bounded(affordable(connections, open_files.raised())),
+        http=bounded(affordable(connections, open_files.raise_limit())),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,

@@ -22,7 +22,7 @@ from conserve.store.books.uploads import make_folder
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import MARK, Mark
-from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, is_due, modified_at, sweep
+from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, claim_turn, modified_at, sweep
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, leased, select
@@ -453,16 +453,16 @@ def test_a_part_of_an_upload_that_was_cut_off_goes_after_an_hour(store: Store) -
 def test_a_bucket_is_swept_once_an_hour_by_each_machine(tmp_path: Path) -> None:
     """A clock that was turned back by hours does not put the next sweep off."""
     begun = tmp_path.stat().st_mtime
-    assert is_due(tmp_path, now=begun)
+    assert claim_turn(tmp_path, now=begun)
     noted = (tmp_path / SWEPT).stat().st_mtime
     assert noted >= begun - 1
-    assert not is_due(tmp_path, now=noted + HOUR_S - 1)
-    assert not is_due(tmp_path, now=noted - HOUR_S + 1)
-    assert is_due(tmp_path, now=noted + HOUR_S)
+    assert not claim_turn(tmp_path, now=noted + HOUR_S - 1)
+    assert not claim_turn(tmp_path, now=noted - HOUR_S + 1)
+    assert claim_turn(tmp_path, now=noted + HOUR_S)
     os.utime(tmp_path / SWEPT, (9e9, 9e9))
-    assert is_due(tmp_path, now=noted)
+    assert claim_turn(tmp_path, now=noted)
     assert (tmp_path / SWEPT).stat().st_mtime < 9e9
-    assert is_due(tmp_path / "gone", now=noted), "what cannot be noted is no reason to wait"
+    assert claim_turn(tmp_path / "gone", now=noted), "what cannot be noted is no reason to wait"
 
 
 def test_a_folder_that_is_registered_while_the_sweep_looks_stays(

@@ -177,7 +177,7 @@ class Harvester:
         With `follow`, only `stop` ends the work: while the store or the endpoint is out of reach, the harvester
         waits. A bucket out of reach is waited for without `follow` too.
         """
-        open_files.raised()  # for the files of jobs, and a connection a row
+        open_files.raise_limit()  # for the files of jobs, and a connection a row
         try:
             with collected_apart():
                 await self._sessions(stop)

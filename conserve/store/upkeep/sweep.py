@@ -55,7 +55,7 @@ def sweep(store: Store, *, now: float) -> int:
     delete_stale((store.home / home.SENDING).glob("*"), now=now)
     if isinstance(uploaded := uploads.folder(store), Path):
         delete_stale(uploaded.glob("*.tmp"), now=now)
-    if isinstance(store.data, ObjectPath) and is_due(store.home, now=now):
+    if isinstance(store.data, ObjectPath) and claim_turn(store.home, now=now):
         with staying(store.data):
             swept += sweep_objects(store, store.data, now=now)
     return swept
@@ -78,11 +78,12 @@ def sweep_folders(store: Store, *, now: float) -> int:
     swept = 0
     for path in [path for path in folders if path.name not in known]:
         with staying(path):
-            swept += is_stale(path, now) and is_swept(store, path, now)
+            if is_stale(path, now) and sweep_folder(store, path, now):
+                swept += 1
     return swept
 
 
-def is_swept(store: Store, folder: Path, now: float) -> bool:
+def sweep_folder(store: Store, folder: Path, now: float) -> bool:
     """Move a job's folder if it is an orphan of this store; returns True if it was."""
     with marks.seized(folder, store.id) as mark:
         if mark is None or mark.registered:
@@ -152,8 +153,8 @@ def delete_stale(paths: Iterable[Path], *, now: float) -> None:
                 path.unlink(missing_ok=True)
 
 
-def is_due(where: Path, *, now: float) -> bool:
-    """True if this machine has not swept the bucket for an hour; notes that it does now."""
+def claim_turn(where: Path, *, now: float) -> bool:
+    """Note that this machine sweeps the bucket now; returns False if it did within the last hour."""
     note = where / SWEPT
     with suppress(OSError):
         if abs(now - note.stat().st_mtime) < BETWEEN_S:

@@ -156,7 +156,7 @@ def put_in_front(args: Namespace, limits: ApiLimits) -> None:
 
 def http_protocol(limits: ApiLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol with a limit on connections."""
-    return bounded(affordable(limits.connections, open_files.raised()))
+    return bounded(affordable(limits.connections, open_files.raise_limit()))
 
 
 def run(args: Namespace, limits: ApiLimits) -> None:
