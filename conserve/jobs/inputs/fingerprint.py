@@ -6,23 +6,18 @@ from pathlib import Path
 
 from conserve.store.books.catalog import InputFile, JobRecord, Source
 from conserve.store.files import home
+from conserve.store.files.digests import digest_of
 from conserve.store.files.objects import FilePath
-
-BLOCK_BYTES = 1 << 22
 
 
 def fingerprint(path: Path) -> InputFile:
     """Take the fingerprint of a file: its size, time of change and digest."""
-    digest = hashlib.blake2b(digest_size=20)
-    with path.open("rb") as file:
-        stat = path.stat()
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
+    stat = path.stat()
     return InputFile(
         path=str(path.absolute()),
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        digest=digest.hexdigest(),
+        digest=digest_of(path),
     )
 
 

@@ -19,6 +19,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import digests
 from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
+from conserve.words import count
 
 request, lease, journal = schema.request, schema.lease, schema.journal
 BYTES_A_TOKEN = 4
@@ -65,7 +66,7 @@ def ahead(rows: int) -> str:
     """Words for the rows of the job in front of one."""
     if not rows:
         return "it is the next of its job"
-    return "1 row of its job goes first" if rows == 1 else f"{rows:,} rows of its job go first"
+    return count(rows, "row of its job goes first", "rows of its job go first")
 
 
 def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:

@@ -9,6 +9,7 @@ from conserve.store.books.results import decode
 from conserve.store.database import schema
 from conserve.store.database.bulk import read_rows
 from conserve.store.files.objects import FilePath, source
+from conserve.words import count
 
 journal = schema.journal
 TOO_LONG = "too_long"  # their error type
@@ -27,7 +28,7 @@ def too_long(tx: Connection, job_id: str, shards: Iterable[FilePath]) -> list[in
 
 def fails_again(job_id: str, row_indexes: Sequence[int]) -> str:
     """Sentence on such rows that go back into the queue."""
-    rows = "1 row was" if len(row_indexes) == 1 else f"{len(row_indexes):,} rows were"
+    rows = count(len(row_indexes), "row was", "rows were")
     they = "it" if len(row_indexes) == 1 else "they"
     return (
         f"{job_id}: {rows} too long for the model's context (row {min(row_indexes):,}), and {they} will fail "

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import one_line
 from conserve.store.files.objects import FilePath, source
+from conserve.words import count
 
 
 class Unrendered(NamedTuple):
@@ -50,7 +51,7 @@ def nulls(table: pa.Table, first: int) -> dict[int, Unrendered]:
 def stays_failed(job_id: str, stuck: Mapping[int, Unrendered]) -> str:
     """Sentence on rows that `retry` leaves as they are."""
     first = min(stuck.values())
-    rows = "1 row" if len(stuck) == 1 else f"{len(stuck):,} rows"
+    rows = count(len(stuck), "row")
     return (
         f"{job_id}: {rows} could not be rendered at submit and would fail again (row {first.row_index:,}: "
         f"{one_line(first.error)}); correct the prompt or the input and submit it again"

@@ -48,18 +48,17 @@ class Mended(NamedTuple):
     @property
     def said(self) -> list[str]:
         """The changes in words."""
-        return [
-            *(f"{file.file} was taken out of the store" for file in self.dropped),
-            *(
-                [
-                    f"{count(self.damaged_rows, 'damaged row was', 'damaged rows were')} taken out of the journal"
-                ]
-                * bool(self.damaged_rows)
-            ),
-            *([f"{count(self.back, 'row is', 'rows are')} back in the queue"] * bool(self.back)),
-            *(["the counters were counted again"] * self.recounted),
-            *([f"it is bound to {self.bound_to}, the model of its answers"] * bool(self.bound_to)),
-        ]
+        said = [f"{file.file} was taken out of the store" for file in self.dropped]
+        if self.damaged_rows:
+            rows = count(self.damaged_rows, "damaged row was", "damaged rows were")
+            said.append(f"{rows} taken out of the journal")
+        if self.back:
+            said.append(f"{count(self.back, 'row is', 'rows are')} back in the queue")
+        if self.recounted:
+            said.append("the counters were counted again")
+        if self.bound_to:
+            said.append(f"it is bound to {self.bound_to}, the model of its answers")
+        return said
 
 
 def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:

@@ -20,6 +20,7 @@ from conserve.store.books.places import Positions
 from conserve.store.database import counters, schema
 from conserve.store.files import digests, home
 from conserve.store.files.objects import FilePath, ObjectPath, below, source
+from conserve.words import count
 
 journal, shard = schema.journal, schema.shard
 
@@ -149,9 +150,4 @@ def take_in(
             )
         )
     rows = sum(len(orphan.positions) for orphan in found)
-    return [f"{counted(rows)} that lay on disk {'was' if rows == 1 else 'were'} taken in"]
-
-
-def counted(answers: int) -> str:
-    """Number of answers in words."""
-    return "1 answer" if answers == 1 else f"{answers:,} answers"
+    return [f"{count(rows, 'answer that lay on disk was', 'answers that lay on disk were')} taken in"]
