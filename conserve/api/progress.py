@@ -12,7 +12,8 @@ from conserve.hosts import without_login
 from conserve.words import count
 
 if TYPE_CHECKING:
-    from conserve.jobs.harvest.harvester import Harvester, Tally
+    from conserve.jobs.harvest.harvester import Harvester
+    from conserve.jobs.harvest.tally import Tally
     from conserve.jobs.harvest.time_left import QueueProgress
 
 LINE_S = 30.0

@@ -22,15 +22,15 @@ MOST_REPLICAS = 1000  # that are told apart, also those that are gone
 class CongestionWindow:
     """Number of rows in flight: one more after every calm reading, half as many under pressure."""
 
-    def __init__(self, *, low: int = 1, high: int) -> None:
-        self.low, self.high = low, max(low, high)
-        self.size = low
+    def __init__(self, *, high: int) -> None:
+        self.high = max(1, high)
+        self.size = 1
         self.small_for = 0  # readings
 
     def observe(self, pressed: bool) -> int:
-        """Take one reading; returns the new size, between `low` and `high`."""
+        """Take one reading; returns the new size, between 1 and `high`."""
         size = self.size // 2 if pressed else self.size + 1
-        self.size = min(max(size, self.low), self.high)
+        self.size = min(max(size, 1), self.high)
         self.small_for = self.small_for + 1 if self.size < max(2, self.high * SMALL) else 0
         return self.size
 

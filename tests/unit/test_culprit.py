@@ -24,7 +24,8 @@ from conserve.errors import (
     ServerLost,
 )
 from conserve.jobs.fleet.fleet import Fleet
-from conserve.jobs.harvest.harvester import Harvester, Tally
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store

@@ -14,7 +14,8 @@ from conserve.endpoints.rejections import IN_A_ROW
 from conserve.endpoints.roster import rosters_of
 from conserve.errors import EndpointBusy, EndpointUnavailable, EndpointUnusable, RequestRejected
 from conserve.jobs.fleet.fleet import Fleet
-from conserve.jobs.harvest.harvester import Harvester, Tally
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store

@@ -44,7 +44,8 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
     try:
         with alone_at(path):  # a second process waits, and then finds nothing to do
             if (waiting := find(store, batch_id, now=now)) is not None:
-                queue(store, waiting[0], upload, limits, now=now)
+                with home.fetched(path, store.local) as local:
+                    queue(store, waiting[0], upload, local, limits, now=now)
     except PASSING as error:
         # A disk that is not there just now has not lost the upload.
         if path.exists() or not path.parent.is_dir():
@@ -68,17 +69,9 @@ def find(store: Store, batch_id: str, *, now: float) -> tuple[BatchRecord, File 
         return found, uploads.get(tx, found.project, found.file_id or "", now=now)
 
 
-def queue(store: Store, found: BatchRecord, upload: File, limits: Limits, *, now: float) -> None:
-    """Queue the job of a batch, or refuse its input."""
-    endpoint = Url(found.endpoint or Url.CHAT)
-    with home.fetched(store.data / upload.path, store.local) as path:
-        queue_file(store, found, upload, path, endpoint, limits, now=now)
-
-
-def queue_file(
-    store: Store, found: BatchRecord, upload: File, path: Path, endpoint: Url, limits: Limits, *, now: float
-) -> None:
+def queue(store: Store, found: BatchRecord, upload: File, path: Path, limits: Limits, *, now: float) -> None:
     """Queue the job of a batch whose input is on this machine, or refuse the input."""
+    endpoint = Url(found.endpoint or Url.CHAT)
     if why := faults(path, endpoint, limits):
         refuse(store, found.id, why, now=now)
         return

@@ -94,14 +94,14 @@ class Claimable(Protocol):
 J = TypeVar("J", bound=Claimable)
 
 
-def claim_order(jobs: Sequence[J], turn: int, share: float = SHARE) -> list[J]:
+def claim_order(jobs: Sequence[J], turn: int) -> list[J]:
     """Runnable jobs by priority, then by deadline; on the others' turns those without a deadline go first.
 
     Priority stands above deadlines: a job of a lower priority waits, whatever its deadline.
     """
     if all(job.deadline is None for job in jobs):
         return list(jobs)
-    undated_first = is_others_turn(turn, share)
+    undated_first = is_others_turn(turn, SHARE)
 
     def place(job: J) -> tuple[float, ...]:
         undated = job.deadline is None

@@ -32,7 +32,7 @@ from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.suspects import SuspectTurns
 from conserve.jobs.harvest.sweeps import Sweeps
-from conserve.jobs.harvest.tally import Tally as Tally
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.time_left import QueueProgress
 from conserve.jobs.harvest.waiting import elapsed_or_set
 from conserve.jobs.harvest.workload import ReadyRow
