@@ -124,7 +124,7 @@ class Streams:
     def _read(self, wanted: Collection[str]) -> StreamLook:
         with self._store.read() as tx:
             if guard.mark_text(tx) is not None:
-                return StreamLook({}, ())  # the streams end; who asks again is told of the move
+                return StreamLook({}, ())  # the streams end; a client that asks again is told of the move
             found = batches.several(tx, wanted)
             revoked = {key.name for key in keys.everything(tx) if key.revoked_at is not None}
         for batch in found:

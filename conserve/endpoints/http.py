@@ -160,6 +160,10 @@ class HttpEndpoint:
             self._watch = asyncio.create_task(self._keep_looking())
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        """Answer one call.
+
+        Raises `RequestRejected`, `EndpointUnusable` if no row can be answered, or a `RetryableError` otherwise.
+        """
         await self._see_that_it_is_the_same(call)
         self._in_flight, self._route = self._in_flight + 1, call.url
         try:

@@ -155,6 +155,7 @@ class Fleet:
     # A call.
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        """Answer one call by any server; raises the `EndpointError` that is the row's, or that no server mends."""
         block_tokens = self.kv_cache.block_tokens if len(self.servers) > 1 else None
         errand = Errand(
             call=call,

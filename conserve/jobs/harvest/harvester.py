@@ -74,7 +74,13 @@ def collected_apart() -> Iterator[None]:
 
 
 class Harvester:
-    """Drains the queue of a store into an endpoint; with `follow`, rows that come later too."""
+    """Drains the queue of a store into an endpoint; with `follow`, rows that come later too.
+
+    Leases last `lease_s` seconds unless renewed. A row fails after `max_attempts` faulty answers, or after
+    `max_deaths` engines that died with that row alone. `only` limits the jobs, `share` holds weights of groups of
+    jobs, and `rebind` binds jobs of other models to this one. `clock` tells the time that is stored, `monotonic`
+    measures. Raises `SettingsError` for weights that cannot be read.
+    """
 
     def __init__(
         self,

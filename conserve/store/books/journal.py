@@ -32,7 +32,7 @@ class Counted(NamedTuple):
 
     job_id: str
     new: int  # results that this transaction wrote
-    done: int  # all results of the job by then, whoever wrote them
+    done: int  # all results of the job by then, of all writers
     num_rows: int
 
 

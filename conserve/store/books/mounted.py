@@ -1,4 +1,4 @@
-"""Whether the folder of the jobs is there at all: a disk that is not mounted has lost nothing."""
+"""Presence of the folder of the jobs: a disk that is not mounted has lost nothing."""
 
 import shlex
 from pathlib import Path

@@ -30,13 +30,13 @@ class MessageState(StrEnum):
     """State of a message."""
 
     WAITING = "waiting"
-    """To be sent, for the first time or again."""
+    """Message is to be sent, for the first time or again."""
     DELIVERED = "delivered"
-    """The receiver answered with 2xx."""
+    """Receiver answered with 2xx."""
     GIVEN_UP = "given_up"
     """Every attempt failed; `conserve hooks resend` begins again."""
     DROPPED = "dropped"
-    """Its hook ended before the receiver had it."""
+    """Hook ended before the receiver had the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ class OnLate(StrEnum):
     """Fate of a job at its deadline with rows left."""
 
     EXPIRE = "expire"
-    """It ends; `conserve retry` takes up the rows that are left."""
+    """Job ends; `conserve retry` takes up the rows that are left."""
     BEST_EFFORT = "best-effort"
-    """It goes on, in the order of jobs without a deadline."""
+    """Job goes on, in the order of jobs without a deadline."""
     PUSH = "push"
-    """Before it, rows may take more of what live requests bear (`--push-slo-scale`); then it ends."""
+    """Rows may take more of what live requests bear before the deadline (`--push-slo-scale`); then the job ends."""
 
 
 LONGEST_DEADLINE_S = 365 * 86_400.0
@@ -23,24 +23,23 @@ class JobState(StrEnum):
     """State of a job, as `conserve status` shows it."""
 
     QUEUED = "queued"
-    """Has rows to run; `conserve run` takes them."""
+    """Job has rows to run; `conserve run` takes the rows."""
     RUNNING = "running"
-    """Queued, and a `conserve run` holds a live lease on some of its rows. Derived, never stored."""
+    """Job is queued, and a `conserve run` holds a live lease on some of the rows. Derived, never stored."""
     PAUSED = "paused"
-    """Paused by the user until `conserve resume`. Rows in flight were put back with their tokens."""
+    """Job was paused by the user until `conserve resume`. Rows in flight were put back with their tokens."""
     COMPLETED = "completed"
     """Every row has a result, be it an answer or an error."""
     FAILED = "failed"
-    """Cannot run as things stand (its input file changed); `conserve resume` tries again."""
+    """Job cannot run as things stand (an input file changed); `conserve resume` tries again."""
     CANCELLED = "cancelled"
-    """Stopped for good; the results it has are kept."""
-
+    """Job was stopped for good; the results so far are kept."""
     EXPIRED = "expired"
-    """Its deadline passed with rows left; the results it has are kept, and `conserve retry` takes up the rest."""
+    """Deadline passed with rows left; the results so far are kept, and `conserve retry` takes up the rest."""
 
     @property
     def stopped(self) -> bool:
-        """True if its rows in flight are withdrawn and no others are taken, whatever results it has."""
+        """True if the job's rows in flight are withdrawn and no others are taken, whatever results there are."""
         return self in (JobState.PAUSED, JobState.CANCELLED, JobState.EXPIRED)
 
     @property

@@ -336,7 +336,7 @@ def reserve_space(tx: Connection) -> None:
 def by_bytes(tx: Connection, column: ColumnElement[str]) -> ColumnElement[str]:
     """Column to order by as Python sorts texts; a database's own collation may order them otherwise.
 
-    Whoever locks several rows takes them in this order.
+    A transaction that locks several rows takes them in this order.
     """
     return column.collate("C") if tx.dialect.name == "postgresql" else column
 

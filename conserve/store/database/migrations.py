@@ -110,7 +110,7 @@ def m010_servers(tx: Connection) -> None:
 
 
 def m011_bound_by_runs(tx: Connection) -> None:
-    """Whether a run or the user bound a job to its model; unknown of older jobs, which stay bound."""
+    """Mark of jobs that a run, not the user, bound to their models; unknown of older jobs, which stay bound."""
     add_column(tx, "job", Column("bound_by_run", Boolean))
 
 

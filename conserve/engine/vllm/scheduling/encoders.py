@@ -45,7 +45,7 @@ def to_encode(
 
 
 def strike_out(scheduler: CoServing, inputs: Iterable[str]) -> None:
-    """Take inputs that no encoder has seen out of the books, whoever holds them; they are encoded later.
+    """Take inputs that no encoder has seen out of the books, whatever requests hold them; they are encoded later.
 
     vLLM would count them as cached, and its worker ends with the engine where it finds no embeddings.
     """
