@@ -320,7 +320,7 @@ def shard_damages(audited: JobAudit) -> Iterator[Damage]:
 def orphan_damages(where: FilePath, job_id: str, unnamed: Sequence[Orphan]) -> Iterator[Damage]:
     """Yield the shards on disk that the database does not name."""
     for orphan in unnamed:
-        answers = orphans.counted(len(orphan.positions))
+        answers = count(len(orphan.positions), "answer")
         what = f"has {answers}, and the database does not name it: it went back in time"
         yield damaged(job_id, StorePart.ORPHAN, below(orphan.path, where), what)
 
