@@ -13,8 +13,9 @@ from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.forecast import Forecast
 from conserve.jobs.deadlines.queue import forecast_queue
-from conserve.jobs.deadlines.rate import SLOT_S
+from conserve.jobs.deadlines.work import computed_tokens
 from conserve.store.books.readings import JobReading, read_harvested, read_jobs
+from conserve.store.books.slots import SLOT_S, HarvestedQuarter
 from conserve.store.books.states import GOING
 
 P99 = "p99"  # the promise of a time without a name
@@ -288,7 +289,7 @@ class StoreWatch:
         """Read the store; returns why it cannot be read."""
         try:
             self._jobs, self._was_read = read_jobs(self._settings, now=now), True
-            self._pace.add(now, sum(computed(job) for job in self._jobs))
+            self._pace.add(now, sum(computed_tokens(job, job.resumed_tokens) for job in self._jobs))
             if self._forecast_at is None or not 0 <= now - self._forecast_at < FORECAST_S:
                 self._forecast(now)
         except ConserveError as error:
@@ -302,12 +303,7 @@ class StoreWatch:
         self._forecasts = forecast_queue(self._jobs, slots, now=now, courses=COURSES) if waiting else {}
 
 
-def computed(job: JobReading) -> int:
-    """Tokens that were computed for a job's answers."""
-    return job.prompt_tokens - job.cached_tokens + job.completion_tokens - job.resumed_tokens
-
-
-def quarters(slots: Sequence[tuple[int, float, float]], now: float) -> list[float]:
+def quarters(slots: Sequence[HarvestedQuarter], now: float) -> list[float]:
     """Tokens/s of the last quarters of an hour, the present one by its time so far."""
     tokens, last = {slot: tokens for slot, tokens, _ in slots}, int(now // SLOT_S)
     past = [tokens.get(slot, 0.0) / SLOT_S for slot in range(last - QUARTERS + 1, last)]

@@ -13,10 +13,11 @@ from itertools import count
 from statistics import fmean, median
 from typing import NamedTuple
 
-from conserve.jobs.deadlines.rate import SLOT_S, Rates
+from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import Demand, SlackOrder, slack_order
 from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
+from conserve.store.books.slots import SLOT_S
 from tests.benchmarks.forecast import DATA, DAY_MIN, harvested_by_minute, stretched, week
 from tests.benchmarks.report import Figure
 from tests.benchmarks.waiting import Cache

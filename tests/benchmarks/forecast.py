@@ -15,9 +15,10 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 
 from conserve.jobs.deadlines.forecast import Forecast, QueuedJob, forecasts
-from conserve.jobs.deadlines.rate import SLOT_S, Rates
+from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import SHARE
 from conserve.jobs.deadlines.work import RemainingWork
+from conserve.store.books.slots import SLOT_S
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks forecast"

@@ -23,7 +23,7 @@ from conserve.jobs.deadlines.forecast import (
     without_others,
 )
 from conserve.jobs.deadlines.queue import queued
-from conserve.jobs.deadlines.rate import DAY, HORIZON_S, SLOT_S, Course, Rates
+from conserve.jobs.deadlines.rate import DAY, HORIZON_S, Course, Rates
 from conserve.jobs.deadlines.work import (
     UNSEEN_TOKENS,
     RemainingWork,
@@ -31,6 +31,7 @@ from conserve.jobs.deadlines.work import (
     usual_row_tokens,
     work_of,
 )
+from conserve.store.books.slots import SLOT_S
 from conserve.store.books.states import JobState, OnLate
 from tests.conftest import examples
 from tests.reach import reached

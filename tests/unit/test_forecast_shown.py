@@ -17,8 +17,8 @@ from conserve.jobs.deadlines.forecast import Forecast
 from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.telemetry import queue_metrics
 from conserve.store.books import catalog, harvested
-from conserve.store.books.harvested import SLOT_S
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.slots import SLOT_S
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests import patient

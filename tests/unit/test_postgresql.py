@@ -64,13 +64,13 @@ from conserve.store.books import (
     uploads,
 )
 from conserve.store.books.events import Event
-from conserve.store.books.harvested import HarvestedQuarter
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.new_results import NewResults
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
+from conserve.store.books.slots import HarvestedQuarter
 from conserve.store.books.states import JobState
 from conserve.store.database import bulk, schema, trial
 from conserve.store.database.connection import engine_of

@@ -18,7 +18,8 @@ from conserve.jobs.harvest.turns import LOOK_S, Turns, candidate
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, harvested, queue
-from conserve.store.books.harvested import KEPT_S, SLOT_S, HarvestedQuarter
+from conserve.store.books.harvested import KEPT_S
+from conserve.store.books.slots import SLOT_S, HarvestedQuarter
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests import virtual_time

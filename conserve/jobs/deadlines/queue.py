@@ -6,6 +6,7 @@ from typing import Protocol
 from conserve.jobs.deadlines.forecast import COURSES, Forecast, QueuedJob, forecasts
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.work import WorkCounters, usual_row_tokens, work_of
+from conserve.store.books.slots import HarvestedQuarter
 from conserve.store.books.states import GOING, JobState, OnLate
 
 LIKELY = 0.9  # a job is said to make its deadline from this probability on
@@ -54,7 +55,7 @@ def is_over(job: ListedJob, now: float) -> bool:
 
 def forecast_queue(
     jobs: Sequence[ListedJob],
-    slots: Iterable[tuple[int, float, float]],
+    slots: Iterable[HarvestedQuarter],
     *,
     now: float,
     courses: int = COURSES,
@@ -65,7 +66,7 @@ def forecast_queue(
 
 def forecast_new(
     jobs: Sequence[ListedJob],
-    slots: Iterable[tuple[int, float, float]],
+    slots: Iterable[HarvestedQuarter],
     *,
     rows: int,
     priority: int,

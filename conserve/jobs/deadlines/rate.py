@@ -11,7 +11,8 @@ from math import exp, sqrt
 from random import Random
 from statistics import fmean
 
-SLOT_S = 900
+from conserve.store.books.slots import SLOT_S, HarvestedQuarter
+
 DAY = 96  # slots
 WEEK = 7 * DAY
 LEAST_BUSY_S = 15.0  # of a slot whose rate counts
@@ -36,11 +37,8 @@ class Rates:
     _usual: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # asked for before
 
     @classmethod
-    def of(cls, seen: Sequence[tuple[int, float, float]]) -> "Rates":
-        """Rates of (slot, tokens, busy seconds); figures that only damage explains are left out.
-
-        Slots are counted since 1970.
-        """
+    def of(cls, seen: Sequence[HarvestedQuarter]) -> "Rates":
+        """Rates of quarters of an hour; figures that only damage explains are left out."""
         return cls(
             {
                 slot: tokens / busy_s

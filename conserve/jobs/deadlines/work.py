@@ -28,9 +28,10 @@ class WorkCounters(AnswerTokens, Protocol):
     def succeeded(self) -> int: ...
 
 
-def computed_tokens(answered: AnswerTokens) -> int:
-    """Tokens that the engine computed for answers."""
-    return max(0, answered.prompt_tokens - answered.cached_tokens) + answered.completion_tokens
+def computed_tokens(answered: AnswerTokens, resumed: int = 0) -> int:
+    """Tokens that the engine computed for answers, of which it took `resumed` over from earlier attempts."""
+    prompt_tokens = max(0, answered.prompt_tokens - answered.cached_tokens)
+    return prompt_tokens + answered.completion_tokens - resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from conserve.errors import (
     EngineDied,
     ServerLost,
 )
+from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.fleet.care import CHECK_S, IDLE_S, Care
 from conserve.jobs.fleet.dispatch import Dispatch
 from conserve.jobs.fleet.estimate import AnswerLength
@@ -207,8 +208,7 @@ class Fleet:
         member.answered(now, now - errand.sent_at)
         member.pace.elapse(now, len(member.running))
         if completion.tells_tokens:
-            answered = completion.prompt_tokens - completion.cached_tokens + completion.completion_tokens
-            member.pace.add(answered - completion.resumed_tokens(call))
+            member.pace.add(computed_tokens(completion, completion.resumed_tokens(call)))
             self._estimate.answered(completion)
         else:  # tokens of no row would make it the slowest server
             member.pace.add(errand.charge)

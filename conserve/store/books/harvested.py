@@ -1,26 +1,16 @@
 """Harvested tokens by quarter of an hour, as they are seen: what forecasts are made from."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, case, delete, func, select
 
-from conserve.store.books.slots import is_slot
+from conserve.store.books.slots import SLOT_S, HarvestedQuarter, is_slot
 from conserve.store.database import schema
 from conserve.store.database.bulk import upsert_into
 
 harvested = schema.harvested
 
-SLOT_S = 900
 KEPT_S = 8 * 7 * 86_400  # the same hour of eight weeks
-
-
-class HarvestedQuarter(NamedTuple):
-    """Tokens computed in a quarter of an hour, and the seconds of it in which any harvester had rows to run."""
-
-    slot: int  # quarters of an hour since 1970
-    tokens: float
-    busy_s: float
 
 
 def note(tx: Connection, tokens: int, *, since: float, now: float) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.config import Settings
 from conserve.errors import StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
 from conserve.store.books.job_names import resolve
-from conserve.store.books.slots import is_slot
+from conserve.store.books.slots import HarvestedQuarter, is_slot
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import half_made, moves
 from conserve.store.database.reader import reader
@@ -159,15 +159,15 @@ def jobs_query(query: Query) -> str:
     return sql
 
 
-def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
-    """Slots of harvested tokens: (slot, tokens, busy seconds); none where there is no store yet."""
+def read_harvested(settings: Settings) -> list[HarvestedQuarter]:
+    """Slots of harvested tokens; none where there is no store yet."""
     with opened(settings) as query:
         if query is None:
             return []
         rows = query(VERSION, {})
         if rows and number(rows[0][0]) < WITH_FORECASTS:
             return []
-        return [(row[0], row[1], row[2]) for row in query(HARVESTED, {}) if is_slot(row)]
+        return [HarvestedQuarter(row[0], row[1], row[2]) for row in query(HARVESTED, {}) if is_slot(row)]
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:

@@ -1,7 +1,17 @@
 """Slots of harvested tokens as they are read, apart from SQLAlchemy, for which `conserve status` has no time."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+SLOT_S = 900
+
+
+class HarvestedQuarter(NamedTuple):
+    """Tokens computed in a quarter of an hour, and the seconds of it in which any harvester had rows to run."""
+
+    slot: int  # quarters of an hour since 1970
+    tokens: float
+    busy_s: float
 
 
 def is_slot(row: Sequence[Any]) -> bool:
