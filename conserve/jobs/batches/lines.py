@@ -1,7 +1,7 @@
 """Validation of a batch's input file: one pass, nothing kept but the ids, faults named by line."""
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,24 +9,15 @@ from typing import Any
 import msgspec
 
 from conserve.errors import one_line
-from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.jobs.inputs.text_rows import id_of_line, row_with_halves
+from conserve.jobs.inputs.openai_line import FIELDS, fault_of, id_of_line
+from conserve.jobs.inputs.text_rows import row_with_halves
 from conserve.store.books.batches import InputFault
 
 LINE_BYTES = 64 << 20  # as much as the body of a request to `conserve serve` may have
 MOST_PARTS = 1_000_000  # objects and lists of a line: decoded, one of two characters takes some 60 bytes
 MOST_FAULTS = 100
 MOST_NAMES = 100  # of further fields of the lines, each of which is a column of the kept input
-STRING = (str,)
-OBJECT = (dict, Unreadable)  # a body with half of a surrogate pair fails as a row of the job
-FIELDS: Mapping[str, tuple[type, ...]] = {
-    "custom_id": STRING,
-    "method": STRING,
-    "url": STRING,
-    "body": OBJECT,
-}
-KINDS: Mapping[tuple[type, ...], str] = {STRING: "a string", OBJECT: "an object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +89,16 @@ class Validation:
     def _request_fault(self, row: dict[str, Any], number: int) -> InputFault | None:
         """Fault of a line that is an object; the ids of faultless lines are noted."""
         self._names.update(row.keys() - FIELDS.keys())
-        if "custom_id" in row:  # one with half of a surrogate pair fails as a row of the job
-            row = {**row, "custom_id": id_of_line(row["custom_id"])}
-        for name, kind in FIELDS.items():
-            if name not in row:
-                said = f"Missing required parameter: '{name}'."
-                return InputFault(code="missing_required_parameter", message=said, line=number, param=name)
-            if not isinstance(row[name], kind):
-                said = f"Invalid type for '{name}': expected {KINDS[kind]}."
-                return InputFault(code="invalid_type", message=said, line=number, param=name)
-        if row["method"] != "POST":
-            said = f"The method is {one_line(row['method'], most=20)!r}; only POST is possible."
-            return InputFault(code="invalid_method", message=said, line=number, param="method")
+        if (fault := fault_of(row)) is not None:
+            return InputFault(code=fault.code, message=fault.message, line=number, param=fault.param)
         if row["url"] != self._endpoint:
             said = f"The url is {one_line(row['url'], most=80)!r}, and the batch's endpoint is '{self._endpoint}'."
             return InputFault(code="mismatched_url", message=said, line=number, param="url")
-        if row["custom_id"] in self._ids:
-            said = f"The custom_id {one_line(row['custom_id'], most=80)!r} is on an earlier line; make ids unique."
+        custom_id = str(id_of_line(row["custom_id"]))  # half of a surrogate pair fails as a row of the job
+        if custom_id in self._ids:
+            said = f"The custom_id {one_line(custom_id, most=80)!r} is on an earlier line; make ids unique."
             return InputFault(code="duplicate_custom_id", message=said, line=number, param="custom_id")
-        self._ids.add(row["custom_id"])
+        self._ids.add(custom_id)
         return None
 
 

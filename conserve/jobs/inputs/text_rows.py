@@ -20,9 +20,9 @@ from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.files import Partition, opened
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.jobs.inputs.openai_line import INVALID_METHOD, fault_of
 from conserve.jobs.task import Kind, Task, in_template
 
-OPENAI_COLUMNS = ("custom_id", "method", "url", "body")
 KINDS = {
     type(None): "null",
     bool: "bool",
@@ -152,18 +152,12 @@ class OpenAILines(JsonLines):
     """Lines of OpenAI Batch files: custom_id, method, url, body."""
 
     def check_line(self, row: dict[str, Any], where: str) -> None:
-        hint = "an OpenAI Batch line has custom_id, method, url and body; for other rows add --prompt or --messages"
-        fields = (id_of_line(row.get("custom_id")), row.get("method"), row.get("url"), row.get("body"))
-        for name, value, kind in zip(OPENAI_COLUMNS, fields, (str, str, str, dict | Unreadable), strict=True):
-            if not isinstance(value, kind):
-                raise InputError(f"{where} has no valid {name!r}; {hint}")
-        if row["method"] != "POST":
+        if (fault := fault_of(row)) is None:
+            return
+        if fault.code == INVALID_METHOD:
             raise InputError(f"{where} has method {row['method']!r}; only POST is possible")
-
-
-def id_of_line(value: object) -> object:
-    """The id of a batch's line as the store keeps it: text with half of a surrogate pair in escapes."""
-    return value.escaped if isinstance(value, Unreadable) else value
+        hint = "an OpenAI Batch line has custom_id, method, url and body; for other rows add --prompt or --messages"
+        raise InputError(f"{where} has no valid {fault.param!r}; {hint}")
 
 
 class CsvRows(TextRows):

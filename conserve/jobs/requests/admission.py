@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.jobs.inputs.openai_line import OPENAI_COLUMNS
 from conserve.jobs.inputs.source import InputRows, check_columns, other_separator
-from conserve.jobs.inputs.text_rows import OPENAI_COLUMNS
 from conserve.jobs.requests.fault import DECIDED, parameter_fault
 from conserve.jobs.requests.rendering import odd_name_hint, template_names
 from conserve.jobs.task import Kind, Task

@@ -15,8 +15,8 @@ from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.openai_line import id_of_line
 from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
-from conserve.jobs.inputs.text_rows import id_of_line
 from conserve.jobs.requests.admission import (
     check_input,
     check_priority,
