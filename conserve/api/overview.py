@@ -164,12 +164,13 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
     """A server by its answer; one of another version may lack figures."""
     if said.get("error") is not None:
         return ServerSeen(url=url, error=str(said["error"]))
-    from conserve.engine.policy.policies import WITHOUT_PROMISES
+    from conserve.engine.policy.policies import kept_promises
 
     online, slo, offline = (part(said, name) for name in ("online", "slo", "offline"))
     if said.get(STOCK) or not online:
         return ServerSeen(url=url, stock=True)
     policy = said.get("policy")
+    slo = kept_promises(slo, policy)
     left, kept, promises = part(said, "preemption"), part(said, "checkpoint"), part(online, "promises")
     ttft_ms, tbt_ms = (
         Latency.of(part(online, name).get("p99"), slo.get(name), part(promises, name))
@@ -182,7 +183,7 @@ def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ())
         ttft_ms=ttft_ms,
         tbt_ms=tbt_ms,
         attainment=online.get("attainment"),
-        harm=None if policy in WITHOUT_PROMISES else slo.get("harm") or slo.get("default_harm"),
+        harm=slo.get("harm") or slo.get("default_harm"),
         tokens_per_s=offline.get("tokens_per_s") or 0.0,
         course=course,
         iterations_left=left.get("iterations_left") or 0,

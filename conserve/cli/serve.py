@@ -41,7 +41,7 @@ from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_
 from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
-from conserve.engine.policy.policies import SERVING, lets_rows_leave
+from conserve.engine.policy.policies import SERVING, traits
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.api_limits import BODY_BYTES, HARVEST_KEY, ApiLimits
@@ -251,14 +251,15 @@ def serve(
     if tuned:
         section |= tuned_promises(settings, words, given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
-    if not preemption or not (lets_rows_leave(policy) or allow_control):
+    leaves = traits(policy).rows_may_leave or allow_control
+    if not (preemption and leaves):
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):
         require_keys(named, settings, batches=batches, own_server=print_flags)
         section["classes"] = named
     url = url_of(host, port)
     flags = vllms_flags(settings, words[1:])
-    checkpoint = kv_checkpoint or (ADAPTIVE if lets_rows_leave(policy) or allow_control else NO_CHECKPOINTS)
+    checkpoint = kv_checkpoint or (ADAPTIVE if leaves else NO_CHECKPOINTS)
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:

@@ -5,7 +5,7 @@ from typing import Any
 from conserve.api.servers import bearer
 from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
-from conserve.engine.policy.policies import CONSERVE, WITHOUT_PROMISES
+from conserve.engine.policy.policies import CONSERVE, traits
 from conserve.engine.policy.preemption import OFF
 from conserve.hosts import REPORT, is_loopback
 
@@ -51,7 +51,7 @@ def only_counted(section: dict[str, Any]) -> list[str]:
     flags = [f"--{name}-slo" for name in ("ttft", "tbt") if section[f"{name}_slo_ms"] is not None]
     flags += ["--harm"] if section.get("harm") is not None else []
     flags += ["--class"] if section.get("classes") else []
-    if not flags or section["policy"] not in WITHOUT_PROMISES:
+    if not flags or traits(section["policy"]).knows_slo:
         return []
     counted = f"{' and '.join(flags)} {'is' if len(flags) == 1 else 'are'} counted, and not kept"
     return [f"--policy {section['policy']} knows no SLO: {counted}"]
@@ -97,7 +97,7 @@ def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str
     found = []
     for name in ("ttft", "tbt"):
         promised = section[f"{name}_slo_ms"]
-        why = why_broken(f"{name}_ms", promised, alone, holds_rows=section["policy"] == CONSERVE)
+        why = why_broken(f"{name}_ms", promised, alone, holds_rows=traits(section["policy"]).pauses_rows)
         if why is not None:
             found.append(f"--{name}-slo {smallest_ms(promised):g}ms cannot be kept: {why}")
     return found

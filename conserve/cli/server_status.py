@@ -30,10 +30,12 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
         if server.get(STOCK):
             shown.append(headed(server["url"], "  runs another scheduler"))
             continue
+        from conserve.engine.policy.policies import kept_promises
+
         online, offline, policy = server["online"], server["offline"], server["policy"]
         shown += [
             headed(server["url"], f"  policy {policy}, last minute{until(server)}:"),
-            online_line(online, told_of(server["slo"], policy), classified="classes" in server),
+            online_line(online, kept_promises(server["slo"], policy), classified="classes" in server),
             *classes(server.get("classes", {}), policy),
             *yielding(server),
             *on_the_way(online.get("way_ms", {})),
@@ -61,13 +63,6 @@ def until(server: dict[str, Any]) -> str:
     return f" until {ago}" if ago is not None else ""
 
 
-def told_of(slo: dict[str, Any], policy: str) -> dict[str, Any]:
-    """The promises without a harm that the policy does not keep."""
-    from conserve.engine.policy.policies import WITHOUT_PROMISES
-
-    return {**slo, "harm": None} if policy in WITHOUT_PROMISES else slo
-
-
 def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool) -> str:
     """Line on all live requests; where they have classes, the promises stand beside each class."""
     if classified:
@@ -80,10 +75,13 @@ def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool
 
 def classes(by_class: dict[str, Any], policy: str) -> list[str]:
     """A line on each class of live traffic, indented below the line on all of them."""
+    from conserve.engine.policy.policies import kept_promises
+
     width = max(map(len, by_class), default=0)
+    slos = {name: kept_promises(one["slo"], policy) for name, one in by_class.items()}
     return [
         f"    {name:<{width}}  TTFT {pair(one['ttft_ms'], promised(one['slo'], 'ttft_ms'))}, "
-        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(told_of(one['slo'], policy), one)}, "
+        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(slos[name], one)}, "
         f"{output.count(one['requests'], 'request')} since the start"
         for name, one in by_class.items()
     ]

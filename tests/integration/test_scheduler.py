@@ -229,10 +229,7 @@ class Recording:
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
-        self.decides = policy.decides
-        self.defers_offline = policy.defers_offline
-        self.spares_offline = policy.spares_offline
-        self.repeats = False  # each iteration has a plan of its own
+        self.traits = policy.traits._replace(repeats=False)  # each iteration has a plan of its own
         self.seen: Any = None
         self.said: Any = None
 

@@ -685,8 +685,8 @@ def test_online_only_never_computes_an_offline_token(view: View) -> None:
 def test_the_baselines_leave_everything_to_vllm(view: View) -> None:
     assert Priority().plan(view) is None
     assert NonPreemptive().plan(view) is None
-    assert not Priority().spares_offline
-    assert NonPreemptive().spares_offline
+    assert not Priority().traits.spares_offline
+    assert NonPreemptive().traits.spares_offline
     assert set(SERVING) < set(POLICIES)
 
 

@@ -19,14 +19,14 @@ from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.own import CheckedPolicy, own_policy
 from conserve.engine.policy.paced import Paced
-from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan import Plan, Traits
 from conserve.engine.policy.policies import (
     BENCHED,
     COMPARED,
     CONSERVE,
     POLICIES,
-    lets_rows_leave,
     named,
+    traits,
 )
 from conserve.engine.policy.refusals import KINDS, refusals_of
 from conserve.engine.policy.view import Candidate, Lazy, ReadOnly, Slo, View
@@ -491,16 +491,25 @@ def test_a_time_that_is_no_number_is_refused(field: str) -> None:
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
     plain = CheckedPolicy("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
-    assert (plain.decides, plain.defers_offline, plain.spares_offline, plain.repeats) == (
-        True,
-        False,
-        False,
-        False,
-    )
+    assert plain.traits == Traits(rows_may_leave=True) == traits("mine.Policy")
     theirs = Planning(lambda view: None)
     vars(theirs).update(decides=False, defers_offline=True, spares_offline=True, repeats=True)
     own = CheckedPolicy("mine.Policy", theirs, Conserve(), pytest.fail)
-    assert (own.decides, own.defers_offline, own.spares_offline, own.repeats) == (False, True, True, True)
+    assert own.traits == Traits(False, True, True, True, rows_may_leave=True)
+
+
+def test_a_policy_that_inherits_from_conserves_has_its_flags_and_no_other_trait() -> None:
+    class Heir(Conserve): ...
+
+    class Different(Conserve):
+        repeats = False
+
+    for heir, repeats in ((Heir(), True), (Different(), False)):
+        own = CheckedPolicy("mine.Policy", heir, Conserve(), pytest.fail)
+        assert own.traits == Traits(repeats=repeats, rows_may_leave=True)
+    theirs = Planning(lambda view: None)
+    vars(theirs).update(traits="gentle")
+    assert CheckedPolicy("mine.Policy", theirs, Conserve(), pytest.fail).traits == traits("mine.Policy")
 
 
 class WithoutPlan: ...
@@ -537,9 +546,8 @@ def test_a_policy_is_named_by_the_path_of_its_class() -> None:
     assert isinstance(named(CONSERVE), Conserve)
     assert {*BENCHED} <= {*POLICIES}
     assert {type(named(name)) for name in COMPARED} == {HyGen}
-    assert lets_rows_leave(CONSERVE)
-    assert lets_rows_leave("mine.Policy")
-    assert not lets_rows_leave("priority")
+    assert traits(CONSERVE).rows_may_leave
+    assert not traits("of-another-version").rows_may_leave
 
 
 def test_the_example_takes_half_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.paced import Paced
-from conserve.engine.policy.policies import BENCHED, CONSERVE, POLICIES, SERVING
+from conserve.engine.policy.plan import Traits
+from conserve.engine.policy.policies import BENCHED, CONSERVE, POLICIES, SERVING, traits
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Image, Slo
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
@@ -289,28 +290,22 @@ class TestLimits:
 
 
 @pytest.mark.parametrize(
-    ("name", "decides", "defers_offline", "spares_offline"),
+    ("name", "unusual"),
     [
-        ("conserve", True, False, False),
-        ("online-only", True, True, False),
-        ("non-preemptive", False, False, True),
-        ("priority", False, False, False),
-        ("paced", True, False, False),
-        ("sarathi++", True, False, False),
-        ("hygen-star", True, False, False),
-        ("hygen", True, False, False),
+        ("conserve", {"repeats", "pauses_rows", "rows_may_leave", "guards_prefixes"}),
+        ("online-only", {"defers_offline", "repeats"}),
+        ("non-preemptive", {"decides", "spares_offline", "knows_slo"}),
+        ("priority", {"decides", "knows_slo"}),
+        ("paced", {"treats_alike"}),
+        ("sarathi++", {"predicts_as_hygen"}),
+        ("hygen-star", {"predicts_as_hygen"}),
+        ("hygen", {"predicts_as_hygen"}),
     ],
 )
-def test_policies_go_by_name_and_say_what_they_leave_to_vllm(
-    name: str, decides: bool, defers_offline: bool, spares_offline: bool
-) -> None:
-    policy = POLICIES[name]()
-    assert (policy.decides, policy.defers_offline, policy.spares_offline) == (
-        decides,
-        defers_offline,
-        spares_offline,
-    )
-    assert policy.repeats == (name in ("conserve", "online-only"))
+def test_policies_go_by_name_and_have_their_traits(name: str, unusual: set[str]) -> None:
+    changed = {trait: not usual for trait, usual in Traits()._asdict().items() if trait in unusual}
+    assert traits(name) == Traits(**changed)
+    assert len(changed) == len(unusual)
     assert (name in BENCHED) == (name != "paced")
     assert set(BENCHED) - set(SERVING) == {"sarathi++", "hygen-star", "hygen"}
     assert len(POLICIES) == 8

@@ -8,7 +8,7 @@ from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
 from conserve.engine.policy.online import OnlineShare, serve_online
-from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan import Plan, Traits
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import View
@@ -29,10 +29,12 @@ LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 class Conserve:
     """Fills every iteration as far as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
 
-    decides = True
-    defers_offline = False
-    spares_offline = False
-    repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
+    traits = Traits(
+        repeats=True,  # a plan of decode steps alone holds while nothing but their contexts changes
+        pauses_rows=True,
+        rows_may_leave=True,
+        guards_prefixes=True,
+    )
 
     def plan(self, view: View) -> Plan:
         """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""

@@ -13,7 +13,7 @@ from zlib import crc32
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import add_steps, make_place, place, rows_left
-from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan import Plan, Traits
 from conserve.engine.policy.victims import Victims
 from conserve.engine.policy.view import Candidate, View
 
@@ -23,10 +23,7 @@ MOST_ORDERED = 512  # waiting rows that are put into the tree's order
 class HyGen:
     """Live requests first, then rows in what the token budget and the latency budget leave."""
 
-    decides = True
-    defers_offline = False
-    spares_offline = False
-    repeats = False
+    traits = Traits(predicts_as_hygen=True)
 
     def __init__(self, *, budgeted: bool, rated: bool, ordered: bool) -> None:
         """`budgeted`: by predicted time; `rated`: rows begin at a fixed rate; `ordered`: by their prefixes."""

@@ -4,7 +4,7 @@ from math import inf
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.online import serve_online
-from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan import Plan, Traits
 from conserve.engine.policy.view import View
 
 
@@ -15,10 +15,10 @@ class OnlineOnly:
     policy does; vLLM makes a chunk as large as it may be.
     """
 
-    decides = True
-    defers_offline = True
-    spares_offline = False
-    repeats = True  # a plan of decode steps alone holds while nothing but their contexts changes
+    traits = Traits(
+        defers_offline=True,
+        repeats=True,  # a plan of decode steps alone holds while nothing but their contexts changes
+    )
 
     def __init__(self, *, keeps_promises: bool = False) -> None:
         self._tbt_ms = None if keeps_promises else inf

@@ -5,26 +5,25 @@ from typing import Any
 
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.own_class import made
-from conserve.engine.policy.plan import Plan, Policy
+from conserve.engine.policy.plan import Plan, Policy, Traits
 from conserve.engine.policy.refusals import Refusals
 from conserve.engine.policy.view import View
 from conserve.engine.policy.waits import Waits, serves
+
+FLAGS = ("decides", "defers_offline", "spares_offline", "repeats")  # attributes of a user's policy
 
 
 class CheckedPolicy:
     """Follows a user's policy, and the policy `instead` in each iteration for which the user's plan is refused.
 
     A plan is also refused if it leaves out a live request that has waited for too long, and that `instead` serves.
-    `own` has the method `plan(view) -> Plan | None`, and may have the four flags of `Policy`. `say` gets a
-    sentence for each new kind of refusal.
+    `own` has the method `plan(view) -> Plan | None`, and may have the flags `FLAGS`. `say` gets a sentence for
+    each new kind of refusal.
     """
 
     def __init__(self, name: str, own: Any, instead: Policy, say: Callable[[str], None]) -> None:
         self._own, self._instead = own, instead
-        self.decides = bool(getattr(own, "decides", True))
-        self.defers_offline = bool(getattr(own, "defers_offline", False))
-        self.spares_offline = bool(getattr(own, "spares_offline", False))
-        self.repeats = bool(getattr(own, "repeats", False))
+        self.traits = traits_of(own)
         sentence = f"a plan of {name} is refused ({{fault}}); {type(instead).__name__} plans instead"
         self.refused = Refusals(sentence, say)
         self._waits = Waits()
@@ -53,6 +52,14 @@ class CheckedPolicy:
             return plan  # not the user's policy holds them up
         self.refused.fault(f"it leaves the live request {served} out for too long")
         return other
+
+
+def traits_of(own: Any) -> Traits:
+    """Traits of a user's policy: its flags, else those inherited from a policy of ConServe, else the usual."""
+    inherited = getattr(own, "traits", None)
+    usual = inherited if isinstance(inherited, Traits) else Traits()
+    flags = {name: bool(getattr(own, name, getattr(usual, name))) for name in FLAGS}
+    return Traits(**flags, rows_may_leave=True)
 
 
 def own_policy(path: str) -> Any:

@@ -5,17 +5,14 @@ from itertools import chain, islice
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.offline import serve_least, serve_offline
-from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan import Plan, Traits
 from conserve.engine.policy.view import Candidate, View
 
 
 class Paced:
     """Treats all requests alike; the TBT of the SLO is the limit of each iteration."""
 
-    decides = True
-    defers_offline = False
-    spares_offline = False
-    repeats = False
+    traits = Traits(treats_alike=True)
 
     def plan(self, view: View) -> Plan:
         """Plan the tokens that fit into the limit, at least one."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch
@@ -34,13 +34,25 @@ class Plan:
         return bool(self.tokens or self.restored or self.evicted or self.parked)
 
 
+class Traits(NamedTuple):
+    """What is to be known of a policy beside its plans. A policy of the user's own may set the first four."""
+
+    decides: bool = True  # False: vLLM's own schedule, and `plan` is not called
+    defers_offline: bool = False  # offline requests are always deferred, with a latency model or without
+    spares_offline: bool = False  # vLLM evicts the request that was admitted last, rather than an offline one
+    repeats: bool = False  # a plan of decode steps alone holds for some iterations while only contexts change
+    knows_slo: bool = True  # False: neither an SLO nor a harm changes what is computed
+    pauses_rows: bool = False  # rows are held back, or pause, while a promise is not kept
+    rows_may_leave: bool = False  # rows leave iterations for live requests
+    guards_prefixes: bool = False  # rows leave free KV blocks with prefixes of live requests alone
+    treats_alike: bool = False  # plans live requests without rows, too, and no row leaves for them by default
+    predicts_as_hygen: bool = False  # plans with HyGen's latency predictor
+
+
 class Policy(Protocol):
     """Composes iterations."""
 
-    decides: bool  # False: vLLM's own schedule, and `plan` is not called
-    defers_offline: bool  # offline requests are always deferred, with a latency model or without
-    spares_offline: bool  # vLLM evicts the request that was admitted last, rather than an offline one
-    repeats: bool  # a plan of decode steps alone holds for some iterations while nothing but their contexts changes
+    traits: Traits
 
     def plan(self, view: View) -> Plan | None:
         """Plan the next iteration; None leaves it to vLLM. A policy keeps no state: equal views get equal plans."""

@@ -1,6 +1,7 @@
 """Policies by the names that flags and reports use, and users' own by the path of their class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.hygen import hygen, hygen_star, sarathi_plus
@@ -8,8 +9,9 @@ from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.own import CheckedPolicy, own_policy
 from conserve.engine.policy.paced import Paced
-from conserve.engine.policy.plan import Policy
+from conserve.engine.policy.plan import Policy, Traits
 from conserve.engine.policy.priority import Priority
+from conserve.engine.policy.promises import HARMS
 
 CONSERVE, ONLINE_ONLY = "conserve", "online-only"
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -25,7 +27,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 SERVING = (CONSERVE, ONLINE_ONLY, "non-preemptive", "priority")  # policies for live traffic
 COMPARED = ("sarathi++", "hygen-star", "hygen")  # policies to compare with, which only `conserve bench` sets
 BENCHED = (*SERVING, *COMPARED)
-WITHOUT_PROMISES = ("non-preemptive", "priority")  # policies that keep neither an SLO nor a harm
 
 
 def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Policy:
@@ -42,6 +43,11 @@ def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Poli
     return CheckedPolicy(name, own_policy(name), Conserve(), say)
 
 
-def lets_rows_leave(name: str) -> bool:
-    """True if rows may leave iterations under this policy: ConServe's, or a user's own."""
-    return name == CONSERVE or "." in name
+def traits(name: str) -> Traits:
+    """Traits of the policy of this name; of a user's own, whose module may be elsewhere, the usual ones."""
+    return POLICIES[name]().traits if name in POLICIES else Traits(rows_may_leave="." in name)
+
+
+def kept_promises(slo: Mapping[str, Any], policy: str | None) -> dict[str, Any]:
+    """What a report says is promised, without a harm that the policy does not keep."""
+    return {**slo} if traits(policy or CONSERVE).knows_slo else {**slo, **dict.fromkeys(HARMS)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from conserve.config import default_home
 from conserve.engine.policy.classes import LiveClasses
-from conserve.engine.policy.policies import named
+from conserve.engine.policy.policies import named, traits
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import HARMS, Promises
 from conserve.engine.runtime.pushing import LARGEST_SCALE, NEVER
@@ -169,7 +169,7 @@ class EngineSettings:
             "policy": policy,
             "promises": promises,
             "receipt": receipt,
-            "preemption": section.get("preemption", OFF if policy == "paced" else PREEMPTION),
+            "preemption": section.get("preemption", OFF if traits(policy).treats_alike else PREEMPTION),
             "safepoint_every": section.get("safepoint_every"),
             "record_views": views,
             "record_arrivals": arrivals,

@@ -116,6 +116,7 @@ class Ahead:
     @property
     def _leaves(self) -> bool:
         """True if rows may leave the iterations that are scheduled from now on."""
-        scheduler, policy = self._scheduler, self._scheduler.planner  # in a pause there are no rows to leave
-        plans = policy.decides and not policy.defers_offline and scheduler.iterations.model is not None
+        scheduler = self._scheduler
+        traits = scheduler.planner.traits  # in a pause there are no rows to leave
+        plans = traits.decides and not traits.defers_offline and scheduler.iterations.model is not None
         return bool(scheduler.arrival_monitor.enabled and plans)

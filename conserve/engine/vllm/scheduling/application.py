@@ -361,7 +361,8 @@ def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> It
 def _behind_rows(scheduler: CoServing, admitted: Sequence[Request]) -> bool:
     """True if a live request is admitted behind rows: vLLM would go through all of them to find it."""
     running = scheduler.running
-    spares = scheduler.chosen_policy.spares_offline  # then vLLM evicts the request that was admitted last
+    traits = scheduler.chosen_policy.traits
+    spares = traits.spares_offline  # then vLLM evicts the request that was admitted last
     return bool(running) and not (spares or is_online(running[-1])) and any(map(is_online, admitted))
 
 

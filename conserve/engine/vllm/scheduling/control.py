@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Policy
-from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.promises import Promises
 from conserve.engine.runtime.delivery_delay import Delays
 from conserve.engine.runtime.traffic import Pause
@@ -26,10 +25,10 @@ AS_PROMISED = OnlineOnly(keeps_promises=True)  # in a pause for a promise, which
 def planner_of(scheduler: CoServing) -> Policy:
     """The scheduler's policy, or in a pause of its rows one that computes no offline token."""
     policy: Policy = scheduler.chosen_policy
-    if policy.defers_offline:
+    if policy.traits.defers_offline:
         return policy
     traffic, offline = scheduler.traffic, bool(scheduler.offline)
-    keeps = scheduler.policy_name == CONSERVE
+    keeps = policy.traits.pauses_rows
     pause = traffic.pauses(offline=offline, promises=keeps, now=time.monotonic())
     if pause is None or not offline or not keeps_kv(scheduler):
         return policy

@@ -94,7 +94,7 @@ class Repetition:
     def _is_of_steps_alone(self, plan: Plan, view: View) -> bool:
         """True if each live request of the engine gets a decode step, and rows get decode steps or nothing."""
         scheduler, batch = self._scheduler, plan.batch
-        if not scheduler.planner.repeats or scheduler.traffic.classified:
+        if not scheduler.planner.traits.repeats or scheduler.traffic.classified:
             return False
         if scheduler.scheduler_config.async_scheduling:
             return False

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.checkpointing import OFF
-from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.profiles.batch import Batch, Slice
@@ -22,7 +21,7 @@ SHORT_PROMPT = 128  # tokens
 def report(scheduler: CoServing) -> dict[str, Any]:
     """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
     iterations = scheduler.iterations
-    holds_back = scheduler.policy_name == CONSERVE and iterations.model is not None
+    holds_back = scheduler.chosen_policy.traits.pauses_rows and iterations.model is not None
     traffic = scheduler.traffic.report(now=time.monotonic(), holds_back=holds_back)
     traffic["offline"]["work"] = scheduler.offline_tokens.work
     traffic["offline"]["decode_steps"] = scheduler.offline_tokens.steps

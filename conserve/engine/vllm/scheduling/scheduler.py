@@ -16,9 +16,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY, named
+from conserve.engine.policy.policies import ONLINE_ONLY, named
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
@@ -102,9 +101,9 @@ class CoServing(VllmsAttributes):
         self.policy_name = name
         self.chosen_policy = self.planner = named(name, log.warning)
         self.traffic.use_policy(name)
-        self.prefixes.switch(on=name == CONSERVE)
-        spares_offline = self.chosen_policy.spares_offline
-        self.policy = SchedulingPolicy.FCFS if spares_offline else SchedulingPolicy.PRIORITY
+        traits = self.chosen_policy.traits
+        self.prefixes.switch(on=traits.guards_prefixes)
+        self.policy = SchedulingPolicy.FCFS if traits.spares_offline else SchedulingPolicy.PRIORITY
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
@@ -166,7 +165,7 @@ class CoServing(VllmsAttributes):
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
         if self.ahead.waits():
             return False
-        if self.chosen_policy.defers_offline and len(self.offline) == len(self.requests):
+        if self.chosen_policy.traits.defers_offline and len(self.offline) == len(self.requests):
             copying = self.checkpoints is not None and self.checkpoints.copying
             return copying or bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
@@ -234,12 +233,13 @@ class CoServing(VllmsAttributes):
         if self.iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
             self.iterations.end_warm_up()
         self.planner = policy = planner_of(self)
+        traits = policy.traits
         model: LatencyModel | None = self.iterations.model
-        alone = self.policy_name == "paced" or self.traffic.classified  # no offline request is needed
-        decides = policy.decides and (self.offline or alone)
+        alike = self.chosen_policy.traits.treats_alike
+        decides = traits.decides and (self.offline or alike or self.traffic.classified)
         self.reserve_blocks(0)
         self.traffic.planned_quiet = False
-        if not decides or (model is None and not policy.defers_offline) or not keeps_kv(self):
+        if not decides or (model is None and not traits.defers_offline) or not keeps_kv(self):
             evict(self, [*self.parking.names], time.monotonic())  # vLLM would run them before live requests
             return None
         rows_alone = len(self.offline) == len(self.requests)
@@ -247,8 +247,8 @@ class CoServing(VllmsAttributes):
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
-            return online_alone(self, self.most_tokens) if policy.defers_offline else None
-        model = (self.iterations.hygen if isinstance(policy, HyGen) else None) or model or TIMELESS
+            return online_alone(self, self.most_tokens) if traits.defers_offline else None
+        model = (self.iterations.hygen if traits.predicts_as_hygen else None) or model or TIMELESS
         return self.repetition.again(model) or self._plan_by_policy(model)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:

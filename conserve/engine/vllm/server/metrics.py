@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from conserve.engine.policy.policies import WITHOUT_PROMISES
+from conserve.engine.policy.policies import kept_promises
 from conserve.engine.policy.promises import LATENCIES, Promises
 from conserve.engine.vllm.server.batch_proxy import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
@@ -187,9 +187,7 @@ class Report(NamedTuple):
 
     def _harm_limits(self) -> Iterator[Metric]:
         """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
-        if self.said.get("policy") in WITHOUT_PROMISES:
-            return
-        slo = Promises.of(self.said.get("slo") or {}).slo
+        slo = Promises.of(kept_promises(self.said.get("slo") or {}, self.said.get("policy"))).slo
         limits = GaugeMetricFamily(
             "conserve_harm_limit",
             "Share of its own time that a latency may be longer by.",

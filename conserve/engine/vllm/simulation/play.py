@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY
+from conserve.engine.policy.policies import traits
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.settings import PREEMPTION, WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
@@ -166,7 +166,7 @@ def _engine(
     with tempfile.TemporaryDirectory() as folder, clock.installed():
         section = {
             "policy": name,
-            "preemption": preemption or (PREEMPTION if name == CONSERVE else OFF),
+            "preemption": preemption or (PREEMPTION if traits(name).rows_may_leave else OFF),
             **known(machine.model, Path(folder)),
             **promises,
         }
@@ -183,7 +183,7 @@ def _engine(
             model=machine.model,
             layers=machine.layers,
             num_blocks=machine.num_blocks,
-            offline=iter(()) if name == ONLINE_ONLY else rows,
+            offline=iter(()) if traits(name).defers_offline else rows,
             window=window,
             scatter=SCATTER,
             seed=SEED,
