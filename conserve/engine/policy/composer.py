@@ -136,7 +136,7 @@ class Composer:
     def token_budget(self, candidate: Candidate, limit_ms: float) -> int:
         """Token budget of a request: the most of its tokens that the iteration takes within `limit_ms`.
 
-        Images in them are left out: a live request has its image encoded at once.
+        KV blocks are not counted. Nor are images: a live request has its image encoded at once.
         """
         most = min(candidate.tokens, self.tokens_left)
         if most < 1:
@@ -163,10 +163,10 @@ class Composer:
         return limit_ms == inf or self._model.can_schedule(self.batch, Slice(1, 0, True), left_ms) > 0
 
     def row_budget(self, candidate: Candidate, limit_ms: float) -> int:
-        """Token budget of a row: that of a request, up to the first image which the iteration has no time for.
+        """Token budget of a row, in tokens: that of a request, up to the first image that there is no time for.
 
-        An image is encoded whole. Where no live request waits for the iteration, one image may take longer than
-        `limit_ms`: rows would not get on with it otherwise.
+        KV blocks are not counted. An image is encoded whole. Where no live request waits for the iteration, one
+        image may take longer than `limit_ms`: rows would not get on with it otherwise.
         """
         tokens = self.token_budget(candidate, limit_ms)
         if not candidate.images or limit_ms == inf:

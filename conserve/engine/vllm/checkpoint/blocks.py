@@ -59,6 +59,11 @@ class Checkpoints:
         block_ms: BlockMs,
         share: float = SHARE,
     ) -> None:
+        """`hashes_a_block` hashes of vLLM's are of one KV block, and `shared` lets rows share blocks by them.
+
+        `block_ms` is the assumed time of copying one KV block, `share` the part of an iteration's time that copies
+        may take beside it. `workers` report each store.
+        """
         self.name, self.policy = policy, policy_named(policy, log.warning)
         self.memory = HostMemory(host_blocks)
         self.saved = SavedRows(

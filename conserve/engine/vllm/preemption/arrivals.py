@@ -166,7 +166,7 @@ class ArrivalMonitor:
         return rows
 
     def arrived(self, request: str) -> None:
-        """The scheduler has the request, so the next plan sees it."""
+        """Expect a request no more: the scheduler has it, so the next plan sees it."""
         self._expected.pop(request, None)
 
     def end(self, iteration: Iteration) -> None:
@@ -209,7 +209,7 @@ class ArrivalMonitor:
             self._count(lost)
 
     def lost_memory(self, request: str) -> None:
-        """The row was evicted: its KV blocks are gone."""
+        """Count an evicted row, whose KV blocks are gone."""
         self._count(self._leavers.evicted(request, self.layers))
 
     def _count(self, lost: Lost) -> None:
@@ -217,7 +217,7 @@ class ArrivalMonitor:
         self.tokens_wasted += lost.worth
 
     def _believe(self, outcome: IterationOutcome) -> None:
-        """A worker has answered: give up for good if it has no safepoints or cannot read the flag."""
+        """Note what the worker can do: rows never leave if it has no safepoints or cannot read the flag."""
         self._seen = True
         if not outcome.safepoints or not outcome.heard:
             self.why_not = (
@@ -227,7 +227,7 @@ class ArrivalMonitor:
             self.close()
 
     def forget(self, request: str) -> None:
-        """The request has finished."""
+        """Forget a finished request."""
         self._expected.pop(request, None)
         self._leavers.forget(request)
 

@@ -100,7 +100,12 @@ class RunnerRows:
     def run(
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
     ) -> Any:
-        """Run one decoder layer on the rows that are in the pass by then; rows leave and join before it."""
+        """Run one decoder layer on the rows that are in the pass by then; rows leave and join before it.
+
+        `args` and `kw` are the layer's inputs, tensors (tokens, hidden) and indices (..., tokens) among them, of
+        the whole iteration or of the tokens in the pass. Returns what `forward` returns for the tokens in the pass;
+        the last layer's outputs are filled up to all tokens of the iteration. Raises `Abandoned` if no row stays.
+        """
         if self._returns is None and not self._suits([*args, *kw.values()]):
             self.possible = self.busy = False
             log.info("rows cannot leave after all: the layers get tensors inside of others")

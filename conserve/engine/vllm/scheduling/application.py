@@ -218,7 +218,10 @@ def alone_waiting(scheduler: CoServing, requests: Sequence[Request]) -> Iterator
 
 @contextlib.contextmanager
 def live_alone(scheduler: CoServing, *, on: bool) -> Iterator[None]:
-    """If `on`, let only live requests run: vLLM goes through all that run before it comes to an arrival."""
+    """Let only live requests run: vLLM goes through all that run before it comes to an arrival.
+
+    Nothing changes unless `on`.
+    """
     if not on:
         yield
         return
@@ -338,10 +341,10 @@ def as_it_is(request: Request, computed: int, tokens: int) -> int:
 
 @contextlib.contextmanager
 def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> Iterator[None]:
-    """If `on`, allocate KV blocks without registering them for reuse: a row that leaves never computes them.
+    """Allocate KV blocks without registering them for reuse: a row that leaves never computes them.
 
-    vLLM says when to register the blocks of a request that starts, and says nothing of running ones. `starts` is
-    False if none can start, which saves a call for each request.
+    Nothing changes unless `on`. vLLM says when to register the blocks of a request that starts, and says nothing of
+    running ones. `starts` is False if none can start, which saves a call for each request.
     """
     if not on:
         yield

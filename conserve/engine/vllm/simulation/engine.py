@@ -241,12 +241,12 @@ class SimulatedEngine(SchedulerAlone):
         return {name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk}
 
     def _forget(self, output: SchedulerOutput) -> None:
-        """Begin an iteration like `Rows.begin`: a row that finished or was evicted does not go on."""
+        """Begin an iteration like `RunnerRows.begin`: a row that finished or was evicted does not go on."""
         for name in forgotten(output) if self._suspended else ():
             self._suspended.pop(name, None)
 
     def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> IterationOutcome:
-        """Layer by layer, as `Rows.run`."""
+        """Compute layer by layer, as `RunnerRows.run`."""
         slices = {
             name: self.scheduler.scheduled_slice(name, tokens)
             for name, tokens in output.num_scheduled_tokens.items()
@@ -306,7 +306,7 @@ class SimulatedEngine(SchedulerAlone):
         return int(flag.rows_asked(stamp.iteration)) if flag is not None else 0
 
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
-        """End an iteration like `Rows.end`: a row that ran part of its chunk keeps the remaining tokens."""
+        """End an iteration like `RunnerRows.end`: a row that ran part of its chunk keeps the remaining tokens."""
         for name in self._suspended.keys() & computed.keys():
             if rest := behind(self._suspended.pop(name), computed[name]):
                 self._suspended[name] = rest
