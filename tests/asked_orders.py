@@ -11,7 +11,7 @@ class Asking:
     A pass that has seen an order looks or asks again at the same layer, and gets the same answer.
     """
 
-    heard = True
+    flag_readable = True
     _seen: int | None = None
 
     def rows_ordered(self, stamp: Any) -> int:

@@ -127,7 +127,7 @@ def follow(trace: Trace) -> None:
         "conserve.jobs.harvest.harvester:Harvester._until_drained",
         before=lambda: enter(trace, Phase.ANSWERING),
     )
-    wrap("conserve.jobs.harvest.harvester:Harvester._put_down", before=lambda: enter(trace, Phase.ENDING))
+    wrap("conserve.jobs.harvest.harvester:Harvester._end_session", before=lambda: enter(trace, Phase.ENDING))
     rewire("conserve.endpoints.fake:FakeEndpoint.complete", functools.partial(counting, trace))
 
 

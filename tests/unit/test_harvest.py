@@ -313,7 +313,7 @@ class Mortal(Harvester):
         with mock.patch.object(owners, "this_process", return_value=f"{host}:{pid}:0.00:{nonce}"):
             super().__init__(*given, **named)
 
-    async def _put_down(self, failed: BaseException | None) -> None:
+    async def _end_session(self, failed: BaseException | None) -> None:
         await self._flights.withdraw_all()
 
 

@@ -162,7 +162,7 @@ class Passes:
 class Orders:
     """Says at each layer how many rows are to leave."""
 
-    heard = True
+    flag_readable = True
 
     def __init__(self) -> None:
         self.at: dict[int, int] = {}

@@ -249,7 +249,7 @@ class TestFlag:
 class FakeOrders:
     """Says for each layer what the test says."""
 
-    heard = True
+    flag_readable = True
 
     def __init__(self, **rows: int) -> None:
         self.rows = {int(layer.removeprefix("at_")): count for layer, count in rows.items()}

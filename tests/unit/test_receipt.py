@@ -53,7 +53,7 @@ def answer(of: Receipt, *, at: float, ttft_s: float, tbt_s: float) -> None:
     """A request with two tokens."""
     of.arrived(at=at)
     of.answered(arrived=at, at=at + ttft_s)
-    of.gap(1, last=at + ttft_s, at=at + ttft_s + tbt_s)
+    of.tbt(1, last=at + ttft_s, at=at + ttft_s + tbt_s)
 
 
 def cut_short(*draws: float) -> Receipt:

@@ -33,7 +33,7 @@ def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
 
 
 def harm_promised(composer: Composer, view: View) -> float | None:
-    """Share that gaps, and first tokens beside a prompt, leave to the next iteration; None without a harm.
+    """Share that TBTs, and first tokens beside a prompt, leave to the next iteration; None without a harm.
 
     Of several classes in the iteration, the smallest share holds.
     """
@@ -45,10 +45,10 @@ def harm_promised(composer: Composer, view: View) -> float | None:
 
 def harm_of(slo: Slo, composer: Composer, view: View) -> float | None:
     """Share that the promises of one class leave to the next iteration."""
-    gaps = of_an_iteration(slo.tbt_harm, slo, slo.tbt_ms, view.live_busy)
+    tbt = of_an_iteration(slo.tbt_harm, slo, slo.tbt_ms, view.live_busy)
     if not composer.batch.prefills:
-        return gaps
-    return least(gaps, of_an_iteration(slo.ttft_harm, slo, slo.ttft_ms, view.live_busy))
+        return tbt
+    return least(tbt, of_an_iteration(slo.ttft_harm, slo, slo.ttft_ms, view.live_busy))
 
 
 def of_an_iteration(harm: float | None, slo: Slo, promised_ms: float, live_busy: float) -> float | None:

@@ -136,8 +136,8 @@ class ClassTraffic:
             self.ttft_late.note(ms)
             self.accountant.ttft.note(ms, rows_ms=rows_ms, at=at)
 
-    def gap(self, ms: float, rows_ms: float, count: int, *, at: float) -> None:
-        """Note `count` gaps of `ms`, of which rows took `rows_ms`."""
+    def tbt(self, ms: float, rows_ms: float, count: int, *, at: float) -> None:
+        """Note `count` TBTs of `ms`, of which rows took `rows_ms`."""
         remember(self.tbt_ms, Moment(at, ms, count))
         self.tbt_counts.note(ms, count)
         self.tbt_late.note(ms, count)

@@ -103,7 +103,7 @@ class Receipt:
             self._slot.waiting -= 1
             self._slot.ttft[bin_of((at - arrived) * 1e3)] += 1
 
-    def gap(self, count: int, *, last: float, at: float) -> None:
+    def tbt(self, count: int, *, last: float, at: float) -> None:
         """Note `count` tokens after those that came `last`."""
         if self._slot is not None and self._slot.covers(last):
             self._slot.tbt[bin_of((at - last) * 1e3)] += count

@@ -196,8 +196,8 @@ class Traffic:
             self.receipt.answered(arrived=arrived, at=at)
             self._last_tokens.begin(request, at)
         for last, name, count in going_on:
-            self._classes[name].gap(*self._time_ms(last, at), count, at=at)
-            self.receipt.gap(count, last=last, at=at)
+            self._classes[name].tbt(*self._time_ms(last, at), count, at=at)
+            self.receipt.tbt(count, last=last, at=at)
 
     def arrived_at(self, request: str) -> float | None:
         """Time at which an online request without a token has arrived; None for any other request."""

@@ -41,7 +41,7 @@ class IterationOutcome:
     layers: int = 0  # of the model
     separable: bool = False  # rows can leave while others stay
     safepoints: int = 0  # in the model; without any, no row can leave
-    heard: bool = True  # the flag could be read
+    flag_readable: bool = True  # the flag could be read
     refused: bool = False  # the iteration was not begun, and all of its requests have left
 
 

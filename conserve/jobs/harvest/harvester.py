@@ -237,7 +237,7 @@ class Harvester:
             failed = error
             raise
         finally:
-            await self._put_down(failed)
+            await self._end_session(failed)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         """Run the loops until nothing is left to feed or `stop` is set; a loop that fails ends them all."""
@@ -262,7 +262,7 @@ class Harvester:
             files = f"results of {recorder.ended:,} ended jobs go to their files"
             self.tally.waiting_for = files if many else None
 
-    async def _put_down(self, failed: BaseException | None) -> None:
+    async def _end_session(self, failed: BaseException | None) -> None:
         """Withdraw the rows in flight, save their tokens and give them back."""
         # In an outage of the store outcomes wait for the next session. The outcomes in a write that failed are
         # dropped, since they may have been written; rows whose outcome was not are done again.

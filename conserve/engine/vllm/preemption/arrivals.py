@@ -182,7 +182,7 @@ class ArrivalMonitor:
         if outcome is None:
             return
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
-        self._believe(outcome)
+        self._note_worker_abilities(outcome)
         if outcome.refused:
             self.refused += 1
         elif left:
@@ -216,12 +216,12 @@ class ArrivalMonitor:
         self.tokens_redone += lost.tokens
         self.tokens_wasted += lost.worth
 
-    def _believe(self, outcome: IterationOutcome) -> None:
+    def _note_worker_abilities(self, outcome: IterationOutcome) -> None:
         """Note what the worker can do: rows never leave if it has no safepoints or cannot read the flag."""
         self._seen = True
-        if not outcome.safepoints or not outcome.heard:
+        if not outcome.safepoints or not outcome.flag_readable:
             self.why_not = (
-                "the model has no safepoints" if outcome.heard else "the worker cannot read the flag"
+                "the model has no safepoints" if outcome.flag_readable else "the worker cannot read the flag"
             )
             log.warning("rows do not leave iterations: %s", self.why_not)
             self.close()

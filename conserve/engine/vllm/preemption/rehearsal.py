@@ -41,7 +41,7 @@ class Token(NamedTuple):
 class RowsLeave:
     """Implements `safepoints.Orders`: in each second iteration one row leaves, and all before the next layer."""
 
-    heard = True
+    flag_readable = True
 
     def __init__(self) -> None:
         self.on = False

@@ -40,7 +40,7 @@ class Orders(Protocol):
         """The word that the iteration's orders come in; None where they have to be asked for."""
 
     @property
-    def heard(self) -> bool:
+    def flag_readable(self) -> bool:
         """True if orders can be read."""
 
 
@@ -95,9 +95,9 @@ class Safepoints:
         return self._orders.refused(stamp)
 
     @property
-    def heard(self) -> bool:
+    def flag_readable(self) -> bool:
         """True if orders can be read."""
-        return self._orders.heard
+        return self._orders.flag_readable
 
     def finish_launched(self) -> None:
         """Wait for the device, which may still read the buffers that are about to be written."""

@@ -46,7 +46,7 @@ class TensorParallelOrders:
         self._group = get_tp_group()
         self._alone = self._group.world_size == 1
         self._flag: LeaveFlag | None = None
-        self.heard = True  # the flag could be read, so far
+        self.flag_readable = True  # the flag could be read, so far
         # Name of a flag that cannot be read: its engine core is on another machine.
         self._lost: str | None = None
 
@@ -83,7 +83,7 @@ class TensorParallelOrders:
             try:
                 self._flag = LeaveFlag.attach(stamp.flag)
             except OSError as error:
-                self._lost, self.heard = stamp.flag, False
+                self._lost, self.flag_readable = stamp.flag, False
                 log.warning("rows do not leave iterations here: the flag cannot be read (%s)", error)
                 return None
         return self._flag
@@ -284,7 +284,7 @@ def outcome(safepoints: Safepoints, rows: RunnerRows | None, left: frozenset[str
         layers=safepoints.layers,
         separable=rows is not None and rows.possible,
         safepoints=safepoints.layers,
-        heard=safepoints.heard,
+        flag_readable=safepoints.flag_readable,
     )
 
 
