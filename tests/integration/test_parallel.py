@@ -208,7 +208,7 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
             assert ranks.answers(asked) == wanted
     assert len(ranks.outcomes) >= ENOUGH
     assert len({outcome.layers_run for outcome in ranks.outcomes}) > LAYERS // 2, "at any layer"
-    whole = ranks.preemptions.abandoned
+    whole = ranks.preemptions.counts.abandoned
     assert 0 < whole < len(ranks.outcomes), "all at once, and some while others went on"
     assert ranks.answers(asked) == wanted
 

@@ -105,7 +105,7 @@ def test_they_go_on_where_they_were(make: Make) -> None:
             assert row.num_computed_tokens == computed[row.request_id]
     drain(engine)
     assert not scheduler.offline_tokens.again
-    assert scheduler.arrival_monitor.tokens_wasted == 0
+    assert scheduler.arrival_monitor.counts.tokens_wasted == 0
 
 
 @pytest.mark.parametrize("seed", [39, 42, 54])

@@ -714,7 +714,7 @@ class TestTheSchedulerAlone:
             engine.step()
         engine.step()
         scheduler = engine.scheduler
-        assert scheduler.arrival_monitor.iterations_left > 300
+        assert scheduler.arrival_monitor.counts.iterations_left > 300
         assert engine.aborted
         assert not scheduler.running
         assert not scheduler.waiting

@@ -101,7 +101,9 @@ def test_who_decodes_beside_rows_stays_when_they_leave(make: Make) -> None:
     engine.go_on_until(engine.clock.now + 2.0)
     first, second = engine.play([Arrival(0.05, PROMPT, 6), Arrival(0.6, PROMPT, 1)])
     monitor = engine.scheduler.arrival_monitor
-    assert (monitor.iterations_left, monitor.abandoned) == (2, 1), "the second one's iteration goes on"
+    assert (monitor.counts.iterations_left, monitor.counts.abandoned) == (2, 1), (
+        "the second one's iteration goes on"
+    )
     assert len(first.token_at_s) == 6
     assert second.ttft_ms < 1.1 * prompt_ms() + 2 * 400 / LAYERS, "and with less in it is soon over"
 
@@ -117,10 +119,10 @@ def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
             engine.go_on_until(engine.clock.now + 0.01)
         took[preemption] = engine.clock.now - began
         assert engine.offline_tokens == sum(prompt + answer - 1 for prompt, answer in ROWS)
-        assert (engine.scheduler.arrival_monitor.iterations_left > 5) == (preemption == "prompt")
+        assert (engine.scheduler.arrival_monitor.counts.iterations_left > 5) == (preemption == "prompt")
         assert not engine._suspended
     assert took["prompt"] == pytest.approx(took["never"], rel=0.1)
-    assert engine.scheduler.arrival_monitor.tokens_wasted == 0
+    assert engine.scheduler.arrival_monitor.counts.tokens_wasted == 0
 
 
 def test_evicted_rows_get_their_kv_back_where_it_is_copied(make: Make) -> None:
@@ -153,8 +155,8 @@ def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make
     engine.go_on_until(engine.clock.now + 2.0)
     answers = engine.play([Arrival(0.37 * n, PROMPT, 12) for n in range(12)])
     monitor = engine.scheduler.arrival_monitor
-    assert monitor.iterations_left == monitor.abandoned >= 2
-    assert monitor.live_tokens_recomputed == 0
+    assert monitor.counts.iterations_left == monitor.counts.abandoned >= 2
+    assert monitor.counts.live_tokens_recomputed == 0
     for answer in answers:
         assert len(answer.token_at_s) == 12
         assert answer.ttft_ms <= 1000

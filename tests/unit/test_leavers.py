@@ -28,6 +28,31 @@ def test_a_row_that_begins_anew_loses_what_it_had_computed() -> None:
     assert (lost.tokens, lost.worth) == (90, 30)
 
 
+def test_an_iteration_that_rows_left_is_counted_with_what_they_lost() -> None:
+    from conserve.engine.vllm.iteration import IterationOutcome
+    from conserve.engine.vllm.preemption.leave_counts import LeaveCounts
+
+    counts = LeaveCounts()
+    rows = [(SimpleNamespace(request_id="row"), 90)]
+    for left in ({"row"}, {"row", "live"}):
+        iteration: Any = SimpleNamespace(left=left, tokens={"row": 90, "live": 1}, rows=rows, raised_at=0.0)
+        counts.left(iteration, IterationOutcome(layers_run=10))
+        counts.lost(leave(Leavers(), 90, 0))
+    said = counts.report()
+    assert said.pop("reaction_ms").keys() == {"p50", "p99"}
+    assert said == {
+        "iterations_left": 2,
+        "preemptions": 2,
+        "abandoned": 1,
+        "rows": 3,
+        "layers_run": 20,
+        "refused": 0,
+        "tokens_redone": 180,
+        "tokens_wasted": 60.0,
+        "live_tokens_recomputed": 1,
+    }
+
+
 def test_a_row_that_gets_no_further_is_cut_down_and_then_sheltered() -> None:
     leavers = Leavers()
     chunks = []

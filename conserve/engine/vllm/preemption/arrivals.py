@@ -1,4 +1,4 @@
-"""The scheduler's side of layer-wise preemption: the arrival monitor, stamps, and counts of rows that left.
+"""The scheduler's side of layer-wise preemption: the arrival monitor, stamps, and rows that left.
 
 While the model runs, vLLM's I/O thread brings requests in. When an online one arrives, the rest of the iteration is
 estimated at once, and the flag is raised if offline rows are to leave. Source: conserve-2026 Algorithm 2,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -21,10 +20,10 @@ from vllm.v1.request import Request
 
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.leavers import Leavers, Lost
-from conserve.engine.runtime.ranked import Ranked, quantiles
+from conserve.engine.runtime.leavers import Leavers
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
+from conserve.engine.vllm.preemption.leave_counts import LeaveCounts
 from conserve.engine.vllm.preemption.reasons import why_not
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
@@ -33,7 +32,6 @@ log = logging.getLogger("vllm.conserve")
 REACTION_SHARE = 0.005  # most time between two safepoints, as a share of the TTFT promise
 LARGEST_STEP = 8  # most layers between two safepoints
 FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
-REMEMBERED = 1000  # reaction times
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Expected:
 
 
 class ArrivalMonitor:
-    """Stamps iterations, raises the flag when online requests arrive, and counts the rows that left.
+    """Stamps iterations, raises the flag when online requests arrive, and knows the rows that left.
 
     `arriving` is called in vLLM's I/O thread, every other method in its main thread.
     """
@@ -58,10 +56,7 @@ class ArrivalMonitor:
         self.layers = config.model_config.get_num_layers(config.parallel_config)
         self.separable = False  # rows can leave while others stay; known from the first outcome
         self._seen = False  # a worker has answered that it has safepoints and reads the flag
-        self.iterations_left = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
-        self.live_tokens_recomputed = 0
-        self.refused = 0
-        self.tokens_wasted = 0.0
+        self.counts = LeaveCounts()
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
         self._lock = threading.Lock()
@@ -70,7 +65,6 @@ class ArrivalMonitor:
         self._in_flight: list[Iteration] = []  # stamped and not settled: one runs, and one may wait
         self._expected: dict[str, Expected] = {}
         self._leavers = Leavers()
-        self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
         self._model: LatencyModel | None = None
         self._slo = Slo()
 
@@ -130,7 +124,7 @@ class ArrivalMonitor:
         self._iterations += 1
         self._model, self._slo = model, slo
         iteration.rows = rows
-        iteration.spare_tokens = spare_tokens(offline_tokens, self.tokens_wasted)
+        iteration.spare_tokens = spare_tokens(offline_tokens, self.counts.tokens_wasted)
         iteration.stamp = Stamp(
             iteration=self._iterations,
             flag=self._flag.name,
@@ -184,37 +178,26 @@ class ArrivalMonitor:
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
         self._note_worker_abilities(outcome)
         if outcome.refused:
-            self.refused += 1
+            self.counts.refused += 1
         elif left:
-            self._count_left(iteration, outcome)
+            self.counts.left(iteration, outcome)
+            self._note_left(iteration, outcome)
 
     def computed(self, tokens: Mapping[str, int]) -> None:
         """Take in an iteration that rows could not leave: these requests computed so many tokens each."""
         self._leavers.computed(tokens)
 
-    def _count_left(self, iteration: Iteration, outcome: IterationOutcome) -> None:
-        left = iteration.left
-        offline = {request.request_id for request, _ in iteration.rows}
-        self.live_tokens_recomputed += sum(iteration.tokens[name] for name in left - offline)
-        self.iterations_left += 1
-        self.abandoned += len(left) == len(iteration.tokens)
-        self.rows_left += len(left)
-        self.layers_run += outcome.layers_run
-        self._reactions_ms.append((time.monotonic() - iteration.raised_at) * 1e3)
-        for name in left:
+    def _note_left(self, iteration: Iteration, outcome: IterationOutcome) -> None:
+        for name in iteration.left:
             layer = outcome.kept.get(name, 0)
             lost = self._leavers.left(
                 name, iteration.tokens[name], layer=layer, layers_run=outcome.layers_run, layers=self.layers
             )
-            self._count(lost)
+            self.counts.lost(lost)
 
     def lost_memory(self, request: str) -> None:
         """Count an evicted row, whose KV blocks are gone."""
-        self._count(self._leavers.evicted(request, self.layers))
-
-    def _count(self, lost: Lost) -> None:
-        self.tokens_redone += lost.tokens
-        self.tokens_wasted += lost.worth
+        self.counts.lost(self._leavers.evicted(request, self.layers))
 
     def _note_worker_abilities(self, outcome: IterationOutcome) -> None:
         """Note what the worker can do: rows never leave if it has no safepoints or cannot read the flag."""
@@ -244,16 +227,7 @@ class ArrivalMonitor:
             "policy": self.name,
             "why_off": self.why_not,
             "rows_go_on": self.separable,  # where they left; else iterations are abandoned whole
-            "iterations_left": self.iterations_left,
-            "preemptions": self.iterations_left,  # deprecated: its former name, kept for one release
-            "abandoned": self.abandoned,
-            "rows": self.rows_left,
-            "layers_run": self.layers_run,
-            "refused": self.refused,  # of those scheduled ahead, before anything of them was computed
-            "tokens_redone": self.tokens_redone,
-            "tokens_wasted": self.tokens_wasted,
-            "live_tokens_recomputed": self.live_tokens_recomputed,
-            "reaction_ms": quantiles(Ranked.of(self._reactions_ms)),
+            **self.counts.report(),
         }
 
     # In the I/O thread.
