@@ -252,8 +252,7 @@ def serve(
         section |= tuned_promises(settings, words, given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
     leaves = traits(policy).rows_may_leave or allow_control
-    if not (preemption and leaves):
-        section["preemption"] = OFF
+    section |= {} if preemption and leaves else {"preemption": OFF}
     if named := live_classes(classes, live_class or [], class_for or []):
         require_keys(named, settings, batches=batches, own_server=print_flags)
         section["classes"] = named
