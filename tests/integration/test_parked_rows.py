@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from conserve.bench.traces import Arrival
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -119,12 +120,9 @@ def test_one_in_the_middle_of_its_prompt_gets_on_whatever_others_hold(make: Make
     arrivals, at_s = [], 0.05
     for _ in range(dice.randint(1, 40)):
         at_s += dice.uniform(0.005, 0.06)
-        arrivals.append(SimpleNamespace(at_s=at_s, input_tokens=20, output_tokens=dice.randint(1, 4)))
+        arrivals.append(Arrival(at_s, 20, dice.randint(1, 4)))
     at_s += dice.uniform(0, 0.1)
-    arrivals += [
-        SimpleNamespace(at_s=at_s + dice.uniform(0, 0.02), input_tokens=20, output_tokens=20)
-        for _ in range(8)
-    ]
+    arrivals += [Arrival(at_s + dice.uniform(0, 0.02), 20, 20) for _ in range(8)]
     engine.play(arrivals, 0)
     assert engine.scheduler.parking.count
     drain(engine)

@@ -50,6 +50,7 @@ SAID: dict[str, Any] = {
     "iterations": 100,
     "planned": 90,
     "overruns": 1,
+    "standstills": 2,
     "busy_s": 2.5,
     "harm": {
         "pauses": 8,
@@ -191,6 +192,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_iterations_total": 100,
         "conserve_planned_iterations_total": 90,
         "conserve_overruns_total": 1,
+        "conserve_standstills_total": 2,
         "conserve_busy_seconds_total": 2.5,
         "conserve_iterations_left_total": 4,
         "conserve_abandoned_iterations_total": 3,
@@ -229,7 +231,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_leave_reaction_seconds/p99": 0.014,
         **FORMER_NAMES,
     }
-    assert len(COUNTS) == 24
+    assert len(COUNTS) == 25
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]
