@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import socket
 import ssl
 from collections.abc import AsyncGenerator
@@ -35,6 +36,7 @@ KEEPALIVE = (  # a connection that is silent for a minute is asked for a sign of
         if hasattr(socket, name)
     ),
 )
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # variables that name those to trust
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
 
@@ -118,9 +120,13 @@ def transport_to(url: httpx.URL, limits: httpx.Limits) -> httpx.AsyncHTTPTranspo
     )
 
 
-@functools.cache
 def trusted() -> ssl.SSLContext:
     """Certificates by which servers are trusted, read once and not for each server of a fleet."""
+    return _trusted(*(os.environ.get(name) for name in CERTIFICATES))
+
+
+@functools.cache
+def _trusted(*places: str | None) -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 

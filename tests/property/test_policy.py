@@ -518,6 +518,9 @@ def test_online_decode_steps_always_run(view: View) -> None:
 def test_chunks_of_online_prompts_keep_the_tbt_unless_their_own_ttft_is_at_stake(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
     late = [request for request in judged.online if request.age_ms > view.slo.ttft_ms / 2]
+    late += [
+        request for request in view.online if request.answered and not request.decode
+    ]  # some of it, anyway
     decodes = sum(request.decode for request in view.online)
     computed = {name for name in judged.plan.tokens if name not in judged.offline}
     chunks = len(computed) > decodes > 0

@@ -36,6 +36,7 @@ from conserve.errors import (
     SettingsError,
     StoreError,
 )
+from conserve.http_server import CALLER_HEADER, SaidOf
 from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
@@ -603,7 +604,7 @@ def test_a_known_key_reads_the_page_while_the_store_is_away(
     with TestClient(app.application(store)) as client:
         assert client.get("/metrics", headers=key).status_code == 503, "no key was ever read"
     with TestClient(app.application(store, beside=True)) as client:
-        assert client.get("/metrics", headers={access.SAID_OF: access.KEYED}).status_code == 200
+        assert client.get("/metrics", headers={CALLER_HEADER: SaidOf.KEYED}).status_code == 200
 
 
 def test_requests_that_are_refused_without_a_key_are_counted_by_their_route(store: Store) -> None:
