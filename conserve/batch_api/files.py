@@ -205,7 +205,7 @@ def of_object(request: Request, file: File, path: ObjectPath) -> Response:
 
 
 def wanted_bytes(request: Request, file: File) -> range | None:
-    """Bytes of a file that a request asks for; None for the whole, which also who asks for several ranges gets."""
+    """Bytes of a file that a request asks for; None for the whole, as for several ranges."""
     asked = RANGE.fullmatch(request.headers.get("range", ""))
     if asked is None or request.headers.get("if-range", tag(file)) != tag(file):
         return None

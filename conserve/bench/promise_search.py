@@ -114,7 +114,7 @@ class Tuning:
     def tried(
         self, parameter: Parameter, value: float, blocks: Sequence[Block], alone: RunLatencies
     ) -> TriedValue:
-        """What these blocks gave, on the simulated engine or on the real one, beside latencies `alone` there."""
+        """Outcome of these blocks, on the simulated engine or on the real one, beside latencies `alone` there."""
         engine, shared = self.simulator.machine.engine, self.blocks[0].shared_tokens
         rows, prompts, steps = rows_beside(blocks, engine, self.mix, shared_tokens=shared)
         return TriedValue(

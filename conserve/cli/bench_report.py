@@ -151,7 +151,7 @@ def facts(design: "Design", slo: "LatencyLimits | None") -> dict[str, str]:
 
 
 def measured_with(*, simulated: bool) -> str:
-    """What cells of a sweep are measured with now: versions, and the machine unless its time is simulated."""
+    """Versions that cells of a sweep are measured with now, and the machine unless its time is simulated."""
     from conserve import __version__
 
     engine = installed_engine()

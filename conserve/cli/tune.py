@@ -195,7 +195,7 @@ def profile_of(settings: Settings, words: list[str], wanted: str | None) -> "Pro
 
 
 def learned_of(settings: Settings, profile: "Profile") -> "Correction | None":
-    """What engines have learned on the profile since, by which `conserve serve` plans too."""
+    """Correction of the profile that engines have learned since; `conserve serve` plans by it, too."""
     from conserve.profiles.book import Book
     from conserve.profiles.correction import Correction
 

@@ -1,4 +1,4 @@
-"""Whose answers a night scores: jobs are bound to the model that is asked."""
+"""Jobs of a night are bound to the model that it asks, whose answers alone it scores."""
 
 import json
 import threading

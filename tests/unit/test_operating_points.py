@@ -378,6 +378,20 @@ def left_rows_per_s(slow: float) -> float:
     return late_ms / mix.row_ms / 30.0 / len(traces)
 
 
+def block_with(answer: LoadAnswer) -> Block:
+    """A block of 30 s whose one live request has this answer."""
+    return Block(
+        policy="conserve",
+        started_s=0.0,
+        duration_s=30.0,
+        answers=(answer,),
+        offline_tokens=0,
+        iterations=0,
+        planned=0,
+        overruns=0,
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "ended_s", "counts"),
     [
@@ -395,16 +409,7 @@ def test_a_request_that_the_server_refuses_leaves_no_work_behind(
     failed = LoadAnswer(
         index=0, due_s=0.0, sent_s=0.0, ended_s=ended_s, input_tokens=1000, token_at_s=(), status=status
     )
-    block = Block(
-        policy="conserve",
-        started_s=0.0,
-        duration_s=30.0,
-        answers=(failed,),
-        offline_tokens=0,
-        iterations=0,
-        planned=0,
-        overruns=0,
-    )
+    block = block_with(failed)
     assert left_ms([block], MACHINE.engine) == counts * MACHINE.engine.added_ms(Slice(1000, 0))
 
 
@@ -421,16 +426,7 @@ def test_an_answer_that_is_cut_off_leaves_the_tokens_that_it_lacks(tokens: int) 
         status=RequestEnd.BROKEN,
         output_tokens=48,
     )
-    block = Block(
-        policy="conserve",
-        started_s=0.0,
-        duration_s=30.0,
-        answers=(cut,),
-        offline_tokens=0,
-        iterations=0,
-        planned=0,
-        overruns=0,
-    )
+    block = block_with(cut)
     prompt_ms = 0.0 if tokens else MACHINE.engine.added_ms(Slice(1000, 0))
     step_ms = MACHINE.engine.added_ms(Slice(1, 1024, True))
     assert left_ms([block], MACHINE.engine) == pytest.approx(prompt_ms + (48 - max(1, tokens)) * step_ms)

@@ -177,7 +177,7 @@ def test_a_forecast_is_as_old_as_the_look_at_the_queue(store: Store) -> None:
 
 
 def test_polls_wait_for_no_new_forecast_and_share_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are threads, so that other requests would find none."""
+    """Polls as many as there are threads, so that other requests would find none."""
     now = [time.time()]
     foresight = Foresight(store, lambda: now[0])
     name, looks, go_on = add(store), list[float](), threading.Event()

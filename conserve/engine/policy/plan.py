@@ -35,7 +35,7 @@ class Plan:
 
 
 class Traits(NamedTuple):
-    """What is to be known of a policy beside its plans. A policy of the user's own may set the first four."""
+    """Traits of a policy beside its plans. A policy of the user's own may set the first four."""
 
     decides: bool = True  # False: vLLM's own schedule, and `plan` is not called
     defers_offline: bool = False  # offline requests are always deferred, with a latency model or without

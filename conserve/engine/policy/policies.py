@@ -49,5 +49,5 @@ def traits(name: str) -> Traits:
 
 
 def kept_promises(slo: Mapping[str, Any], policy: str | None) -> dict[str, Any]:
-    """What a report says is promised, without a harm that the policy does not keep."""
+    """Promises that a report tells, without a harm that the policy does not keep."""
     return {**slo} if traits(policy or CONSERVE).knows_slo else {**slo, **dict.fromkeys(HARMS)}
