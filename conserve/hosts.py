@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 REPORT = "/v1/conserve"  # route at which a server tells of its scheduler
 HERE = "127.0.0.1"
 ALL = {"0.0.0.0": HERE, "::": "::1"}  # addresses of all networks, which this machine reaches at these
+IPV4, IPV6 = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
+DOCUMENTED = {"0.0.0.0": (IPV4,), "::": (IPV6, IPV4)}  # no machine has these; by address listened at
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -55,13 +57,13 @@ def url_elsewhere(host: str, port: int) -> str | None:
     """Address at which other machines reach a server that listens there; None if they do not."""
     if host not in ALL:
         return None if is_loopback(host) else url_of(host, port)
-    address = outward_address()
+    address = outward_address(host)
     return url_of(address, port) if address else None
 
 
-def outward_address() -> str | None:
-    """Address of this machine, or container, on the network of its default route; None without one."""
-    for family, documented in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+def outward_address(host: str) -> str | None:
+    """Address of this machine, or container, on its default route; None without one to a server at `host`."""
+    for family, documented in DOCUMENTED[host]:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((documented, 9))  # sends nothing
             address: str = probe.getsockname()[0]

@@ -1,8 +1,7 @@
-"""What both HTTP servers, vLLM's and that of the Batch API, bear of clients, and what one tells the other."""
+"""Limits of both HTTP servers, vLLM's and that of the Batch API, on clients, and the words of one to the other."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from enum import StrEnum
 from http import HTTPStatus
 from itertools import count
@@ -13,13 +12,13 @@ RESERVED = 512  # file descriptors kept for other things than clients' connectio
 RETRY_AFTER_S = 1
 PART_S = 60.0  # for the next part of a body
 STALLED = f"no part of the body came for {PART_S:.0f} s; send the request again"
-
-
+KEEP_ALIVE_S = 75  # of a connection at rest: clients poll every few seconds, proxies keep theirs for a minute
 CALLER_HEADER = "x-conserve-caller"
+WHO = "/caller"  # route of the Batch API that a live server alone asks
 
 
 class SaidOf(StrEnum):
-    """What a live server says, in `CALLER_HEADER`, of the caller of a request for the Batch API beside it."""
+    """Word of a live server, in `CALLER_HEADER`, on the caller of a request for the Batch API beside it."""
 
     KEYED = "keyed"
     """The caller sent a key of the server's own."""
@@ -86,17 +85,12 @@ def drop(connection: Any) -> None:
     connection.transport.abort()
 
 
-async def full(scope: Any, receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+async def full(scope: Any, receive: Any, send: Any) -> None:
     """Answer on a connection beyond the limit, with OpenAI's error body."""
+    from starlette.responses import JSONResponse
+
     said = "this server has as many connections as it may have (--max-connections); try again"
     status = HTTPStatus.SERVICE_UNAVAILABLE
     error = {"message": said, "type": "server_error", "param": None, "code": int(status)}
-    body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"retry-after", b"%d" % RETRY_AFTER_S),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
+    await JSONResponse({"error": error}, status, headers)(scope, receive, send)

@@ -16,7 +16,7 @@ from conserve.batch_api.reads import Reads
 from conserve.batch_api.state import CALLER, ApiCaller
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback, is_proxied
-from conserve.http_server import CALLER_HEADER, SaidOf
+from conserve.http_server import CALLER_HEADER, WHO, SaidOf
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
 
@@ -27,7 +27,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 FREE = frozenset({"/health", "/openapi.json"})
 AGAIN_S = 0.1  # between two reads for keys that are unknown
-WHO = "/caller"  # asked by a live server alone
 KEPT_S = 0.5  # for which keys that were read are used; a live server beside keeps the answer as long again
 PAGE_S = 2.0  # for which /metrics waits for the keys, less than a scrape waits for /metrics
 SAID_TO_ALL = "the store of this API was moved, or is being moved; the API's log says where to"
@@ -97,34 +96,27 @@ class Access:
             return
         headers = Headers(scope=scope)
         try:
-            known = await self._known(headers, scope["path"])
+            answer = await self._caller(headers, scope["path"])
         except (StoreError, TimeoutError):
             said = refusals.body("the store cannot be used now; try again", kind="server_error")
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
             return
-        answer = self._caller(headers, known, scope["path"])
         if isinstance(answer, Response):
             await answer(scope, receive, send)
             return
         scope[CALLER] = answer
         await self._app(scope, receive, send)
 
-    async def _known(self, headers: Headers, path: str) -> Sequence[ApiKey]:
-        """The keys that a request is judged by."""
-        if self._beside and path != WHO and headers.get(CALLER_HEADER) == SaidOf.KEYED:
-            return ()
-        read = self._ring.for_page if path == metrics.PATH else self._ring.for_caller
-        return await read(bearer(headers))
-
-    def _caller(self, headers: Headers, known: Sequence[ApiKey], path: str) -> ApiCaller | Response:
-        """Sender of a request, or the answer to it."""
-        if not self._beside:
-            return caller_with_key(headers, known, path) if known else caller_of_this_machine(headers)
-        if path == WHO:
-            return uses(headers, known)
-        said_of = headers.get(CALLER_HEADER)
+    async def _caller(self, headers: Headers, path: str) -> ApiCaller | Response:
+        """Sender of a request, or the answer to it; keys are read only where they count."""
+        asks_who = self._beside and path == WHO
+        said_of = headers.get(CALLER_HEADER) if self._beside and not asks_who else None
         if said_of == SaidOf.KEYED:
             return ApiCaller()
+        read = self._ring.for_page if path == metrics.PATH else self._ring.for_caller
+        known = await read(bearer(headers))
+        if asks_who:
+            return uses(headers, known)
         if known:
             return caller_with_key(headers, known, path)
         return keys_required() if said_of == SaidOf.FAR else caller_of_this_machine(headers)

@@ -12,12 +12,11 @@ import uvicorn
 from conserve import open_files
 from conserve.batch_api.app import application
 from conserve.errors import SettingsError
-from conserve.http_server import CONNECTIONS, affordable, bounded
+from conserve.http_server import CONNECTIONS, KEEP_ALIVE_S, affordable, bounded
 from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 
 DRAIN_S = 30  # for requests under way
-KEEP_ALIVE_S = 75  # of a connection at rest: clients poll every few seconds, proxies keep theirs for a minute
 READY_LOOK_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -39,11 +38,12 @@ def serve(
     goes on.
     """
     app = application(store, limits, beside=socket is not None, open_metrics=open_metrics)
+    most = affordable(connections, open_files.raise_limit())
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=bounded(affordable(connections, open_files.raise_limit())),
+        http=bounded(most) if socket is None else "auto",  # a live server bounds its own clients
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,

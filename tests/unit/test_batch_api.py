@@ -22,7 +22,6 @@ from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import Settings, load
 from conserve.errors import JobRefused, StoreError, StoreMoved
-from conserve.hosts import free_port
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batch_state import BatchState
@@ -634,8 +633,8 @@ def test_a_connection_at_rest_outlives_polls_of_clients_and_the_minute_of_proxie
     assert [config.timeout_keep_alive > 60 for config in configs] == [True]
 
 
-def test_silent_connections_make_room_for_a_client(store: Store) -> None:
-    port, found = free_port(), list[object]()
+def test_silent_connections_make_room_for_a_client(store: Store, port: int) -> None:
+    found = list[object]()
 
     def ask() -> None:
         try:

@@ -19,10 +19,11 @@ from sqlalchemy import Connection, update
 
 import conserve as package
 from conserve import owners
+from conserve.endpoints.exchange import trusted
 from conserve.errors import StoreError, UsageError
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
-from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, trusted, verdict
+from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, sending, verdict
 from conserve.jobs.hooks.wire import CheckedBackend, TimedStream, post
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch

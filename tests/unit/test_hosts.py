@@ -28,15 +28,20 @@ def test_a_server_is_one_with_and_without_the_version_of_its_api(end: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("routes", "address"),
+    ("routes", "ipv4", "every"),
     [
-        ({socket.AF_INET: "10.0.0.7", socket.AF_INET6: "fd00::7"}, "http://10.0.0.7:8000"),
-        ({socket.AF_INET6: "fd00::7"}, "http://[fd00::7]:8000"),
-        ({}, None),
+        (
+            {socket.AF_INET: "10.0.0.7", socket.AF_INET6: "fd00::7"},
+            "http://10.0.0.7:8000",
+            "http://[fd00::7]:8000",
+        ),
+        ({socket.AF_INET: "10.0.0.7"}, "http://10.0.0.7:8000", "http://10.0.0.7:8000"),
+        ({socket.AF_INET6: "fd00::7"}, None, "http://[fd00::7]:8000"),
+        ({}, None, None),
     ],
 )
-def test_others_reach_a_machine_without_ipv4_too(
-    routes: dict[int, str], address: str | None, monkeypatch: pytest.MonkeyPatch
+def test_others_reach_a_machine_in_the_family_that_its_server_listens_in(
+    routes: dict[int, str], ipv4: str | None, every: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Probe:
         def __init__(self, family: int, kind: int) -> None:
@@ -56,6 +61,6 @@ def test_others_reach_a_machine_without_ipv4_too(
             return routes[self.family], 0
 
     monkeypatch.setattr(socket, "socket", Probe)
-    for host in ("0.0.0.0", "::"):
-        assert hosts.url_elsewhere(host, 8000) == address
+    assert hosts.url_elsewhere("0.0.0.0", 8000) == ipv4
+    assert hosts.url_elsewhere("::", 8000) == every
     assert hosts.url_elsewhere("localhost", 8000) is None

@@ -322,7 +322,7 @@ def test_an_api_without_keys_listens_on_this_machine_alone(port: int) -> None:
 def test_an_api_names_the_address_at_which_others_reach_it(
     store: Store, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    monkeypatch.setattr(hosts, "outward_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(hosts, "outward_address", lambda _: "192.0.2.7")
     monkeypatch.setattr(serving, "serve", lambda *_, on_ready, **__: on_ready())
     conserve("keys", "add", "nightly")
     for host, address in {"0.0.0.0": "192.0.2.7", "127.0.0.1": "127.0.0.1"}.items():

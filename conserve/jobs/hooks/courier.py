@@ -151,6 +151,8 @@ class Courier:
             "user-agent": f"ConServe/{conserve.__version__} webhooks",
             **signature.headers(hook.secret, mine.id, mine.body, now=self._clock()),
         }
+        from conserve.endpoints.exchange import trusted  # with httpx
+
         self._context = self._context or trusted()
         answer = post(
             hook.url,
@@ -169,13 +171,6 @@ class Courier:
         self._forgotten_at = now
         with self._store.write() as tx:
             outbox.forget(tx, before=now - KEPT_S)
-
-
-def trusted() -> ssl.SSLContext:
-    """Certificates that receivers are known by: those of `SSL_CERT_FILE`, or those that come with httpx."""
-    import httpx
-
-    return httpx.create_ssl_context()
 
 
 def refused(status: int) -> str:

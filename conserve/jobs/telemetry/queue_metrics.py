@@ -113,18 +113,16 @@ class StoreLook:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self._settings, self._clock = settings, clock
-        self._lock = threading.Lock()
         self._at: float | None = None
         self._seen: QueueSeen | None = None
         self._name = ""  # which a store keeps
 
     def __call__(self) -> QueueSeen | None:
         """The queue as it was at most `KEPT_S` ago; None while the store cannot be read."""
-        with self._lock:
-            now = self._clock()
-            if self._at is None or not 0 <= now - self._at < KEPT_S:
-                self._at, self._seen = now, self._read(now)
-            return self._seen
+        now = self._clock()
+        if self._at is None or not 0 <= now - self._at < KEPT_S:
+            self._at, self._seen = now, self._read(now)
+        return self._seen
 
     def _read(self, now: float) -> QueueSeen | None:
         try:

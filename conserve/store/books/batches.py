@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, not_, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, events, leases, spans
 from conserve.store.books.batch_state import BatchFacts, BatchState, state_of
 from conserve.store.books.catalog import JobRecord
-from conserve.store.books.lateness import CLOCK
+from conserve.store.books.lateness import has_passed
 from conserve.store.books.states import DELIVERED, OPEN, JobState, OnLate, stored
 from conserve.store.database import schema
 from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
@@ -251,10 +251,8 @@ def deliverable(tx: Connection, *, asked: Sequence[str], now: float) -> list[str
     A job that was cancelled or expired has rows in flight until the leases on them have ended.
     """
     ended = job.c.state.in_(stored(DELIVERED))
-    held = [lease.c.expires_at > now]
-    if tx.dialect.name == "postgresql":  # this machine's clock may be ahead of all others
-        held.append(lease.c.expires_at > CLOCK)
-    busy = exists().where(lease.c.job_id == job.c.id, or_(*held))
+    over = has_passed(tx.dialect.name, lease.c.expires_at, now)
+    busy = exists().where(lease.c.job_id == job.c.id, not_(over))
     wanted = or_(batch.c.file_id.is_not(None), batch.c.id.in_(asked))
     found = select(batch.c.id).join(job, job.c.id == batch.c.job_id).where(ended, is_stale(), ~busy, wanted)
     return list(tx.scalars(found.order_by(batch.c.seq)))

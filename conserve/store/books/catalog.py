@@ -15,7 +15,7 @@ from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES
 from conserve.store.books.results import TOKEN_COUNTS
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import OF_TEXT, OPEN, JobState, OnLate, stored
 from conserve.store.database import schema
 from conserve.store.database.connection import address, by_bytes, chunks
 from conserve.store.database.migrations import STORE_ID
@@ -238,7 +238,7 @@ def is_readable(row: Mapping[Any, Any]) -> bool:
 _MOVES = {
     "pause": (JobState.PAUSED, {JobState.QUEUED}),
     "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}),
-    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED}),
+    "cancel": (JobState.CANCELLED, OPEN | {JobState.FAILED}),
 }
 
 
@@ -350,10 +350,9 @@ def unbind(tx: Connection) -> None:
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
-    stored = select(job.c.id, job.c.state)
-    rows = (row for some in chunks(job_ids) for row in tx.execute(stored.where(job.c.id.in_(some))))
-    known = {state.value: state for state in JobState}
-    return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # an unknown state is damage
+    found = select(job.c.id, job.c.state)
+    rows = (row for some in chunks(job_ids) for row in tx.execute(found.where(job.c.id.in_(some))))
+    return {row.id: OF_TEXT.get(row.state, JobState.FAILED) for row in rows}  # an unknown state is damage
 
 
 DAMAGED = ("the requests ", "the record ")
@@ -364,10 +363,9 @@ def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
     """Let a job fail that cannot run any more; returns True if it had unfinished rows and was not cancelled."""
     before = tx.scalar(select(job.c.state).where(job.c.id == job_id).with_for_update())
     left = job.c.succeeded + job.c.failed < job.c.num_rows
-    open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
     failed = tx.execute(
         update(job)
-        .where(job.c.id == job_id, left, job.c.state.in_(open_states))
+        .where(job.c.id == job_id, left, job.c.state.in_(stored(OPEN | {JobState.FAILED})))
         .values(state=JobState.FAILED.value, error=reason, finished_at=now)
     )
     if failed.rowcount and before != JobState.FAILED.value:

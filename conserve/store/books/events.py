@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, insert, select
 
 from conserve.store.books.batch_state import BatchFacts, BatchState, state_of
-from conserve.store.books.states import JobState
+from conserve.store.books.states import OF_TEXT, JobState
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
 
@@ -41,8 +41,6 @@ ENDS = (Event.COMPLETED, Event.FAILED, Event.EXPIRED, Event.CANCELLED)
 """Events that a hook is told of unless it names others."""
 
 LISTENING = select(hook).where(hook.c.ended_at.is_(None)).order_by(hook.c.seq)
-
-_STATES = {state.value: state for state in JobState}
 
 
 def of_jobs(tx: Connection, job_ids: Collection[str], *, now: float) -> None:
@@ -73,7 +71,7 @@ def standing(tx: Connection, condition: ColumnElement[bool]) -> Sequence[Any]:
 
 def event_of(row: Any) -> Event | None:
     """Event that leads to the state of a batch; None if the record of its job is damaged."""
-    state = _STATES.get(row.state)
+    state = OF_TEXT.get(row.state)
     if state is JobState.PAUSED:
         return Event.PAUSED
     if row.job_id is not None and state is None:

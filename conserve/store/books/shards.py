@@ -21,7 +21,7 @@ from conserve.store.books.lateness import kept_deadline
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.queue import AT_ONCE, waiting_row
 from conserve.store.books.results import Result, decode, encode, from_arrow, to_arrow
-from conserve.store.books.states import OPEN, JobState
+from conserve.store.books.states import OPEN, JobState, stored
 from conserve.store.books.too_long import fails_again, too_long
 from conserve.store.books.unrendered import stays_failed, unrendered
 from conserve.store.database import schema
@@ -289,7 +289,7 @@ def as_read(tx: Connection, job_id: str, rows: Sequence[JournalRow]) -> Iterator
 
 def left(tx: Connection) -> Sequence[str]:
     """Jobs that ended before their last results reached a shard."""
-    ended = [state.value for state in JobState if state.final]
+    ended = stored([state for state in JobState if state.final])
     jobs = select(journal.c.job_id).distinct().join(job, job.c.id == journal.c.job_id)
     return tx.scalars(jobs.where(job.c.state.in_(ended))).all()
 

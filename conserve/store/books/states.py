@@ -62,6 +62,10 @@ REMOVABLE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 """States of finished jobs. A failed job is not finished, since `conserve resume` lets it go on."""
 
 
+OF_TEXT = {state.value: state for state in JobState}
+"""States by their values in a column."""
+
+
 def stored(states: Collection[JobState]) -> list[str]:
     """Values of states in a column, in the order of `JobState`."""
     return [state.value for state in JobState if state in states]

@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from conserve.engine.runtime.machine import BINDING, RESERVED, Cores, cores
+from conserve.http_server import KEEP_ALIVE_S
 
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
 JSON_LOGGING = Path(__file__).with_name("json_logging.json")  # for VLLM_LOGGING_CONFIG_PATH
@@ -20,7 +21,6 @@ TAIL_BYTES = 65_536
 OUTPUTS = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 OUTPUTS_AT_ONCE = "32"  # requests; vLLM's default is 128
 KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
-KEEP_ALIVE_S = "75"  # of a connection at rest; vLLM's 5 s end as the next poll of many clients comes
 PYDANTIC_DETAILS = (  # kind, value and address behind a complaint
     r" *\[type=\w+, input_value=.*?, input_type=\w+\](?: For further information visit https?://\S+)?"
 )
@@ -36,7 +36,7 @@ def prepare_environment(*, offline: bool, served: bool = False) -> None:
     if served:
         # A live token leaves with those that are processed with it, and those of rows take time to become text.
         os.environ.setdefault(OUTPUTS, OUTPUTS_AT_ONCE)
-        os.environ.setdefault(KEEP_ALIVE, KEEP_ALIVE_S)
+        os.environ.setdefault(KEEP_ALIVE, str(KEEP_ALIVE_S))  # vLLM's 5 s end as the next poll comes
     else:
         # vLLM keeps one core for the front end, which is nearly idle in a batch run: with both cores computing,
         # a two-core machine does 2,136 tokens/s instead of 1,297 (64 rows of 400 in, 48 out, SmolLM2-135M).

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from conserve.engine.vllm.server.batch_connection import BatchConnections, Header, Reply
+from conserve.http_server import WHO
 
 AUTHORIZATION = b"authorization"
 HERE: Header = (b"host", b"localhost")
@@ -83,7 +84,7 @@ class KeyAnswers:
     async def _ask(self, authorization: bytes) -> None:
         """Ask about a key, and keep the answer, or that there was none."""
         try:
-            answer = await self._asking.get(b"/caller", [HERE, (AUTHORIZATION, authorization)], ASKING_S)
+            answer = await self._asking.get(WHO.encode(), [HERE, (AUTHORIZATION, authorization)], ASKING_S)
             key = uses(answer)
         except (OSError, ValueError, LookupError, TypeError):
             self._silent = True
