@@ -76,6 +76,13 @@ def with_checkpoints(engine: Any, host_blocks: int = 200) -> Any:
     return checkpoints
 
 
+def save(engine: Any, checkpoints: Any, request: Any, blocks: int) -> None:
+    """Host memory has so many more of the request's KV blocks."""
+    (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    for copy in checkpoints.saved.extend(request, ids, blocks):
+        checkpoints.memory.written(copy.host)
+
+
 def save_some(engine: Any, checkpoints: Any) -> None:
     """Host memory has the KV of every running offline request as far as it is computed, and of no finished one."""
     for request in [*checkpoints.saved.requests()]:
@@ -83,10 +90,8 @@ def save_some(engine: Any, checkpoints: Any) -> None:
             checkpoints.finished(request)
     for request in engine.scheduler.running:
         if request.priority:
-            (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
             full = request.num_computed_tokens // BLOCK - len(checkpoints.saved.blocks(request.request_id))
-            for copy in checkpoints.saved.extend(request, ids, max(0, full)):
-                checkpoints.memory.written(copy.host)
+            save(engine, checkpoints, request, max(0, full))
 
 
 def contents(thing: Any) -> dict[str, Any]:
@@ -238,9 +243,7 @@ def test_a_live_request_can_come_back_while_no_row_does(make: Any) -> None:
     lost = [engine.add([*PREFIX, *range(n, n + 60)], 40, offline=n > 500) for n in (500, 600)]
     engine.step()
     for request in lost:
-        (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        for copy in checkpoints.saved.extend(request, ids, 6):
-            checkpoints.memory.written(copy.host)
+        save(engine, checkpoints, request, 6)
         scheduler.running.remove(request)
         scheduler._preempt_request(request, engine.clock.now)
     assert scheduler.kv_cache_manager.reset_prefix_cache()

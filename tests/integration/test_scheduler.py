@@ -958,7 +958,7 @@ def test_rows_give_up_their_adapter_and_wait_for_none(make: Make) -> None:
 
 
 def test_a_row_whose_next_step_has_to_wait_keeps_its_adapter(make: Make) -> None:
-    """As with pipeline parallelism. vLLM would let another adapter in, and end where both are computed at once."""
+    """Under pipeline parallelism a request rests. vLLM lets another adapter in, and ends where both run at once."""
     engine = make("conserve", slo={"tbt_slo_ms": 200}, enable_lora=True, max_loras=1, max_lora_rank=8)
     row = with_adapter(engine, 1, 200, 100)
     for _ in range(3):
@@ -1221,7 +1221,7 @@ def test_what_is_learned_is_saved_twice_a_minute_of_the_simulated_clock(make: Ma
 def test_no_iteration_waits_for_the_disk_that_what_is_learned_goes_to(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a home on NFS whose server is away."""
+    """A home on NFS whose server is away hangs like this."""
     from conserve.engine.vllm.scheduling import iterations
     from conserve.profiles.correction import Correction
 
@@ -1245,6 +1245,24 @@ def test_no_iteration_waits_for_the_disk_that_what_is_learned_goes_to(
     engine.scheduler.shutdown()
     first, last = written
     assert first < last, "the one that was begun, and that of the end"
+
+
+def test_an_engine_goes_on_where_no_thread_can_be_started_to_save_what_is_learned(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit of processes is reached."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = make("conserve")
+    engine.add(40, 30, offline=True)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        engine.scheduler.iterations.save()
+        engine.step()
+    assert "could not be saved: can't start new thread" in caplog.text
+    engine.scheduler.shutdown()
 
 
 def test_a_client_that_leaves_after_its_slo_is_late_and_one_that_leaves_sooner_is_not(make: Make) -> None:

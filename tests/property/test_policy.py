@@ -518,15 +518,22 @@ def test_online_decode_steps_always_run(view: View) -> None:
 def test_chunks_of_online_prompts_keep_the_tbt_unless_their_own_ttft_is_at_stake(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
     late = [request for request in judged.online if request.age_ms > view.slo.ttft_ms / 2]
-    late += [
-        request for request in view.online if request.answered and not request.decode
-    ]  # some of it, anyway
+    late += [one for one in judged.online if one.answered and nothing_fits(one, judged)]
     decodes = sum(request.decode for request in view.online)
     computed = {name for name in judged.plan.tokens if name not in judged.offline}
     chunks = len(computed) > decodes > 0
     bounded = chunks and view.slo.tbt_ms < inf and view.slo.ttft_ms < inf and not late and unhurried(view)
     if reached("chunks that have time", bounded):
         assert judged.plan.predicted_ms <= view.slo.tbt_ms * ROUNDING
+
+
+def nothing_fits(request: Candidate, judged: Judged) -> bool:
+    """True if a request whose KV is computed again has tokens, though there was time for none beside the others."""
+    if request.decode or not (tokens := judged.plan.tokens.get(request.name, 0)):
+        return False
+    others = judged.plan.batch.copy()
+    others.remove(tokens, request.context)
+    return not judged.view.model.can_schedule(others, Slice(1, request.context), judged.view.slo.tbt_ms)
 
 
 def unhurried(view: View) -> bool:

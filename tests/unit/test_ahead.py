@@ -10,6 +10,7 @@ from conserve.engine.policy.recorded import (
     VERSION,
     VERSION_OF_AHEAD,
     VERSION_OF_GROUPS,
+    VERSION_OF_RESTING,
     line_of,
     recorded,
     version_of,
@@ -111,4 +112,7 @@ def test_an_earlier_conserve_refuses_a_recorded_view_that_it_would_plan_otherwis
     named = view_of(adapters={"row": 3, "gone": 4}, most_adapters=1, waiting_offline=ROWS)
     assert recorded(line_of(named, None, policy="conserve", at=0.0)).view.adapters == {"row": 3}
     assert version_of(grouped) == VERSION_OF_GROUPS
+    resting = view_of(resting_adapters=[3], most_adapters=1, parks=True)
+    assert version_of(resting) == VERSION_OF_RESTING
+    assert [*recorded(line_of(resting, None, policy="conserve", at=0.0)).view.resting_adapters] == [3]
     assert recorded(line_of(grouped, None, policy="conserve", at=0.0)).view.kv_groups == grouped.kv_groups

@@ -114,6 +114,7 @@ def test_arm_processors_go_by_maker_and_part(tmp_path: Path) -> None:
     assert cpu_model(info) == "ARM 0x41/0xd40"
     info.write_text("processor\t: 0\nmodel name\t: AMD EPYC: 9B14\n\nprocessor\t: 1\nmodel name\t: other\n")
     assert cpu_model(info) == "AMD EPYC: 9B14"
+    assert cpu_model(tmp_path / "none") == "CPU"
 
 
 def test_gpus_go_by_their_names(tmp_path: Path) -> None:
@@ -123,4 +124,3 @@ def test_gpus_go_by_their_names(tmp_path: Path) -> None:
         file.parent.mkdir()
         file.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 29\nDevice Minor: \t {number}\n")
     assert gpu_models(tmp_path) == "2 x NVIDIA H200, 1 x NVIDIA L4"
-    assert cpu_model(tmp_path / "none") == "CPU"

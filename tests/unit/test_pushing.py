@@ -10,6 +10,7 @@ from conserve.endpoints.requests import PUSH
 from conserve.engine.policy import conserve as policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.offline import OVERTAKE_MS
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
 from conserve.engine.policy.view import PUSH_ARGUMENT, Candidate, Image, Slo
@@ -219,6 +220,17 @@ def test_an_urgent_row_waits_until_its_lora_adapter_fits() -> None:
     queue["waiting_offline"] = [*waiting, Candidate("plain", 20, 0)]
     plan = pushed({"urgent", "plain"}, **queue, adapters={"live0": 1, "urgent": 2})
     assert plan.pushed == {"plain": 20}, "which does not wait for it"
+
+
+@pytest.mark.parametrize(("waited_ms", "urgent"), [(OVERTAKE_MS, {"urgent": 20}), (OVERTAKE_MS + 1, {})])
+def test_urgent_rows_overtake_one_whose_adapter_is_one_too_many_for_a_while(
+    waited_ms: float, urgent: dict[str, int]
+) -> None:
+    waits = Candidate("waits", 20, 0, age_ms=waited_ms)
+    waiting = [Candidate("other", 500, 0), waits, Candidate("urgent", 20, 0)]
+    adapters = {"row": 1, "waits": 2, "urgent": 1}
+    queue: dict[str, Any] = {"waiting_offline": waiting, "most_adapters": 1, "adapters": adapters}
+    assert pushed({"urgent"}, **queue, offline=[Candidate("row", 1, 10, decode=True)]).pushed == urgent
 
 
 def test_rows_that_left_the_iteration_are_not_counted() -> None:

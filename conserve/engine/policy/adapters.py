@@ -17,10 +17,10 @@ class Adapters:
     def __init__(self, view: View) -> None:
         self._of = view.adapters
         self._most = view.most_adapters
-        named = [self._of.get(one.name) for one in (*view.online, *view.offline)] if self._of else []
-        self._running = Counter(adapter for adapter in named if adapter is not None)
-        self._running.update(view.resting_adapters)
-        self._live = {self._of.get(one.name) for one in view.online} if self._of else set()
+        live = [self._of[one.name] for one in view.online if one.name in self._of] if self._of else []
+        rows = [self._of[one.name] for one in view.offline if one.name in self._of] if self._of else []
+        self._running = Counter([*live, *rows, *view.resting_adapters])
+        self._live = {*live}
 
     def fits(self, name: str) -> bool:
         """True if the request may run beside those that do."""

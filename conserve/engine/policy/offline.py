@@ -87,8 +87,8 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
     prompts = [row for row in mine if not row.decode]
     waiting = [
         row
-        for row in islice(view.waiting_offline, MOST_PUSHED)
-        if row.name in view.pushed and not row.restorable and composer.adapter_fits(row)
+        for row in _with_adapters(composer, islice(view.waiting_offline, MOST_PUSHED))
+        if row.name in view.pushed and not row.restorable
     ]
     composer.add_decodes(composer.steps(left), limit_ms)
     for row in (*prompts, *waiting):

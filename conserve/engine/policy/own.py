@@ -10,7 +10,7 @@ from conserve.engine.policy.refusals import Refusals
 from conserve.engine.policy.view import View
 from conserve.engine.policy.waits import Waits, serves
 
-FLAGS = ("decides", "defers_offline", "spares_offline", "repeats")  # attributes of a user's policy
+FLAGS = Traits._fields[:4]  # attributes of a user's policy
 
 
 class CheckedPolicy:

@@ -30,7 +30,8 @@ VERSION_OF_GROUPS = 5  # of views of models with several groups of KV blocks, or
 VERSION_OF_KEPT = 6  # of views with KV blocks that rows do not take
 VERSION_OF_IMAGES = 7  # of views with images or sounds to encode
 VERSION_OF_PARKING = 8  # of views of engines whose rows may wait with their KV blocks
-NEWEST = VERSION_OF_PARKING
+VERSION_OF_RESTING = 9  # of views with LoRA adapters of requests that wait a step
+NEWEST = VERSION_OF_RESTING
 # Waiting requests that are recorded beyond the free slots: a policy may look at some and defer them.
 READ_ON = 32
 RECORDED_AS = {  # names in all versions, of bounds and of a queue
@@ -39,12 +40,13 @@ RECORDED_AS = {  # names in all versions, of bounds and of a queue
     "waiting_with_blocks": "held",
 }
 BLOCKS = ("coming", "computing")
+IF_ANY = ("pushed", "kv_groups", "adapters", "resting_adapters")  # left out where empty
 PREFIX = Candidate._fields.index("prefix")  # the first of the fields that are not recorded as they are
 NUMBERS = [
     field.name
     for field in fields(View)
-    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed", "kv_groups", "adapters")
-]  # and truth values, and a list of numbers
+    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, *IF_ANY, "model", "slo")
+]  # and truth values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 def version_of(view: View, queues: Iterable[Iterable[Candidate]] = ()) -> int:
     """The oldest version that plans the view as this one; `queues` are the requests that are recorded."""
+    if view.resting_adapters:
+        return VERSION_OF_RESTING
     if view.parks:
         return VERSION_OF_PARKING
     if any(one.images for queue in queues for one in queue):
@@ -148,6 +152,7 @@ def _view(view: View, queues: Sequence[Iterable[Candidate]]) -> dict[str, Any]:
         **({"pushed": _pushed(view, queues)} if view.pushed else {}),
         **({"adapters": _of_recorded(view.adapters, queues)} if view.adapters else {}),
         **({"kv_groups": view.kv_groups} if view.kv_groups else {}),
+        **({"resting_adapters": view.resting_adapters} if view.resting_adapters else {}),
         **{
             RECORDED_AS.get(name, name): [_candidate(one, blocks) for one in queue]
             for name, queue in zip(QUEUES, queues, strict=True)
@@ -169,6 +174,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
         served=said.get("served", {}),
         pushed=frozenset(said.get("pushed", ())),
         adapters=said.get("adapters", {}),
+        resting_adapters=said.get("resting_adapters", ()),
         kv_groups=[KvGroup._make(one) for one in said.get("kv_groups", ())],
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,

@@ -72,8 +72,8 @@ def apply(
     iteration.skipped = frozenset(one.request_id for one in skipped if not blocked(one.status))
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
-    nothing = not (output.total_num_scheduled_tokens or skipped)
-    iteration.stalled = nothing and bool(plan.tokens and not plan.evicted)
+    in_use = output.total_num_scheduled_tokens or skipped
+    iteration.stalled = bool(plan.tokens) and not (plan.evicted or in_use)
     # Elsewhere `in_the_way` sees to images and sounds. An encoder that took one may have no time for another.
     room_alone = scheduler.is_encoder_decoder and not output.scheduled_encoder_inputs
     iteration.turns_away = (
@@ -364,8 +364,7 @@ def registered_late(manager: Any, *, on: bool = True, starts: bool = True) -> It
 def _behind_rows(scheduler: CoServing, admitted: Sequence[Request]) -> bool:
     """True if a live request is admitted behind rows: vLLM would go through all of them to find it."""
     running = scheduler.running
-    traits = scheduler.chosen_policy.traits
-    spares = traits.spares_offline  # then vLLM evicts the request that was admitted last
+    spares = scheduler.chosen_policy.traits.spares_offline  # vLLM evicts the request that was admitted last
     return bool(running) and not (spares or is_online(running[-1])) and any(map(is_online, admitted))
 
 

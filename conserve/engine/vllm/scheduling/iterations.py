@@ -23,6 +23,7 @@ from conserve.profiles.worth import Worth
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
 CLOSE_S = 2.0  # that a save may take when the engine ends
+UNSAVED = "what was learned about iteration times could not be saved: %s"
 # Time of a prompt token with logprobs beyond one without, in times of the latter, until it is measured.
 SURCHARGE = 3.0
 ENCODER = 1.0  # time of an image, in times of as many prompt tokens, until one was measured
@@ -96,8 +97,13 @@ class Iterations:
         if self.model is None or self._correction_file is None or busy:
             return
         what = self.model.correction, self._correction_file
-        self._saving = threading.Thread(target=_save, args=what, daemon=True, name="conserve-correction")
-        self._saving.start()
+        saving = threading.Thread(target=_save, args=what, daemon=True, name="conserve-correction")
+        try:
+            saving.start()
+        except RuntimeError as error:  # the limit of processes is reached
+            log.warning(UNSAVED, error)
+        else:
+            self._saving = saving
 
     def close(self) -> None:
         """Save the correction once more, as far as the disk is fast enough."""
@@ -181,4 +187,4 @@ def _save(correction: Correction, file: Path) -> None:
     try:
         correction.save(file)
     except OSError as error:
-        log.warning("what was learned about iteration times could not be saved: %s", error)
+        log.warning(UNSAVED, error)

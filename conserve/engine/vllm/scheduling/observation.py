@@ -204,7 +204,7 @@ class Picture:
         Of requests that hold KV blocks without running, rows whose KV comes back leave their slots to live ones.
         """
         blocked = [*filter(self._is_blocked, holding)]
-        coming = sum(
+        returning = sum(
             one.status == RequestStatus.WAITING_FOR_REMOTE_KVS and not is_online(one) for one in blocked
         )
         scheduler, manager, pool = self._scheduler, self._manager, self._manager.block_pool
@@ -219,8 +219,8 @@ class Picture:
             "rare_starts": self._traffic.rare_starts,
             "arrivals_per_s": self._traffic.arrivals_per_s(now=moment),
             "parks": scheduler.parking.on,
-            "free_slots": slots - len(scheduler.running) - (len(blocked) - coming),
-            "reserved_slots": min(expected, slots // 2) + coming,
+            "free_slots": slots - len(scheduler.running) - len(blocked) + returning,
+            "reserved_slots": min(expected, slots // 2) + returning,
             "free_blocks": free_blocks,
             "kept_blocks": scheduler.prefixes.kept,
             "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own

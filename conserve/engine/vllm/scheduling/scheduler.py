@@ -165,16 +165,21 @@ class CoServing(VllmsAttributes):
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
         if self.ahead.waits():
             return False
-        if self.chosen_policy.traits.defers_offline and len(self.offline) == len(self.requests):
+        if self.chosen_policy.traits.defers_offline and self._rows_alone:
             copying = self.checkpoints is not None and self.checkpoints.copying
             return copying or bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
 
     @property
+    def _rows_alone(self) -> bool:
+        """True if no online request is in the engine."""
+        return len(self.offline) == len(self.requests)
+
+    @property
     def offline_alone(self) -> bool:
         """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
         known = self.arrival_monitor.workers_read_flag and self.iterations.warm_up is None
-        return known and len(self.offline) == len(self.requests) and not self.arrival_monitor.expects
+        return known and self._rows_alone and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if not self.parking.under_way:
@@ -235,15 +240,13 @@ class CoServing(VllmsAttributes):
         self.planner = policy = planner_of(self)
         traits = policy.traits
         model: LatencyModel | None = self.iterations.model
-        alike = self.chosen_policy.traits.treats_alike
-        decides = traits.decides and (self.offline or alike or self.traffic.classified)
+        decides = traits.decides and (self.offline or traits.treats_alike or self.traffic.classified)
         self.reserve_blocks(0)
         self.traffic.planned_quiet = False
         if not decides or (model is None and not traits.defers_offline) or not keeps_kv(self):
             evict(self, [*self.parking.names], time.monotonic())  # vLLM would run them before live requests
             return None
-        rows_alone = len(self.offline) == len(self.requests)
-        if not computes(self) or (rows_alone and policy is not self.chosen_policy):  # the rows pause
+        if not computes(self) or (self._rows_alone and policy is not self.chosen_policy):  # the rows pause
             return NOTHING
         make_way(self)
         if self.last_iteration.stalled and not self._last_was_a_turn:
