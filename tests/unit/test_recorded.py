@@ -13,7 +13,7 @@ import pytest
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
-from conserve.engine.policy.recorded import BY_CLASS, READ_ON, VERSION, line_of, read, recorded
+from conserve.engine.policy.recorded import BY_CLASS, NEWEST, READ_ON, VERSION, line_of, read, recorded
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Image, Lazy, Slo
 from conserve.engine.runtime.recording import MOST_QUEUED, LineAppender
 from conserve.profiles.batch import Batch
@@ -243,10 +243,8 @@ def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
 
 def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
     said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
-    for version in (0, 9, 99):
-        with pytest.raises(
-            ValueError, match=f"this ConServe reads recorded views of versions 1 to 8, not {version}"
-        ):
+    for version in (0, NEWEST + 1, 99):
+        with pytest.raises(ValueError, match=f"recorded views of versions 1 to {NEWEST}, not {version}"):
             recorded(json.dumps({**said, "version": version}).encode())
 
 
