@@ -378,9 +378,10 @@ def left_rows_per_s(slow: float) -> float:
     return late_ms / mix.row_ms / 30.0 / len(traces)
 
 
-def block_with(answer: LoadAnswer) -> Block:
-    """A block of 30 s whose one live request has this answer."""
-    return Block(
+def left_after(**answered: Any) -> float:
+    """`left_ms` of a block of 30 s whose one live request, a prompt of 1,000 tokens, is answered in this way."""
+    answer = LoadAnswer(index=0, due_s=0.0, sent_s=0.0, input_tokens=1000, **answered)
+    block = Block(
         policy="conserve",
         started_s=0.0,
         duration_s=30.0,
@@ -390,6 +391,7 @@ def block_with(answer: LoadAnswer) -> Block:
         planned=0,
         overruns=0,
     )
+    return left_ms([block], MACHINE.engine)
 
 
 @pytest.mark.parametrize(
@@ -406,32 +408,19 @@ def test_a_request_that_the_server_refuses_leaves_no_work_behind(
     status: RequestEnd, ended_s: float, counts: bool
 ) -> None:
     """A prompt beyond the context is refused under every policy; one that waited for the block's end is work."""
-    failed = LoadAnswer(
-        index=0, due_s=0.0, sent_s=0.0, ended_s=ended_s, input_tokens=1000, token_at_s=(), status=status
-    )
-    block = block_with(failed)
-    assert left_ms([block], MACHINE.engine) == counts * MACHINE.engine.added_ms(Slice(1000, 0))
+    left = left_after(status=status, ended_s=ended_s, token_at_s=())
+    assert left == counts * MACHINE.engine.added_ms(Slice(1000, 0))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_an_answer_that_is_cut_off_leaves_the_tokens_that_it_lacks(tokens: int) -> None:
     """A policy that drops a live request early would have its decode steps for rows."""
-    cut = LoadAnswer(
-        index=0,
-        due_s=0.0,
-        sent_s=0.0,
-        ended_s=5.0,
-        input_tokens=1000,
-        token_at_s=tuple(1.0 + 0.1 * n for n in range(tokens)),
-        status=RequestEnd.BROKEN,
-        output_tokens=48,
-    )
-    block = block_with(cut)
+    cut = {"ended_s": 5.0, "token_at_s": [1.0 + 0.1 * n for n in range(tokens)], "output_tokens": 48}
     prompt_ms = 0.0 if tokens else MACHINE.engine.added_ms(Slice(1000, 0))
     step_ms = MACHINE.engine.added_ms(Slice(1, 1024, True))
-    assert left_ms([block], MACHINE.engine) == pytest.approx(prompt_ms + (48 - max(1, tokens)) * step_ms)
-    complete = replace(cut, status=RequestEnd.OK)
-    assert left_ms([replace(block, answers=(complete,))], MACHINE.engine) == prompt_ms
+    left = left_after(status=RequestEnd.BROKEN, **cut)
+    assert left == pytest.approx(prompt_ms + (48 - max(1, tokens)) * step_ms)
+    assert left_after(status=RequestEnd.OK, **cut) == prompt_ms, "complete with the tokens that it has"
 
 
 def test_cells_with_few_requests_have_more_blocks() -> None:
