@@ -36,6 +36,7 @@ class LoadAnswer:
     status: RequestEnd
     detail: str = ""
     output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: those that the prefix cache had
 
     @property
     def tokens(self) -> int:

@@ -19,15 +19,13 @@ def with_rows(
     blocks: Sequence[Block],
     engine: EngineModel,
     lengths: Sequence[tuple[int, int]] | None,
-    *,
-    shared_tokens: int = 0,
 ) -> PolicyComparison:
     """The comparison with the policies' rows beside all live work.
 
     `lengths` are prompt and answer tokens of offline rows. Without them no row is known: work by the server's own
     count, which is in prompt tokens, is compared instead, and the ratio alone is told.
     """
-    left = left_by_policy(blocks, engine, shared_tokens=shared_tokens)
+    left = left_by_policy(blocks, engine)
     if lengths is not None:
         return replace(comparison, rows=row_rates(comparison.policies, Mix.of(lengths, engine), left))
     work = {name: one.offline_work_per_s * token_ms(engine) for name, one in comparison.policies.items()}
@@ -47,14 +45,12 @@ def row_rates(
     return beside_live(policies, rows, {name: ms / mix.row_ms for name, ms in left.items()})
 
 
-def rows_beside(
-    blocks: Sequence[Block], engine: EngineModel, mix: Mix, *, shared_tokens: int = 0
-) -> tuple[float, float, float]:
+def rows_beside(blocks: Sequence[Block], engine: EngineModel, mix: Mix) -> tuple[float, float, float]:
     """Rows of one policy's blocks per second beside all live work, and the prompt tokens and decode steps."""
     seconds = sum(block.engine_s for block in blocks)
     steps = sum(block.offline_decodes for block in blocks)
     prompts = sum(block.offline_tokens for block in blocks) - steps
-    left = left_ms(blocks, engine, shared_tokens=shared_tokens) / mix.row_ms
+    left = left_ms(blocks, engine) / mix.row_ms
     return (mix.rows(prompts, steps) - left) / seconds, prompts / seconds, steps / seconds
 
 

@@ -83,8 +83,7 @@ def tuned_cell(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed
     mix = machine.mix(seed=seed)
 
     def rows_per_s(blocks: Sequence[Block]) -> float:
-        shared = aim.traces[0].shared_tokens
-        return rows_beside(blocks, machine.engine, mix, shared_tokens=shared)[0]
+        return rows_beside(blocks, machine.engine, mix)[0]
 
     def budgeted(most: int) -> tuple[RunLatencies, float]:
         found.tokens = most

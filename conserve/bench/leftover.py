@@ -14,34 +14,27 @@ from conserve.bench.simulate_online import EngineModel
 from conserve.profiles.batch import Slice
 
 
-def left_by_policy(
-    blocks: Sequence[Block], engine: EngineModel, *, shared_tokens: int = 0
-) -> dict[str, float]:
+def left_by_policy(blocks: Sequence[Block], engine: EngineModel) -> dict[str, float]:
     """`left_ms` of each policy's blocks."""
-    named = by_policy(blocks)
-    return {name: left_ms(of, engine, shared_tokens=shared_tokens) for name, of in named.items()}
+    return {name: left_ms(of, engine) for name, of in by_policy(blocks).items()}
 
 
-def left_ms(blocks: Iterable[Block], engine: EngineModel, *, shared_tokens: int = 0) -> float:
+def left_ms(blocks: Iterable[Block], engine: EngineModel) -> float:
     """Time that live tokens which came after the end of their block's time add to iterations.
 
-    The first `shared_tokens` of a prompt are in the prefix cache. A prompt without its first token counts whole,
-    also that of a request that failed, and so do the tokens that a failed one lacks. A request that was refused
-    within the block's time is no work.
+    A prompt without its first token counts whole, but for what the prefix cache had: also that of a request that
+    failed, and so do the tokens that a failed one lacks. A request that was refused within the block's time is no
+    work.
     """
-    return sum(
-        _left_ms(answer, block.duration_s, engine, shared_tokens)
-        for block in blocks
-        for answer in block.answers
-    )
+    return sum(_left_ms(answer, block.duration_s, engine) for block in blocks for answer in block.answers)
 
 
-def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel, shared_tokens: int) -> float:
+def _left_ms(answer: LoadAnswer, end_s: float, engine: EngineModel) -> float:
     """Time that the late tokens of one answer add to iterations."""
     if answer.status is RequestEnd.REFUSED and answer.ended_s <= end_s:
         return 0.0
     done, prompt = sum(at_s <= end_s for at_s in answer.token_at_s), answer.input_tokens
-    cached = min(shared_tokens, prompt - 1)
+    cached = answer.cached_tokens
     prompt_ms = 0.0 if done else engine.added_ms(Slice(prompt - cached, cached))
     failed = answer.status is not RequestEnd.OK
     tokens = max(answer.tokens, answer.output_tokens) if failed else answer.tokens

@@ -147,7 +147,7 @@ async def play(
             await _until(start_at + arrival.at_s)
             tasks.append(group.create_task(_ask(url, host, target, body)))
     return [
-        _answer(index, arrival, task.result(), start_at)
+        _answer(index, arrival, task.result(), start_at, cached=trace.cached(arrival))
         for index, (arrival, task) in enumerate(zip(trace, tasks, strict=True))
     ]
 
@@ -243,7 +243,7 @@ async def _take_refusal(reply: StreamedReply, exchange: Exchange) -> None:
     exchange.fail(RequestEnd.REFUSED, " ".join(said))
 
 
-def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -> LoadAnswer:
+def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float, *, cached: int) -> LoadAnswer:
     return LoadAnswer(
         index=index,
         due_s=arrival.at_s,
@@ -254,6 +254,7 @@ def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -
         status=exchange.status,
         detail=exchange.detail,
         output_tokens=arrival.output_tokens,
+        cached_tokens=cached,
     )
 
 

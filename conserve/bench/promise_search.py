@@ -115,8 +115,7 @@ class Tuning:
         self, parameter: Parameter, value: float, blocks: Sequence[Block], alone: RunLatencies
     ) -> TriedValue:
         """Outcome of these blocks, on the simulated engine or on the real one, beside latencies `alone` there."""
-        engine, shared = self.simulator.machine.engine, self.blocks[0].shared_tokens
-        rows, prompts, steps = rows_beside(blocks, engine, self.mix, shared_tokens=shared)
+        rows, prompts, steps = rows_beside(blocks, self.simulator.machine.engine, self.mix)
         return TriedValue(
             parameter=parameter,
             value=value,

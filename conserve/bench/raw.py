@@ -21,6 +21,7 @@ SCHEMA = pa.schema(
         ("ended_s", pa.float64()),
         ("input_tokens", pa.int32()),
         ("output_tokens", pa.int32()),  # asked for
+        ("cached_tokens", pa.int32()),  # of the input
         ("ttft_ms", pa.float64()),
         ("tokens", pa.int32()),
         ("token_at_ms", pa.list_(pa.float64())),  # milliseconds since the load began, like due_s
@@ -67,6 +68,7 @@ def table(answers: Sequence[LoadAnswer], *, policy: str, block: int) -> Any:
             "ended_s": answer.ended_s,
             "input_tokens": answer.input_tokens,
             "output_tokens": answer.output_tokens,
+            "cached_tokens": answer.cached_tokens,
             "ttft_ms": answer.ttft_ms,
             "tokens": answer.tokens,
             "token_at_ms": np.asarray(answer.token_at_s) * 1e3,
@@ -117,6 +119,7 @@ def read_answers(path: Path) -> list[LoadAnswer]:
             status=RequestEnd(row["status"]),
             detail=row["detail"],
             output_tokens=row["output_tokens"],
+            cached_tokens=row["cached_tokens"],
         )
         for row in pq.read_table(path).to_pylist()
     ]

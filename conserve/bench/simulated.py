@@ -149,6 +149,7 @@ class Simulator:
                 input_tokens=arrival.input_tokens,
                 token_at_s=tuple(at - played.began_s for at in timed.token_at_s),
                 status=RequestEnd.OK,
+                cached_tokens=trace.cached(arrival),
             )
             for number, arrival, timed in zip(count(), trace, played.answers, strict=False)
         ]

@@ -209,7 +209,7 @@ def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
         rate=rate,
         blocks=blocks,
         mix=mix,
-        left_ms=left_by_policy(blocks, engine, shared_tokens=traces[0].shared_tokens),
+        left_ms=left_by_policy(blocks, engine),
         bound_rows_per_s=bound,
         slo=slo,
         tuned=baselines.told,

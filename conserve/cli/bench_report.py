@@ -101,11 +101,9 @@ def with_rows(
     """The comparison with rows beside all live work, where the engine's latency model can price that work."""
     from conserve.bench import beside
 
-    engine, sized = measurement.engine, measurement.sized
-    if engine is None or sized is None:
+    if measurement.engine is None:
         return comparison
-    shared = sized.source(0).shared_tokens
-    return beside.with_rows(comparison, blocks, engine, measurement.lengths, shared_tokens=shared)
+    return beside.with_rows(comparison, blocks, measurement.engine, measurement.lengths)
 
 
 def show(comparison: "PolicyComparison", unknown: str = "") -> None:

@@ -304,6 +304,15 @@ def test_tokens_are_timed_from_when_the_request_was_due() -> None:
         assert list(answer.tbt_ms) == pytest.approx([50, 50], abs=2)
 
 
+def test_answers_tell_what_the_prefix_cache_had_of_their_prompts() -> None:
+    trace = even(3)
+    first, second, third = trace.arrivals
+    assert first.input_tokens > 4
+    recorded = (first, second._replace(cached_tokens=4), third._replace(cached_tokens=10_000))
+    answers = load(three_tokens, replace(trace, arrivals=recorded, shared_tokens=2))
+    assert [answer.cached_tokens for answer in answers] == [2, 4, third.input_tokens - 1]
+
+
 def test_a_server_that_never_answers_holds_up_no_later_request() -> None:
     came: list[float] = []
 
@@ -688,8 +697,10 @@ def test_raw_numbers_survive_the_disk(tmp_path: Path) -> None:
     assert table["policy"].to_pylist()[100] == "online-only"
     assert table["block"].to_pylist()[-1] == 4
     assert table["ttft_ms"].to_pylist()[-1] is None
-    raw.write_answers(blocks[0].answers, tmp_path / "answers.parquet")
-    for read, written in zip(raw.read_answers(tmp_path / "answers.parquet"), blocks[0].answers, strict=True):
+    answers = [replace(one, output_tokens=9, cached_tokens=4) for one in blocks[0].answers]
+    raw.write_answers(answers, tmp_path / "answers.parquet")
+    for read, written in zip(raw.read_answers(tmp_path / "answers.parquet"), answers, strict=True):
+        assert (read.output_tokens, read.cached_tokens) == (9, 4)
         assert read.token_at_s == pytest.approx(written.token_at_s, abs=1e-9)
         assert (read.due_s, read.status, read.ttft_ms) == pytest.approx(
             (written.due_s, written.status, written.ttft_ms)

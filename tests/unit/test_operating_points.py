@@ -423,6 +423,12 @@ def test_an_answer_that_is_cut_off_leaves_the_tokens_that_it_lacks(tokens: int) 
     assert left_after(status=RequestEnd.OK, **cut) == prompt_ms, "complete with the tokens that it has"
 
 
+def test_of_a_prompt_in_the_prefix_cache_the_rest_alone_is_left_behind() -> None:
+    late = {"status": RequestEnd.OK, "ended_s": 31.0, "token_at_s": (31.0,)}
+    assert left_after(**late, cached_tokens=800) == MACHINE.engine.added_ms(Slice(200, 800))
+    assert left_after(**late, cached_tokens=800) < left_after(**late)
+
+
 def test_cells_with_few_requests_have_more_blocks() -> None:
     few = replace(CELL, busy=0.2, lengths="documents")
     _, blocks = sweep.arrivals(few, replace(PLAN, requests=1000), simulator())

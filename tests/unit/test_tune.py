@@ -150,6 +150,30 @@ def test_a_reduced_value_has_the_harvest_of_its_own_test_run() -> None:
     assert reduced.excess < found.excess
 
 
+def test_live_work_left_behind_is_without_what_the_prefix_cache_had() -> None:
+    """A recorded conversation goes on from its cache; computed anew, its late prompts would cost harvested rows."""
+
+    class Late(Engine):
+        def __call__(self, *given: Any, **more: Any) -> Iterator[MadeUp]:
+            for played in super().__call__(*given, **more):
+                yield replace(played, answers=[Answered([99.0]) for _ in played.answers])
+
+    def left_ms(cached: int) -> float:
+        search = tuning(Late(), Promise("p99", "tbt", 0.1))
+        (trace,) = search.blocks
+        recorded = [one._replace(cached_tokens=cached) for one in trace]
+        blocks = search.simulator.play(
+            "conserve", [replace(trace, arrivals=tuple(recorded))], promises={"harm": 0.1}
+        )
+        found = search.tried(search.parameters()[0], 0.1, blocks, search.alone)
+        in_block = search.mix.rows(found.prompt_tokens_per_s, found.decode_tokens_per_s)
+        return 30.0 * (in_block - found.rows_per_s) * search.mix.row_ms
+
+    engine = MACHINE.engine
+    assert left_ms(0) == pytest.approx(20 * engine.added_ms(Slice(100, 0)))
+    assert left_ms(90) == pytest.approx(20 * engine.added_ms(Slice(10, 90)))
+
+
 @pytest.mark.parametrize(("kept", "code"), [(True, 0), (False, 1)])
 def test_what_the_engine_refuses_is_not_kept(
     kept: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

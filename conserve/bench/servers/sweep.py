@@ -113,7 +113,7 @@ class OnServers:
             rate=sized.rate,
             blocks=measurement.blocks,
             mix=mix,
-            left_ms=left_by_policy(measurement.blocks, engine, shared_tokens=traces[0].shared_tokens),
+            left_ms=left_by_policy(measurement.blocks, engine),
             bound_rows_per_s=bound,
             slo=slo,
             tuned=measurement.tuned,
