@@ -634,9 +634,11 @@ def test_each_engine_of_a_server_has_a_block_of_the_search(
     async def two(self: Any) -> int:
         return 2
 
-    confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    alone, _ = confirmed_in(tmp_path, 0.05, tolerance=0.1)
     monkeypatch.setattr(FakeServers, "engines", two)
-    confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    both, _ = confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    for rate in ("prompt_tokens_per_s", "decode_tokens_per_s"):
+        assert getattr(both, rate) == getattr(alone, rate) / 2 > 0, "of one engine, as in the search"
     one, other = measured.sources
     assert len(other(0)) == len(one(0)) + len(one(1))
     assert [arrival.at_s for arrival in other(0)] == sorted(arrival.at_s for arrival in (*one(0), *one(1)))

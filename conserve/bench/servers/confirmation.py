@@ -104,7 +104,7 @@ class Confirmation:
         await measure(servers.deployment, servers.prepare, self._preset, design, measurement, wishes)
 
         def of(policy: str) -> list[Block]:
-            return [block for block in measurement.blocks if block.policy == policy]
+            return [replace(one, engines=engines) for one in measurement.blocks if one.policy == policy]
 
         alone, beside = latencies(of(ONLINE_ONLY_PLANNED)).as_reference(), of(design.policies[1])
         if not any(block.offline_tokens for block in beside):
