@@ -34,7 +34,7 @@ def own_plan(
     from conserve.bench.servers import rows
     from conserve.bench.servers.servers import ServersPlan
 
-    flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
+    flags = all_flags(settings, preset, words)
     # Never the user's queue, the place of its files, its metrics page or its traces.
     own = keyed(
         replace(settings, home=home.absolute(), store=None, data=None, metrics_port=None, otlp_endpoint=None)
@@ -50,6 +50,11 @@ def own_plan(
         harvester=logged_harvester,
         say=output.say,
     )
+
+
+def all_flags(settings: Settings, preset: "Preset", words: Sequence[str]) -> list[str]:
+    """Flags of vLLM of a preset's server: the preset's, and those of the settings and these words, spelled out."""
+    return [*preset.engine_flags, *engine_flags(settings, list(words))]
 
 
 def logged_harvester(settings: Settings, url: str, *more: str) -> "ProcessCommand":

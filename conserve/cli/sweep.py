@@ -147,10 +147,10 @@ def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
 
 def plan_on_servers(settings: Settings, flags: list[str], wanted: SweepFlags, size: Size) -> "SweepPlan":
     """The plan of a sweep on servers, with the flags of settings and files spelled out; raises `SettingsError`."""
-    from conserve.api.running import engine_flags
     from conserve.bench.presets import PRESETS
+    from conserve.cli.bench_plan import all_flags
 
-    words = [*PRESETS[wanted.preset].engine_flags, *engine_flags(settings, flags)]
+    words = all_flags(settings, PRESETS[wanted.preset], flags)
     return plan_of(wanted, size, " ".join([settings.engine_model, *words]))
 
 
@@ -248,21 +248,30 @@ def sizes_of(machine: "BenchMachine") -> "SimulatedMachine":
     )
 
 
+def opened(folder: Path, plan: "SweepPlan") -> "CellLedger":
+    """The sweep's ledger. Where it lacks cells, this says what is mixed in it, and raises without an engine."""
+    from conserve.bench.sweep import CellLedger
+
+    ledger = CellLedger.open(folder / FILE, plan, measured_with(simulated=plan.simulated))
+    if ledger.missing:
+        require_engine()
+        if (sentence := ledger.mixed()) is not None:
+            output.say(sentence)
+    return ledger
+
+
 def on_servers(
     settings: Settings, flags: list[str], wanted: SweepFlags, size: Size, folder: Path, *, as_json: bool
 ) -> int:
     """Measure the missing cells on an engine, and report; returns the exit code."""
     from conserve.bench.presets import PRESETS
     from conserve.bench.servers.sweep import OnServers
-    from conserve.bench.sweep import CellLedger
     from conserve.cli.bench import interruptible, until_stopped
     from conserve.cli.bench_plan import own_plan
 
     preset, plan = PRESETS[wanted.preset], plan_on_servers(settings, flags, wanted, size)
-    ledger = CellLedger.open(folder / FILE, plan, measured_with(simulated=False))
+    ledger = opened(folder, plan)
     if ledger.missing:
-        require_engine()
-        say_if_mixed(ledger)
         made = partial(own_plan, settings, flags, seed=plan.seed)
         sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
         quick = wanted.size == "quick" and wanted.cells is None and wanted.cell is None
@@ -276,13 +285,9 @@ def simulated(
     plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, processes: int | None = None, as_json: bool
 ) -> int:
     """Measure the missing cells on simulated engines, and report; returns the exit code."""
-    from conserve.bench.sweep import CellLedger
     from conserve.cli.bench import interruptible
 
-    ledger = CellLedger.open(folder / FILE, plan, measured_with(simulated=True))
-    if ledger.missing:
-        require_engine()
-        say_if_mixed(ledger)
+    ledger = opened(folder, plan)
     most = processes or min(compute_threads(), MOST_PROCESSES)
     with interruptible():  # the cells under way are dropped
         if ledger.missing:
@@ -321,12 +326,6 @@ def fill(ledger: "CellLedger", make: "Callable[[], Callable[[Cell], Document]]",
             estimate.measured()
             left = output.duration(estimate.left_s(len(missing) - number))
             output.say(f"{known + number} of {len(missing) + known}: {cell.name}; {left} left")
-
-
-def say_if_mixed(ledger: "CellLedger") -> None:
-    """Say that cells of other versions or another machine are in the folder."""
-    if (sentence := ledger.mixed()) is not None:
-        output.say(sentence)
 
 
 def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
