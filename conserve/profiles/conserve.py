@@ -82,6 +82,14 @@ class ConServeModel(LinearModel):
             sums.tokens > 1,
         )
 
+    @classmethod
+    def untold(cls, sums: Any) -> frozenset[str]:
+        """`several` where no batch has one token.
+
+        `constant` then has the time of both: halves of it would foretell half of the time of a lone token.
+        """
+        return frozenset() if (sums.tokens <= 1).any() else frozenset({"several"})
+
     def _with(self, batch: Batch, context: int) -> Parabola:
         k = self.coefficients
         return Parabola(

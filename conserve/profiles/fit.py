@@ -66,13 +66,10 @@ def fit(model: type[M], samples: Samples) -> M:
     Each row is divided by its measured time, so that a decode step of 20 ms weighs as much as a chunk of 2 s:
     the percentage is minimised. Then batches further off than the typical error get less weight (Huber's weights,
     twice), since a neighbour on the machine makes single batches late by any amount.
-
-    Without a batch of one token the terms `constant` and `several` are not told apart, and `constant` has the time
-    of both: halves of it would foretell half of the time of a lone token.
     """
     rows = np.column_stack([np.broadcast_to(column, len(samples)) for column in model.columns(samples)])
-    if (samples.tokens > 1).all():
-        rows = rows * [name != "several" for name in model.terms]
+    untold = model.untold(samples)
+    rows = rows * [name not in untold for name in model.terms]
     rows = rows / samples.ms[:, None]  # (n, terms): predicted / measured = rows @ coefficients
     coefficients = non_negative(rows, np.ones(len(samples)))
     for _ in range(ROBUST_ROUNDS):

@@ -108,6 +108,11 @@ class LinearModel(ABC):
         `sums` has the attributes of a `Batch`: numbers, or arrays with one entry per batch.
         """
 
+    @classmethod
+    def untold(cls, sums: Any) -> frozenset[str]:
+        """Terms that these batches do not tell from another one, which has the time of both."""
+        return frozenset()
+
     @abstractmethod
     def _with(self, batch: Batch, context: int) -> Parabola:
         """Time of the batch with one more prefill chunk after `context` tokens, by the chunk's size."""
