@@ -118,36 +118,6 @@ def token_budget(
     return TokenBudget(tokens=tokens, tried=tried, kept=kept)
 
 
-async def latency_budget(
-    workload: TuningWorkload,
-    predictor: LinearModel,
-    promised: Sequence[Promise],
-    run: TestRun | None,
-    alone: RunLatencies,
-) -> Found:
-    """HyGen's latency budget, in ms: between the smallest iteration and a full one."""
-    engine = workload.engine
-    low = smallest_ms(predictor)
-    high = max(2 * low, predictor.predict(Batch.of([Slice(engine.max_tokens, 0)])))
-    return await search(low, high, run or _simulated(workload, predictor), alone, promised)
-
-
-async def offline_rate(
-    workload: TuningWorkload, promised: Sequence[Promise], run: TestRun | None, alone: RunLatencies
-) -> Found:
-    """Fixed rate of HyGen's variant `hygen-star`, in rows/s: up to as many as the engine answers."""
-
-    async def simulated(rows_per_s: float) -> RunLatencies:
-        sharing = Sharing(online_first=True, max_tokens=workload.engine.max_tokens, rows_per_s=rows_per_s)
-        return (await asyncio.to_thread(workload.beside, sharing))[0]
-
-    full = Sharing(online_first=True, max_tokens=workload.engine.max_tokens)
-    tokens_per_s = (await asyncio.to_thread(workload.beside, full))[1]
-    row = sum(map(sum, workload.lengths)) / len(workload.lengths)
-    high = max(2 * LEAST_ROWS_PER_S, tokens_per_s / row)
-    return await search(LEAST_ROWS_PER_S, high, run or simulated, alone, promised)
-
-
 async def tuned_term(
     policy: str,
     workload: TuningWorkload,
@@ -157,9 +127,8 @@ async def tuned_term(
     alone: RunLatencies,
 ) -> Found:
     """The parameter in `TERMS` of a policy of HyGen's, searched with `run`, or with simulated test runs."""
-    if policy == HYGEN:
-        return await latency_budget(workload, predictor, promised, run, alone)
-    return await offline_rate(workload, promised, run, alone)
+    low, high = await asyncio.to_thread(_range, policy, workload, predictor)
+    return await search(low, high, run or _simulated(policy, workload, predictor), alone, promised)
 
 
 def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -> str:
@@ -212,17 +181,36 @@ async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
     return RunLatencies.heard(block.answers)
 
 
-def _simulated(workload: TuningWorkload, predictor: LinearModel) -> TestRun:
-    async def run(budget_ms: float) -> RunLatencies:
-        sharing = Sharing(
-            online_first=True,
-            max_tokens=workload.engine.max_tokens,
-            budget_ms=budget_ms,
-            predictor=predictor,
-        )
+def _range(policy: str, workload: TuningWorkload, predictor: LinearModel) -> tuple[float, float]:
+    """Least and largest value of a policy's parameter.
+
+    HyGen's budget in ms is between the smallest iteration and a full one. The rate of `hygen-star` in rows/s is at
+    most as many as the engine answers.
+    """
+    if policy == HYGEN:
+        low = smallest_ms(predictor)
+        return low, max(2 * low, predictor.predict(Batch.of([Slice(workload.engine.max_tokens, 0)])))
+    _, tokens_per_s = workload.beside(_full(workload))
+    row = sum(map(sum, workload.lengths)) / len(workload.lengths)
+    return LEAST_ROWS_PER_S, max(2 * LEAST_ROWS_PER_S, tokens_per_s / row)
+
+
+def _simulated(policy: str, workload: TuningWorkload, predictor: LinearModel) -> TestRun:
+    full = _full(workload)
+
+    async def run(value: float) -> RunLatencies:
+        if policy == HYGEN:
+            sharing = replace(full, budget_ms=value, predictor=predictor)
+        else:
+            sharing = replace(full, rows_per_s=value)
         return (await asyncio.to_thread(workload.beside, sharing))[0]
 
     return run
+
+
+def _full(workload: TuningWorkload) -> Sharing:
+    """Rows in every iteration, as many tokens as it takes."""
+    return Sharing(online_first=True, max_tokens=workload.engine.max_tokens)
 
 
 def _trace(sized: Sized, number: int) -> Trace | None:

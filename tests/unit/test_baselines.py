@@ -355,7 +355,7 @@ def workload() -> TuningWorkload:
 def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: TuningWorkload) -> None:
     promised = promises("mean-tbt=30%")
     alone = workload.alone()
-    found = asyncio.run(baseline_parameters.latency_budget(workload, MODEL, promised, None, alone))
+    found = asyncio.run(baseline_parameters.tuned_term("hygen", workload, MODEL, promised, None, alone))
     assert found.kept
     sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=found.value, predictor=MODEL)
     inside, tokens = workload.beside(sharing)
@@ -382,7 +382,7 @@ def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned
 
 def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
-    found = asyncio.run(baseline_parameters.offline_rate(workload, promised, None, alone))
+    found = asyncio.run(baseline_parameters.tuned_term("hygen-star", workload, MODEL, promised, None, alone))
     sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
     assert excess(workload.beside(sharing)[0], alone, promised) <= 1
     assert found.kept
