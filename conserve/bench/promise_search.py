@@ -48,6 +48,11 @@ class TriedValue:
         """`harm`, or `ttft_ms` and `tbt_ms`."""
         return self.parameter.promises(self.value)
 
+    @property
+    def kept(self) -> bool:
+        """True if live requests kept what may be harmed."""
+        return self.excess <= 1
+
 
 @dataclass(slots=True, kw_only=True)
 class Tuning:
@@ -89,7 +94,7 @@ class Tuning:
         """
         for parameter in self.parameters():
             await search(parameter.low, parameter.high, self.test_run(parameter), self.alone, self.promised)
-        kept = [run for run in self.runs if run.excess <= 1]
+        kept = [run for run in self.runs if run.kept]
         if kept:
             return max(kept, key=lambda run: run.rows_per_s)
         return min(self.runs, key=lambda run: run.excess)
@@ -133,5 +138,5 @@ def latencies(blocks: Sequence[Block]) -> RunLatencies:
 
 def sentence(run: TriedValue) -> str:
     """Line of progress on a test run."""
-    kept = "kept" if run.excess <= 1 else f"exceeded by {run.excess - 1:.0%}"
+    kept = "kept" if run.kept else f"exceeded by {run.excess - 1:.0%}"
     return f"{promise_flags(run.promises)}: {kept}, {run.rows_per_s:.2f} rows/s"

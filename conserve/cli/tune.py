@@ -128,17 +128,17 @@ def tune(
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = prepared(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
-    if found.excess > 1:
+    if not found.kept:
         output.say(
             f"no promise keeps {named(promised)}; the nearest, {promise_flags(found.promises)}, exceeds it by "
             f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
-    confirmed, measured, of_engine, served = False, None, None, list[str]()
+    measured, of_engine, served = None, None, list[str]()
     if not (simulated_only or dry_run):
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
-        tried, confirmed = confirm(settings, wanted, tuning, found)
-        if not confirmed:
+        tried = confirm(settings, wanted, tuning, found)
+        if not tried.kept:
             output.say(refused(found, tried, promised))
             raise typer.Exit(exits.FAILED)
         measured = harvest(tried)
@@ -152,15 +152,13 @@ def tune(
         arrivals=f"{sum(map(len, blocks)):,} requests of {blocks[0].name}",
         expected=harvest(found),
         measured=measured,
-        confirmed=confirmed,
+        confirmed=measured is not None,
         measured_at=time.time(),
         engine_flags=of_engine,
         engine=searched.key.summary,
         profile=searched.key.digest,
     )
-    raise typer.Exit(
-        conclude(settings, tuned, served, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
-    )
+    raise typer.Exit(conclude(settings, tuned, served, keep=not dry_run, as_json=as_json))
 
 
 def check_flags(settings: Settings, flags: list[str], *, confirmed: bool) -> None:
@@ -268,10 +266,8 @@ def prepared(
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
 
 
-def confirm(
-    settings: Settings, wanted: TuneFlags, tuning: "Tuning", found: "TriedValue"
-) -> "tuple[TriedValue, bool]":
-    """The largest value up to the one found that the engine keeps, and True; the last one tried, and False."""
+def confirm(settings: Settings, wanted: TuneFlags, tuning: "Tuning", found: "TriedValue") -> "TriedValue":
+    """The largest value up to the one found that the engine keeps; else the last one tried."""
     from conserve.bench.presets import PRESETS
     from conserve.bench.servers.confirmation import Confirmation
     from conserve.cli.bench import interruptible, until_stopped

@@ -603,7 +603,7 @@ def found(share: float) -> TriedValue:
     )
 
 
-def confirmed_in(tmp_path: Path, share: float, tolerance: float) -> tuple[TriedValue, bool]:
+def confirmed_in(tmp_path: Path, share: float, tolerance: float) -> TriedValue:
     from conserve.bench.points import arrivals
 
     cell = Cell(busy=0.4, cv=1.0, lengths="chat", scale=1.0)
@@ -619,8 +619,8 @@ def confirmed_in(tmp_path: Path, share: float, tolerance: float) -> tuple[TriedV
 
 
 def test_a_promise_that_the_engine_keeps_is_confirmed(tmp_path: Path, measured: Measured) -> None:
-    candidate, confirmed = confirmed_in(tmp_path, 0.05, tolerance=0.1)
-    assert (candidate.promises, confirmed) == ({"harm": 0.05}, True)
+    candidate = confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    assert (candidate.promises, candidate.kept) == ({"harm": 0.05}, True)
     assert candidate.excess == pytest.approx(1.05 / 1.1)
     assert (candidate.prompt_tokens_per_s, candidate.decode_tokens_per_s) == (135.0, 15.0), "of the engine"
     (design,) = measured.designs
@@ -634,9 +634,9 @@ def test_each_engine_of_a_server_has_a_block_of_the_search(
     async def two(self: Any) -> int:
         return 2
 
-    alone, _ = confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    alone = confirmed_in(tmp_path, 0.05, tolerance=0.1)
     monkeypatch.setattr(FakeServers, "engines", two)
-    both, _ = confirmed_in(tmp_path, 0.05, tolerance=0.1)
+    both = confirmed_in(tmp_path, 0.05, tolerance=0.1)
     for rate in ("prompt_tokens_per_s", "decode_tokens_per_s"):
         assert getattr(both, rate) == getattr(alone, rate) / 2 > 0, "of one engine, as in the search"
     one, other = measured.sources
@@ -647,13 +647,13 @@ def test_each_engine_of_a_server_has_a_block_of_the_search(
 def test_one_that_it_does_not_keep_is_lowered(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    candidate, confirmed = confirmed_in(tmp_path, 0.2, tolerance=0.11)
+    candidate = confirmed_in(tmp_path, 0.2, tolerance=0.11)
     assert [design.policies[1] for design in measured.designs] == [
         "conserve/harm-20",
         "conserve/harm-14",
         "conserve/harm-10",
     ]
-    assert (candidate.promises["harm"], confirmed) == (0.1, True)
+    assert (candidate.promises["harm"], candidate.kept) == (0.1, True)
     assert "on the engine it exceeds what may be harmed by 8%; trying less" in capsys.readouterr().err
 
 
@@ -662,9 +662,9 @@ def test_a_promise_that_the_engine_did_not_keep_is_not_tried_again(
 ) -> None:
     """A harm is rounded to whole percent: 1.4 % and 0.98 % are the same promise, and so are 2.4 % and 1.68 %."""
     measured.fails = "conserve"
-    candidate, confirmed = confirmed_in(tmp_path, 0.024, tolerance=0.1)
+    candidate = confirmed_in(tmp_path, 0.024, tolerance=0.1)
     assert [design.policies[1] for design in measured.designs] == ["conserve/harm-2", "conserve/harm-1"]
-    assert (candidate.promises, confirmed) == ({"harm": 0.01}, False)
+    assert (candidate.promises, candidate.kept) == ({"harm": 0.01}, False)
     said = capsys.readouterr().err
     assert said.count("trying less") == said.count("nothing less can be promised") == 1
 
@@ -680,8 +680,7 @@ def test_live_requests_that_fail_beside_rows_are_told_as_such(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured.fails = "conserve"
-    _, confirmed = confirmed_in(tmp_path, 0.05, tolerance=0.1)
-    assert not confirmed
+    assert not confirmed_in(tmp_path, 0.05, tolerance=0.1).kept
     said = "on the engine live requests beside rows failed, or were not answered in time; trying less"
     assert said in capsys.readouterr().err
 
@@ -695,6 +694,5 @@ def test_a_promise_beside_which_no_row_computed_is_not_confirmed(tmp_path: Path,
 
 
 def test_after_four_values_it_is_not_confirmed(tmp_path: Path, measured: Measured) -> None:
-    _, confirmed = confirmed_in(tmp_path, 0.9, tolerance=0.05)
-    assert not confirmed
+    assert not confirmed_in(tmp_path, 0.9, tolerance=0.05).kept
     assert len(measured.designs) == 4

@@ -179,7 +179,7 @@ def test_what_the_engine_refuses_is_not_kept(
     kept: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def confirm(settings: Any, wanted: Any, search: Any, found: Any) -> Any:
-        return replace(found, value=0.7 * found.value), kept
+        return replace(found, value=0.7 * found.value, excess=0.9 if kept else 1.1)
 
     Book(tmp_path / "profiles").save(measured("a/model"))
     monkeypatch.setattr("conserve.cli.tune.blocks_of", lambda *given: tuning(Engine()).blocks)

@@ -52,12 +52,12 @@ class Confirmation:
         self._made, self._tuning, self._folder, self._say = made, tuning, folder, say
         self._preset = replace(preset, block_s=tuning.simulator.block_s)
         self._rounds, self._seed = rounds, seed
-        self.outcome: tuple[TriedValue, bool]
+        self.outcome: TriedValue
 
     async def run(self, found: TriedValue) -> None:
         """Try the value, and ones that promise less while they do not keep what may be harmed.
 
-        `outcome` then has the last one with what the engine gave, and whether it is kept.
+        `outcome` then is the last one, with what the engine gave.
         """
         plan = self._made([CONSERVE], self._preset, self._folder / "store")
         servers = Servers(plan, self._design(found))
@@ -65,8 +65,8 @@ class Confirmation:
             await servers.start()
             for _ in range(TRIES):
                 tried = await self._tried(servers, found)
-                self.outcome = tried, tried.excess <= 1
-                if tried.excess <= 1:
+                self.outcome = tried
+                if tried.kept:
                     return
                 over = (
                     f"it exceeds what may be harmed by {tried.excess - 1:.0%}"
