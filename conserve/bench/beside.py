@@ -8,8 +8,7 @@ from conserve.bench.leftover import left_by_policy, left_ms
 from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates
 from conserve.bench.names import most_of, runs_offline
 from conserve.bench.simulate_online import EngineModel
-from conserve.profiles.batch import Slice
-from conserve.profiles.worth import CHUNK
+from conserve.profiles import worth
 
 LEAST_ROOM = 0.1  # part of the rows in a block that are rows beside all live work; below it, no ratio is told
 
@@ -28,7 +27,8 @@ def with_rows(
     left = left_by_policy(blocks, engine)
     if lengths is not None:
         return replace(comparison, rows=row_rates(comparison.policies, Mix.of(lengths, engine), left))
-    work = {name: one.offline_work_per_s * token_ms(engine) for name, one in comparison.policies.items()}
+    token_ms = engine.scale * worth.token_ms(engine.model)
+    work = {name: one.offline_work_per_s * token_ms for name, one in comparison.policies.items()}
     rates = beside_live(comparison.policies, work, left)
     ratios = {name: RowRates(of_non_preemptive=rate.of_non_preemptive) for name, rate in rates.items()}
     return replace(comparison, rows=ratios)
@@ -82,8 +82,3 @@ def least_room(rates: Mapping[str, RowRates]) -> float:
     most = most_of([*rates])
     in_block = rates[most].rows_in_block_per_s if most is not None else None
     return LEAST_ROOM * (in_block or 0.0)
-
-
-def token_ms(engine: EngineModel) -> float:
-    """Time that a prompt token adds to an iteration: the unit of work that a server counts (`profiles.worth`)."""
-    return (engine.added_ms(Slice(2 * CHUNK, 0)) - engine.added_ms(Slice(CHUNK, 0))) / CHUNK

@@ -28,9 +28,14 @@ class Worth(NamedTuple):
     @classmethod
     def by(cls, model: LatencyModel) -> Worth:
         """Costs by the model, for long chunks and steps in a full batch: without an iteration's constant part."""
-        token_ms = (added_ms(model, Slice(2 * CHUNK, 0)) - added_ms(model, Slice(CHUNK, 0))) / CHUNK
+        one_ms = token_ms(model)
         near_ms, far_ms = (added_ms(model, Slice(1, context, True)) for context in (CHUNK, 2 * CHUNK))
-        if token_ms <= 0 or near_ms <= 0:
+        if one_ms <= 0 or near_ms <= 0:
             return cls()
         context_ms = max(0.0, far_ms - near_ms) / CHUNK
-        return cls((near_ms - CHUNK * context_ms) / token_ms, context_ms / token_ms)
+        return cls((near_ms - CHUNK * context_ms) / one_ms, context_ms / one_ms)
+
+
+def token_ms(model: LatencyModel) -> float:
+    """Time that a token of a long prompt adds to an iteration, in ms: the unit of costs."""
+    return (added_ms(model, Slice(2 * CHUNK, 0)) - added_ms(model, Slice(CHUNK, 0))) / CHUNK
