@@ -117,7 +117,6 @@ def show(
     """Show a profile: coefficients, errors and a small table; the newest one by default."""
     from conserve.errors import ProfileMissing
     from conserve.profiles.book import Book
-    from conserve.profiles.correction import Correction
     from conserve.store.files.home import refuse_no_folder
 
     context: Context = ctx.obj
@@ -135,8 +134,7 @@ def show(
 
         plot_profile(found, plot)
         output.say(f"wrote {plot}")
-    learned = Correction.load(book.correction_path(found.name, found.key), of=found.stamp)
-    show_profile(found, learned, book.all(), as_json=as_json)
+    show_profile(found, book.learned(found), book.all(), as_json=as_json)
 
 
 def require_writable(folder: Path) -> None:

@@ -195,10 +195,8 @@ def profile_of(settings: Settings, words: list[str], wanted: str | None) -> "Pro
 def learned_of(settings: Settings, profile: "Profile") -> "Correction | None":
     """Correction of the profile that engines have learned since; `conserve serve` plans by it, too."""
     from conserve.profiles.book import Book
-    from conserve.profiles.correction import Correction
 
-    path = Book(settings.profiles_folder).correction_path(profile.name, profile.key)
-    learned = Correction.load(path, of=profile.stamp)
+    learned = Book(settings.profiles_folder).learned(profile)
     if learned is not None:
         output.say(f"as engines have corrected it over {output.count(learned.seen, 'iteration')}")
     return learned

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from conserve.errors import ProfileError, ProfileMissing
 from conserve.profiles import profile as profiles
+from conserve.profiles.correction import Correction
 from conserve.profiles.profile import Profile, ProfileKey
 
 DERIVED = Path(str(files("conserve.profiles"))) / "derived"
@@ -26,6 +27,10 @@ class Book:
     def correction_path(self, name: str, key: ProfileKey) -> Path:
         """File of the correction that engines have learned for this profile."""
         return self.path(name, key).with_suffix(".drift")
+
+    def learned(self, profile: Profile) -> Correction | None:
+        """Correction of this profile that engines have learned since it was measured."""
+        return Correction.load(self.correction_path(profile.name, profile.key), of=profile.stamp)
 
     def save(self, profile: Profile) -> Path:
         """Write a profile. It replaces an older one with its key, and the correction learned for that one."""
