@@ -47,6 +47,11 @@ class Design:
         """Number of blocks of the whole comparison."""
         return self.rounds * len(self.policies)
 
+    @property
+    def ahead(self) -> str | None:
+        """Online-only by its name here, where it plays before the rounds for the SLO."""
+        return alone_of(self.policies) if self.slo_ahead and self.slo is None else None
+
 
 Source = Callable[[int], Trace]
 """Arrivals of a round, by its number."""
@@ -85,8 +90,8 @@ async def with_slo(field: Field, source: Source, design: Design, *, say: Callabl
     half or twice the last, and policies are then held against another promise than they were given. A started
     server takes longer for prompts of a length that it has not had, so the first pass counts for nothing.
     """
-    alone = alone_of(design.policies)
-    if not design.slo_ahead or design.slo is not None or alone is None:
+    alone = design.ahead
+    if alone is None:
         return design
     for number in range(design.rounds):
         await one_turn(field, alone, None, source(number), design)
@@ -121,9 +126,8 @@ def order(policies: Sequence[str], number: int) -> list[str]:
 
 def turns(design: Design) -> Iterator[str]:
     """Policies in the order of their turns, those before the blocks included."""
-    alone = alone_of(design.policies)
-    if design.slo_ahead and design.slo is None and alone is not None:
-        yield from [alone] * 2 * design.rounds  # two passes
+    if design.ahead is not None:
+        yield from [design.ahead] * 2 * design.rounds  # two passes
     for number in range(design.rounds):
         yield from order(design.policies, number)
 

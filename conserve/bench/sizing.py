@@ -6,7 +6,7 @@ too long, or a block too empty, prompts and answers are shortened first, then bl
 out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
@@ -272,11 +272,12 @@ def _with_forecasts(sized: Sized, engine: EngineModel) -> Sized:
     """Copy with a forecast of each round."""
     forecasts = _forecasts(sized.source, sized.design, engine)
     design, resident = sized.design, sized.preset.resident
+    tails_s = _tails_s(design, forecasts, engine)
     return replace(
         sized,
         forecasts=forecasts,
-        takes_s=_takes_s(design, forecasts, engine),
-        begins_s=_begins_s(design, forecasts, engine, resident=resident),
+        takes_s=_takes_s(design, tails_s),
+        begins_s=_begins_s(design, forecasts, tails_s, resident=resident),
     )
 
 
@@ -331,18 +332,16 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: EngineModel,
     return min(tried, key=lambda rate: abs(tried[rate]))
 
 
-def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel) -> float:
+def _takes_s(design: Design, tails_s: Mapping[str, float]) -> float:
     """Estimate the seconds of all blocks, and of their longest answers after the last arrival."""
-    tails_s = _tails_s(design, forecasts, engine)
     before_s = STARTING_S + LEAD_S + design.settle_s
     return sum(before_s + design.block_s + tails_s[policy] for policy in turns(design))
 
 
 def _begins_s(
-    design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel, *, resident: bool
+    design: Design, forecasts: Sequence[BlockForecast], tails_s: Mapping[str, float], *, resident: bool
 ) -> float:
     """Estimate the seconds before blocks: of servers that start, and of live requests that count for nothing."""
-    tails_s = _tails_s(design, forecasts, engine)
     share = min(1.0, WARM_TOKENS / max(1, _longest(forecasts)))  # of the longest answer
     warmed_s = sum(design.warmed_by * share * tails_s[policy] for policy in turns(design))
     return warmed_s + sum(STARTED_S + tails_s[policy] for policy in started(design, resident=resident))
