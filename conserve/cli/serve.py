@@ -16,7 +16,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.again import GIVEN, again
 from conserve.cli.context import Context
-from conserve.cli.kept_promises import recorded, tuned_promises
+from conserve.cli.found_promises import recorded, tuned_promises
 from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys

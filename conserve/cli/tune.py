@@ -16,7 +16,7 @@ from conserve.api.running import engine_flags, flags_as_given
 from conserve.bench.names import promise_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.kept_promises import Tuned, arrivals_folder, write
+from conserve.cli.found_promises import Tuned, arrivals_folder, write
 from conserve.cli.serve_flags import refuse_ours
 from conserve.cli.sweep import simulator
 from conserve.config import Settings

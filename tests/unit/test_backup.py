@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve import __version__
-from conserve.cli.kept_promises import tuned_file
+from conserve.cli.found_promises import tuned_file
 from conserve.config import Settings, load
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreFull, StoreInUse
 from conserve.jobs.requests import submit as submitting

@@ -18,7 +18,7 @@ from conserve.api.servers import unanswered
 from conserve.cli import serve as serving
 from conserve.cli import serve_files, serve_flags, serve_notices, serve_printed, server_status, top_frame
 from conserve.cli.app import app
-from conserve.cli.kept_promises import arrivals_file
+from conserve.cli.found_promises import arrivals_file
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.vllm.launching.flags import names_scheduling

@@ -24,8 +24,8 @@ from conserve.bench.promise_search import Tuning, latencies
 from conserve.bench.simulated import Simulator
 from conserve.bench.slo_search import Promise, RunLatencies, excess, harmed
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli import kept_promises
-from conserve.cli.kept_promises import Tuned, tuned_promises
+from conserve.cli import found_promises
+from conserve.cli.found_promises import Tuned, tuned_promises
 from conserve.cli.serve_flags import milliseconds
 from conserve.cli.tune import blocks_of, conclude, learned_of, profile_of, tune
 from conserve.config import Settings
@@ -198,7 +198,7 @@ def test_what_the_engine_refuses_is_not_kept(
     assert ended.value.exit_code == code
     assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("tuned/*.json")))
     if kept:
-        found = kept_promises.read(Settings(home=tmp_path), "a/model")
+        found = found_promises.read(Settings(home=tmp_path), "a/model")
         key = measured("a/model").key
         assert (found.engine_flags, found.engine, found.profile) == (["-tp", "4"], key.summary, key.digest)
         assert found.measured is not None
@@ -384,13 +384,13 @@ def test_too_few_are_said_with_what_to_do(tmp_path: Path) -> None:
 def test_requests_of_other_models_are_left_out_and_named(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     lines = b"\n".join(arrival_line(NOW - 10.0 * n, 100, 20) for n in range(60))
-    kept_promises.arrivals_file(settings, "its/other", 8000).write_bytes(lines)
-    folder = kept_promises.arrivals_folder(settings, "a/model")
+    found_promises.arrivals_file(settings, "its/other", 8000).write_bytes(lines)
+    folder = found_promises.arrivals_folder(settings, "a/model")
     with pytest.raises(
         InputError, match=r"recorded 0 live requests .* \(there are requests of its-other too\)"
     ):
         recorded.read(folder, now=NOW)
-    kept_promises.arrivals_file(settings, "a/model", 8000).write_bytes(lines)
+    found_promises.arrivals_file(settings, "a/model", 8000).write_bytes(lines)
     assert [len(trace) for trace in recorded.read(folder, now=NOW)] == [60]
 
 
@@ -456,7 +456,7 @@ def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_models_arrivals_is_the_one_that_the_page_describes(tmp_path: Path) -> None:
     """`record_arrivals` of a vllm serve of one's own is written there by hand."""
-    folder = kept_promises.arrivals_folder(Settings(home=tmp_path), "/data/my_models/a.b-1_c/")
+    folder = found_promises.arrivals_folder(Settings(home=tmp_path), "/data/my_models/a.b-1_c/")
     assert folder == tmp_path / "serving" / "arrivals" / "data-my-models-a.b-1-c"
 
 
@@ -475,7 +475,7 @@ def test_four_engines_with_half_a_load_each_are_not_one_with_twice_a_load(
 ) -> None:
     settings, gap_s = Settings(home=tmp_path), 2.0
     for number in range(4):
-        file = kept_promises.arrivals_file(settings, "a/model", 8000 + number)
+        file = found_promises.arrivals_file(settings, "a/model", 8000 + number)
         file.write_bytes(b"\n".join(arrival_line(time.time() - gap_s * n, 128, 32) for n in range(1, 200)))
     blocks = blocks_of(settings, "a/model", None, None, 1.0, 60.0, MACHINE)
     assert max(map(len, blocks)) <= 31
@@ -489,7 +489,7 @@ def test_what_the_prefix_cache_had_is_not_computed_in_the_search(
 ) -> None:
     """Prompts of conversations, of which four tokens in five are those of the turn before."""
     settings = Settings(home=tmp_path)
-    file = kept_promises.arrivals_file(settings, "a/model", 8000)
+    file = found_promises.arrivals_file(settings, "a/model", 8000)
 
     def found(cached: int) -> list[Trace]:
         lines = (arrival_line(time.time() - n, 1500, 8, cached) for n in range(1, 200))
@@ -508,7 +508,7 @@ def test_recorded_requests_are_played_at_their_lengths_and_only_longer_ones_cut_
     settings, context = Settings(home=tmp_path), MACHINE.flags["max_model_len"]
     recorded_lengths = [(context - 100, 100), (300, context - 300)]
     lines = (arrival_line(time.time() - 30 * n, *recorded_lengths[n % 2]) for n in range(1, 60))
-    kept_promises.arrivals_file(settings, "a/model", 8000).write_bytes(b"\n".join(lines))
+    found_promises.arrivals_file(settings, "a/model", 8000).write_bytes(b"\n".join(lines))
 
     def played(lengths: float) -> set[tuple[int, int]]:
         blocks = blocks_of(settings, "a/model", None, 1 / 60, lengths, 120.0, MACHINE)
@@ -566,7 +566,7 @@ def test_a_result_of_an_earlier_version_is_promised_with_any_flags(
 ) -> None:
     """It says neither its engine nor its flags."""
     settings = Settings(home=tmp_path)
-    path = kept_promises.write(settings, TUNED)
+    path = found_promises.write(settings, TUNED)
     kept = json.loads(path.read_text())
     path.write_text(json.dumps({name: kept[name] for name in TUNED.__struct_fields__[:7]}))
     assert tuned_promises(settings, ["a/model", "-tp", "4"], given=()) == {"harm": 0.23}
@@ -597,7 +597,7 @@ def test_a_promise_that_was_tuned_with_other_flags_is_told_as_such(
 
 def test_the_promise_of_another_model_whose_file_has_the_same_name_is_not_taken(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    kept_promises.write(settings, TUNED)
+    found_promises.write(settings, TUNED)
     with pytest.raises(
         InputError, match="was tuned for a/model, not for a-model; run: conserve tune a-model"
     ):
@@ -610,8 +610,8 @@ def test_a_folder_is_the_same_model_however_it_is_named(
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
     settings = Settings(home=tmp_path / "home")
-    kept_promises.write(settings, structs.replace(TUNED, model="./m"))
-    assert kept_promises.read(settings, "m/").model == "./m"
+    found_promises.write(settings, structs.replace(TUNED, model="./m"))
+    assert found_promises.read(settings, "m/").model == "./m"
 
 
 def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
@@ -622,7 +622,7 @@ def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
             "promises": {"ttft_ms": 900.0, "tbt_ms": 80.5},
         }
     )
-    kept_promises.write(settings, found)
+    found_promises.write(settings, found)
     assert tuned_promises(settings, ["a/model"], given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
 
 
@@ -645,7 +645,7 @@ def test_a_dry_run_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_damaged_file_is_said_with_the_command(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    path = kept_promises.write(settings, TUNED)
+    path = found_promises.write(settings, TUNED)
     path.write_text("{}")
     with pytest.raises(InputError, match="run: conserve tune a/model"):
-        kept_promises.read(settings, "a/model")
+        found_promises.read(settings, "a/model")
