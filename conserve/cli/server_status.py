@@ -33,10 +33,14 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
         from conserve.engine.policy.policies import kept_promises
 
         online, offline, policy = server["online"], server["offline"], server["policy"]
+        by_class = {
+            name: {**one, "slo": kept_promises(one["slo"], policy)}
+            for name, one in server.get("classes", {}).items()
+        }
         shown += [
             headed(server["url"], f"  policy {policy}, last minute{until(server)}:"),
             online_line(online, kept_promises(server["slo"], policy), classified="classes" in server),
-            *classes(server.get("classes", {}), policy),
+            *classes(by_class),
             *yielding(server),
             *on_the_way(online.get("way_ms", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
@@ -73,15 +77,12 @@ def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool
     )
 
 
-def classes(by_class: dict[str, Any], policy: str) -> list[str]:
+def classes(by_class: dict[str, Any]) -> list[str]:
     """A line on each class of live traffic, indented below the line on all of them."""
-    from conserve.engine.policy.policies import kept_promises
-
     width = max(map(len, by_class), default=0)
-    slos = {name: kept_promises(one["slo"], policy) for name, one in by_class.items()}
     return [
         f"    {name:<{width}}  TTFT {pair(one['ttft_ms'], promised(one['slo'], 'ttft_ms'))}, "
-        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(slos[name], one)}, "
+        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(one['slo'], one)}, "
         f"{output.count(one['requests'], 'request')} since the start"
         for name, one in by_class.items()
     ]
