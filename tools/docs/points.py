@@ -68,10 +68,9 @@ def _to_slo(latency: str) -> Callable[[Measured], float | None]:
     """A P99 of `conserve` to the cell's SLO in ms, which a pass of online-only before the blocks has set."""
 
     def kept(cell: Measured) -> float | None:
-        figures = cell["policies"][CONSERVE]
-        found = figures[f"{latency}_ms"]
-        if figures.get("failed"):
+        if ratio(cell, CONSERVE, f"{latency}_p99") == inf:
             return inf
+        found = cell["policies"][CONSERVE][f"{latency}_ms"]
         if not cell["slo_ms"] or not found:
             return None
         ttft_ms, tbt_ms = cell["slo_ms"]
