@@ -647,6 +647,28 @@ def test_a_record_of_an_evaluation_names_no_file_that_its_backup_lacks(
     assert (folder / json.loads((folder / nights.RECORD).read_text())["file"]).exists()
 
 
+def test_a_run_of_an_evaluation_that_begins_during_a_backup_is_left_out(
+    stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time its record is copied, that may name files which were not listed."""
+    real, left = contents.beside, iter(["a", "b"])
+
+    def beside(where: Path) -> list[str]:
+        """List the files once a run has begun."""
+        run = nights.folder_of(stored.home, next(left))
+        run.mkdir(parents=True)
+        (run / nights.RECORD).write_text("{}")
+        (run / "items-sql.parquet").write_bytes(b"")
+        return list(real(where))
+
+    monkeypatch.setattr(contents, "beside", beside)
+    backed_up(stored, tmp_path / "monday")
+    assert [name for name in files(tmp_path / "monday") if name.startswith(nights.EVALS)] == [
+        "evals/runs/a/items-sql.parquet",
+        f"evals/runs/a/{nights.RECORD}",
+    ]
+
+
 @pytest.mark.parametrize("moment", ["listed", "recorded", "taken"])
 def test_a_run_of_an_evaluation_that_is_removed_meanwhile_is_left_out(
     stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

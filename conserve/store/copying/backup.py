@@ -161,10 +161,13 @@ def take_beside(source: Path, folder: Path, *, copy: bool) -> set[str]:
     """Take the files that no database names; what went meanwhile is no loss: an evaluation removes its old runs.
 
     Records of runs come first, since the files that a record names were there before it. A record goes with them.
+    A run that begins after that is left out as a whole.
     """
-    records = [name for name in contents.beside(source) if Path(name).name == nights.RECORD]
+    records = {name for name in contents.beside(source) if Path(name).name == nights.RECORD}
     contents.take(records, source, folder, copy=copy)
     listed = set(contents.beside(source))
+    begun = {Path(name).parent for name in listed - records if Path(name).name == nights.RECORD}
+    listed = {name for name in listed if Path(name).parent not in begun}
     gone = set(contents.take(listed, source, folder, copy=copy))
     lost = {str(Path(name).with_name(nights.RECORD)) for name in gone}
     return listed - gone - lost
