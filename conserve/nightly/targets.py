@@ -1,13 +1,20 @@
 """Models and endpoints that a night asks, of the file or of flags, and whether they can be asked."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from conserve.api.portal import portal
 from conserve.api.running import ADDRESSES
 from conserve.config import Settings, model_name
 from conserve.errors import ConserveError, SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
-from conserve.hosts import without_login
+from conserve.hosts import server_root, split_login, without_login
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
 
 
 def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
@@ -47,26 +54,30 @@ def bound_to(settings: Settings, target: ModelTarget) -> str | None:
 
     A job that is bound to none is taken by the first harvester of the store that comes, whatever its model.
     """
+    from conserve.endpoints.discovery import served_models
+
     model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
     if target.answered_by == "serve":
         model = target.model
     elif endpoint is None:
         model = model or settings.engine_model
     elif model is None and endpoint.startswith("http"):
-        model = served_model(endpoint, settings.api_key)
+        model = next(iter(told_by(endpoint, settings.api_key, served_models) or ()), None)
     return None if model is None else model_name(model)
 
 
-def served_model(endpoint: str, api_key: str | None) -> str | None:
-    """Model that a server lists first and answers with unless another is named; None if no server tells one."""
-    from conserve.endpoints.tokens import ServerTokens
+def told_by(
+    endpoint: str, api_key: str | None, ask: "Callable[[httpx.AsyncClient], Awaitable[T]]"
+) -> T | None:
+    """Answer of a server to these requests; None if no server answers."""
+    from conserve.endpoints.exchange import open_client
 
-    async def first() -> str:
-        server = await ServerTokens.ask(endpoint, api_key=api_key)
-        await server.close()
-        return server.model
+    async def told() -> T:
+        shown, login = split_login(endpoint)
+        async with open_client(server_root(shown), api_key, None, login=login) as client:
+            return await ask(client)
 
     try:
-        return portal.submit(first()).result()
+        return portal.submit(told()).result()
     except ConserveError:
         return None

@@ -27,6 +27,7 @@ class Script:
     larger: a test waits for `paused` and knows how far every row is, however slow the machine.
     """
 
+    models: tuple[str, ...] = ("served",)
     coserves: bool = True
     identity: str = "scripted"
     max_num_seqs: int = 8
@@ -168,7 +169,7 @@ class ScriptedServer:
 
     async def _get(self, writer: asyncio.StreamWriter, path: str) -> bool:
         if path == "/v1/models":
-            return await reply(writer, 200, {"data": [{"id": "served"}]})
+            return await reply(writer, 200, {"data": [{"id": model} for model in self.script.models]})
         if path == "/health":
             return await reply(writer, 200 if self.script.healthy else 503, {})
         if path == "/metrics" and self.script.metrics is not None:

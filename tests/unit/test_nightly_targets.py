@@ -22,6 +22,7 @@ from conserve.nightly.facts import facts_of
 from conserve.nightly.harness.place import alone, settings_asked
 from conserve.nightly.targets import bound_to
 from tests import commands, nightly_files
+from tests.acceptance.scripted_server import Script, ScriptedServer
 
 MINE, OTHER = "fake:?model=mine", "fake:?model=other"
 TARGET = ModelTarget(model="mine", endpoint=MINE)
@@ -157,6 +158,20 @@ def test_where_a_server_of_the_store_answers_its_tokens_are_sent(monkeypatch: py
             for model, at in (("listed", address), ("other", other)):
                 asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
                 assert (asked.model, asked.endpoint) == (model, at)
+
+
+def test_tokens_of_an_adapter_are_those_of_the_server_that_has_it() -> None:
+    conserve.open()
+    with (
+        ScriptedServer(Script(models=("base", "first"))) as one,
+        ScriptedServer(Script(models=("base", "second"))) as other,
+        announce(load(), one.url),
+        announce(load(), other.url),
+    ):
+        for model, at in (("first", one.url), ("second", other.url), ("third", None)):
+            asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
+            assert (asked.model, asked.endpoint) == (model, at)
+        assert one.gets == other.gets == ["/v1/models"] * 3, "once each time"
 
 
 def test_without_a_server_the_model_of_the_settings_is_not_taken_for_its_own(

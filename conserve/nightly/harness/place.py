@@ -16,7 +16,7 @@ from conserve.errors import EvaluationUnready, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.jobs.harvest.services import running
 from conserve.nightly.harness.asking import Alone
-from conserve.nightly.targets import bound_to, served_model
+from conserve.nightly.targets import bound_to, told_by
 
 Scoring = Literal["auto", "echo", "next-token"]
 
@@ -95,24 +95,28 @@ def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | 
 
     Raises `EvaluationUnready` where a server of the store is to answer and which model it has cannot be told.
     """
+    from conserve.endpoints.discovery import served_models
+
     if target.answered_by == "run":
         model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
         return replace(settings, model=model, endpoint=endpoint)
     key = settings.api_key or settings.harvest_key
-    told = {served_model(server.url, key): server.url for server in running(settings)}
-    addresses = {model: url for model, url in told.items() if model is not None}
-    if target.model is None and len(addresses) > 1:
+    listed = [(server.url, told_by(server.url, key, served_models) or []) for server in running(settings)]
+    if target.model is not None:
+        endpoint = next((url for url, models in listed if target.model in models), None)
+        return replace(settings, model=target.model, endpoint=endpoint, api_key=key)
+    firsts = {models[0]: url for url, models in listed if models}
+    if len(firsts) > 1:
         raise EvaluationUnready(
-            f"servers over this store have the models {', '.join(sorted(addresses))}; name the one that answers: "
+            f"servers over this store have the models {', '.join(sorted(firsts))}; name the one that answers: "
             "model, beside answered_by"
         )
-    if not addresses and target.model is None and tokenizer is None:
+    if not firsts and tokenizer is None:
         raise EvaluationUnready(
             "no `conserve serve` over this store says which model it has; start one, or name the model's folder as "
             "the suite's tokenizer"
         )
-    endpoint = addresses.get(target.model or "", next(iter(addresses.values()), None))
-    return replace(settings, model=target.model, endpoint=endpoint, api_key=key)
+    return replace(settings, model=None, endpoint=next(iter(firsts.values()), None), api_key=key)
 
 
 async def told_by_server(settings: Settings) -> tuple[str, int | None, bool]:
