@@ -40,6 +40,11 @@ def new_id(home: Path, evaluation: str, *, now: float) -> str:
     return next(one for n in range(1, 10_000) if (one := stem if n == 1 else f"{stem}-{n}") not in known)
 
 
+def is_id(text: str, evaluation: str) -> bool:
+    """True for a text that is made as ids of an evaluation's runs are (`new_id`), or the beginning of one."""
+    return re.fullmatch(rf"{re.escape(evaluation)}-\d{{8}}[-\d]*", text) is not None
+
+
 def write(home: Path, run: RunRecord) -> None:
     """Write a run's record, durably; that of a run which has ended, and needs no password any more, without any."""
     if run.state is not RunState.RUNNING:

@@ -560,10 +560,11 @@ def test_where_the_run_of_an_id_is_gone_the_night_is_compared_with_the_one_befor
     file.write_text(f'against = "{first.id}"\n{file.read_text()}')
     keeping.remove(home(), first)
     done = night(file)
-    assert f"there is no run {first.id}, which the file compares with; name another" in done.stderr
+    said = f"the file compares with another run: '{first.id}' is no run"
+    assert f"{said}; run: conserve eval list" in done.stderr
     assert f"than {second.id}" in done.stdout
     report = commands.conserve("eval", "report", "last")
-    assert (report.returncode, f"there is no run {first.id}" in report.stderr) == (2, True)
+    assert (report.returncode, said in report.stderr) == (2, True)
 
 
 def test_a_file_may_compare_with_a_run_by_its_id() -> None:
@@ -572,6 +573,17 @@ def test_a_file_may_compare_with_a_run_by_its_id() -> None:
     runs = [nightly_files.kept(home(), RIGHT, began_at=1e9 + 60 * night, plan=plan) for night in (1, 2)]
     assert against_of(home(), runs[1], None, first.id) == first.id
     assert against_of(home(), runs[1], None, "baseline") == "previous", "until a run has that name"
+
+
+def test_an_id_of_a_file_that_says_too_little_is_told_as_such() -> None:
+    first, second, last = (nightly_files.kept(home(), RIGHT, began_at=1e9 + 60 * night) for night in range(3))
+    day = last.id.rpartition("-")[0]
+    said = f"^the file compares with another run: '{day}' may be {first.id} or {second.id}; run: conserve eval list"
+    with pytest.raises(UsageError, match=said):
+        against_of(home(), last, None, day)
+    keeping.write(home(), replace(first, state=RunState.GIVEN_UP))
+    with pytest.raises(UsageError, match=f"^the file compares with another run: {first.id} has not ended"):
+        against_of(home(), last, None, first.id)
 
 
 def test_a_run_that_has_not_ended_is_no_baseline() -> None:

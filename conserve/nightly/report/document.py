@@ -1,6 +1,5 @@
 """The document of a run and its comparison, which `--json` prints and all other forms show."""
 
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -216,16 +215,19 @@ def iso(seconds: float | None) -> str | None:
 def against_of(home: Path, run: RunRecord, wanted: str | None, by_file: str) -> str:
     """Name of the run to compare with: as asked for, else as its file says; `previous` until a run has that name.
 
-    Raises `UsageError` for an id that no run has, and for a name whose run is gone.
+    Raises `UsageError` for an id that stands for no run to compare with, and for a name whose run is gone.
     """
     if wanted is not None:
         return wanted
-    if by_file in (PREVIOUS, HISTORY) or keeping.named(home, by_file, beside=run) is not None:
+    if by_file in (PREVIOUS, HISTORY):
         return by_file
-    if re.fullmatch(rf"{re.escape(run.evaluation)}-\d{{8}}[-\d]*", by_file):
-        raise UsageError(
-            f"there is no run {by_file}, which the file compares with; name another of: conserve eval list"
-        )
+    try:
+        keeping.resolve(home, by_file, beside=run)
+    except UsageError as error:
+        if keeping.is_id(by_file, run.evaluation):
+            raise UsageError(f"the file compares with another run: {error}") from error
+    else:
+        return by_file
     known = {one.id for one in keeping.runs(home)}
     gone = [one for one, names in nights.names(home).items() if one not in known and by_file in names]
     mine = [one for one in gone if one.startswith(f"{run.evaluation}-")]
