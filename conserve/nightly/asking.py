@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.bound import STEP
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
-from conserve.nightly.targets import bound_to
+from conserve.nightly.targets import ModelAsked
 from conserve.store.books.states import JobState
 
 RUN, TOKEN, SUITE, ASK = "eval", "eval_token", "eval_suite", "eval_ask"  # tags
@@ -51,24 +50,28 @@ class SuiteNight:
         suite: SuitePlan,
         target: ModelTarget,
         folder: Path,
+        model_asked: ModelAsked,
     ) -> None:
         self.store = Store(settings)
         self.run_id, self.suite, self.target, self.folder = run_id, suite, target, folder
         self.settings, self._rounds, self._label, self._token = settings, rounds, label, token
         self._targets: dict[str, ModelTarget] = {}
-        self._bound_to = cache(partial(bound_to, settings))
+        self._model_asked = model_asked
 
     def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
         tags = {**tags_of(self.run_id, self._token), SUITE: self._label, ASK: key}
         known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
         asked = target or self.target
-        job = next(known, None) or self._new(source, tags, {"model": self._bound_to(asked), **task})
+        job = next(known, None) or self._new(source, tags, {"model": self._model_asked(asked), **task})
         self._targets[job.id] = asked
         return job
 
     def answered(self, *jobs: Job) -> None:
-        """Wait until each row of these jobs has a result; raises `JobRefused` for a job that ends otherwise."""
+        """Wait until each row of these jobs has a result; raises `JobRefused` for a job that ends otherwise.
+
+        One that another model than the target's answered raises it too.
+        """
         wanted = [AskedJob(job.id, self._targets.get(job.id, self.target)) for job in jobs]
         if any(job.status is not JobState.COMPLETED for job in jobs):
             self._rounds.wait(*wanted)
@@ -76,7 +79,7 @@ class SuiteNight:
             reading = job.progress()
             if reading.state is not JobState.COMPLETED:
                 raise JobRefused(unanswered(job.id, reading.state))
-            model = self._bound_to(target)
+            model = self._model_asked(target)
             if model is not None and reading.model not in (None, model):
                 raise JobRefused(f"{reading.model} answered job {job.id}, and this run has {model}; {ANEW}")
 

@@ -24,7 +24,7 @@ from conserve.nightly.facts import facts_of
 from conserve.nightly.items import ItemKey, Scored, scores_of
 from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
-from conserve.nightly.targets import asked_instead, check_target
+from conserve.nightly.targets import asked_instead, asked_once, check_target
 from conserve.store.files import nights
 
 Say = Callable[[str], None]
@@ -112,7 +112,7 @@ def of_target(
     say: Say,
 ) -> RunRecord:
     """Run suites on one target, in rounds; those of a kind that runs one at a time after the others."""
-    current = [run]
+    current, model_asked = [run], asked_once(settings)
 
     def ended(label: str, found: SuiteRecord | Exception) -> None:
         record = found if isinstance(found, SuiteRecord) else failed(label, suites[label], target, found, say)
@@ -131,6 +131,7 @@ def of_target(
             suite=suites[label],
             target=target,
             folder=Path(run.folder),
+            model_asked=model_asked,
         )
         return lambda: recorded(settings, night, label)
 

@@ -51,7 +51,10 @@ class Night(Protocol):
         """
 
     def answered(self, *jobs: Job) -> None:
-        """Wait until each row of these jobs has a result. Raises `JobRefused` for a job that may not run."""
+        """Wait until each row of these jobs has a result.
+
+        Raises `JobRefused` for a job that may not run, and for one that another model than the target's answered.
+        """
 
 
 class SuiteKind(Protocol):

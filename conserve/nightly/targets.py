@@ -2,6 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cache, partial
+from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from conserve.api.portal import portal
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+ModelAsked = Callable[[ModelTarget], str | None]
 
 
 def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
@@ -64,6 +67,17 @@ def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     elif model is None and endpoint.startswith("http"):
         model = next(iter(told_by(endpoint, settings.api_key, served_models) or ()), None)
     return None if model is None else model_name(model)
+
+
+def asked_once(settings: Settings) -> ModelAsked:
+    """`bound_to` that asks a server once, whichever suite's thread comes first."""
+    lock, known = Lock(), cache(partial(bound_to, settings))
+
+    def model_asked(target: ModelTarget) -> str | None:
+        with lock:
+            return known(target)
+
+    return model_asked
 
 
 def told_by(

@@ -117,7 +117,16 @@ def test_a_job_that_is_stopped_in_the_night_has_no_scores(verb: str, says: str, 
     stop = Mock(wait=lambda *wanted: getattr(job, verb)())
     plan = plan_of(nightly_files.PLAN)
     (suite,), (target,) = plan.suites, plan.targets
-    night = SuiteNight(load(), stop, run_id="r", label="sql", suite=suite, target=target, folder=tmp_path)
+    night = SuiteNight(
+        load(),
+        stop,
+        run_id="r",
+        label="sql",
+        suite=suite,
+        target=target,
+        folder=tmp_path,
+        model_asked=lambda target: None,
+    )
     with pytest.raises(JobRefused, match=says):
         night.answered(job)
 

@@ -17,10 +17,11 @@ from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.jobs.harvest.services import announce
+from conserve.nightly import targets
 from conserve.nightly.asking import AskedJob, SuiteNight
 from conserve.nightly.facts import facts_of
 from conserve.nightly.harness.place import alone, settings_asked
-from conserve.nightly.targets import bound_to
+from conserve.nightly.targets import asked_once, bound_to
 from tests import commands, nightly_files
 from tests.acceptance.scripted_server import Script, ScriptedServer
 
@@ -97,8 +98,29 @@ def test_an_endpoint_without_a_model_is_asked_which_it_has() -> None:
 
 def suite_night(folder: Path, wait: Callable[..., object], target: ModelTarget = TARGET) -> SuiteNight:
     """A night of one suite whose rounds are this function."""
-    (suite,), rounds = plan_of(nightly_files.PLAN).suites, Mock(wait=wait)
-    return SuiteNight(load(), rounds, run_id="r", label="sql", suite=suite, target=target, folder=folder)
+    (suite,), rounds, settings = plan_of(nightly_files.PLAN).suites, Mock(wait=wait), load()
+    return SuiteNight(
+        settings,
+        rounds,
+        run_id="r",
+        label="sql",
+        suite=suite,
+        target=target,
+        folder=folder,
+        model_asked=asked_once(settings),
+    )
+
+
+def test_a_night_asks_a_server_once_which_model_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suites whose threads begin at one moment get one answer."""
+    asked: list[ModelTarget] = []
+    monkeypatch.setattr(targets, "bound_to", lambda settings, target: asked.append(target))
+    file = nightly_files.written(tmp_path, suites=["sql", "python", "schema"], rows=4)
+    done = commands.conserve("eval", "run", str(file), CONSERVE_ENDPOINT="fake:?tokens=8")
+    assert done.returncode == 0, done.stderr
+    assert asked == [ModelTarget()]
 
 
 def test_a_harvester_of_another_model_answers_no_row_of_a_night(tmp_path: Path) -> None:
