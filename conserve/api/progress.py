@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.errors import StoreError
-from conserve.hosts import without_login
+from conserve.hosts import server_root, without_login
 from conserve.words import count
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def first_step(settings: Settings) -> str:
         return f"starting {settings.engine_model}: importing vLLM"
     if address.startswith("fake:"):
         return "starting the fake endpoint"
-    return f"asking {without_login(address).rstrip('/').removesuffix('/v1')} what it serves"
+    return f"asking {server_root(without_login(address))} what it serves"
 
 
 class ProgressNow(NamedTuple):

@@ -11,8 +11,7 @@ from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
-
-ANSWER_S = 5.0
+from conserve.nightly.targets import told_by
 
 
 def facts_of(settings: Settings, target: ModelTarget, outcome: SuiteOutcome) -> dict[str, str]:
@@ -35,7 +34,7 @@ def asked_facts(settings: Settings, target: ModelTarget) -> dict[str, str | None
         model = target.model or settings.engine_model
         return {"model": model, "flags": flags_of(flags), **embedded(model, settings)}
     asked = {"model": target.model, "endpoint": address_of(endpoint), "flags": flags_of(flags)}
-    return asked | served_by(endpoint)
+    return asked | served_by(endpoint, settings.api_key)
 
 
 def asked_origins(settings: Settings, job_ids: Sequence[str]) -> AnswerOrigins:
@@ -58,17 +57,12 @@ def embedded(model: str, settings: Settings) -> dict[str, str | None]:
     }
 
 
-def served_by(endpoint: str) -> dict[str, str | None]:
+def served_by(endpoint: str, api_key: str | None) -> dict[str, str | None]:
     """Facts that a vLLM server tells of itself; other servers tell none."""
-    import httpx
+    from conserve.endpoints.discovery import vllm_version
 
-    if not endpoint.startswith(("http://", "https://")):
-        return {}
-    try:
-        answer = httpx.get(f"{endpoint.rstrip('/').removesuffix('/v1')}/version", timeout=ANSWER_S)
-        return {"vllm": str(answer.json()["version"])}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return {}
+    version = told_by(endpoint, api_key, vllm_version) if endpoint.startswith("http") else None
+    return {} if version is None else {"vllm": version.removeprefix("vLLM ")}
 
 
 def folder_of(model: str, settings: Settings) -> Path | None:

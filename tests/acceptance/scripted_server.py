@@ -35,6 +35,7 @@ class Script:
     token_s: float = 0.0
     pause_at: int | None = None
     metrics: str | None = None
+    version: str | None = None  # of vLLM
     priorities: bool = True
     status: int | None = None  # answers everything with it
     healthy: bool = True
@@ -174,6 +175,8 @@ class ScriptedServer:
             return await reply(writer, 200 if self.script.healthy else 503, {})
         if path == "/metrics" and self.script.metrics is not None:
             return await reply(writer, 200, self.script.metrics)
+        if path == "/version" and self.script.version is not None:
+            return await reply(writer, 200, {"version": self.script.version})
         if path.partition("?")[0] == "/v1/conserve" and self.script.coserves:
             known = {"identity": self.script.identity, "max_num_seqs": self.script.max_num_seqs}
             return await reply(writer, 200, {"version": "0", "offline_priority": 1000, **known})

@@ -217,3 +217,13 @@ def test_facts_of_a_server_of_the_store_are_those_of_its_answers(monkeypatch: py
     assert facts_of(load(), ModelTarget(model="m", answered_by="serve"), outcome) == {"model": "m", **told}
     asked = {"endpoint": "fake:", "flags": "--seed 3"}
     assert facts_of(load(), ModelTarget(endpoint="fake:"), outcome) == {**asked, **told}
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.31.0", {"vllm": "0.31.0"}), (None, {})])
+def test_a_server_of_this_machine_tells_its_version_whatever_the_proxy(
+    version: str | None, told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with ScriptedServer(Script(version=version)) as server:
+        found = facts_of(load(), ModelTarget(endpoint=f"{server.url}/v1/"), SuiteOutcome(items=()))
+        assert {name: value for name, value in found.items() if name == "vllm"} == told
