@@ -20,7 +20,7 @@ from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.bound import STEP
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
-from conserve.nightly.targets import ModelAsked
+from conserve.nightly.targets import ModelAsked, with_target
 from conserve.store.books.states import JobState
 
 RUN, TOKEN, SUITE, ASK = "eval", "eval_token", "eval_suite", "eval_ask"  # tags
@@ -157,10 +157,10 @@ class Answering:
         """Engine of a target; the one of another target is closed first."""
         if self._engine is None or target != self._target:
             self.close()
-            self._target = target
+            self._target, asked = target, with_target(self._settings, target)
             self._engine = Engine(
-                target.model or self._settings.model,
-                endpoint=target.endpoint or self._settings.endpoint or UNSET,
+                asked.model,
+                endpoint=asked.endpoint or UNSET,
                 api_key=self._settings.api_key,
                 engine_args=target.engine_args,
                 progress=self._progress,

@@ -11,7 +11,7 @@ from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
-from conserve.nightly.targets import told_by
+from conserve.nightly.targets import told_by, with_target
 
 
 def facts_of(settings: Settings, target: ModelTarget, outcome: SuiteOutcome) -> dict[str, str]:
@@ -29,12 +29,11 @@ def asked_facts(settings: Settings, target: ModelTarget) -> dict[str, str | None
     """Facts about what is asked; a server has a model, flags and a version of vLLM that are not the settings'."""
     if target.answered_by == "serve":
         return {"model": target.model}
-    endpoint, flags = target.endpoint or settings.endpoint, (settings.engine_args, *target.engine_args)
-    if endpoint is None:
-        model = target.model or settings.engine_model
-        return {"model": model, "flags": flags_of(flags), **embedded(model, settings)}
-    asked = {"model": target.model, "endpoint": address_of(endpoint), "flags": flags_of(flags)}
-    return asked | served_by(endpoint, settings.api_key)
+    asked, flags = with_target(settings, target), flags_of((settings.engine_args, *target.engine_args))
+    if asked.endpoint is None:
+        return {"model": asked.engine_model, "flags": flags, **embedded(asked.engine_model, settings)}
+    given = {"model": target.model, "endpoint": address_of(asked.endpoint), "flags": flags}
+    return given | served_by(asked.endpoint, settings.api_key)
 
 
 def asked_origins(settings: Settings, job_ids: Sequence[str]) -> AnswerOrigins:

@@ -52,6 +52,13 @@ def check_target(target: ModelTarget, table: str) -> None:
         )
 
 
+def with_target(settings: Settings, target: ModelTarget) -> Settings:
+    """Settings with a target's model and endpoint over their own."""
+    return replace(
+        settings, model=target.model or settings.model, endpoint=target.endpoint or settings.endpoint
+    )
+
+
 def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     """Model that a target's jobs are bound to; None for any.
 
@@ -59,13 +66,14 @@ def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     """
     from conserve.endpoints.discovery import served_models
 
-    model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
+    asked = with_target(settings, target)
+    model = asked.model
     if target.answered_by == "serve":
         model = target.model
-    elif endpoint is None:
-        model = model or settings.engine_model
-    elif model is None and endpoint.startswith("http"):
-        model = next(iter(told_by(endpoint, settings.api_key, served_models) or ()), None)
+    elif asked.endpoint is None:
+        model = asked.engine_model
+    elif model is None and asked.endpoint.startswith("http"):
+        model = next(iter(told_by(asked.endpoint, settings.api_key, served_models) or ()), None)
     return None if model is None else model_name(model)
 
 

@@ -16,7 +16,7 @@ from conserve.errors import EvaluationUnready, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.jobs.harvest.services import running
 from conserve.nightly.harness.asking import Alone
-from conserve.nightly.targets import bound_to, told_by
+from conserve.nightly.targets import bound_to, told_by, with_target
 
 Scoring = Literal["auto", "echo", "next-token"]
 
@@ -98,8 +98,7 @@ def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | 
     from conserve.endpoints.discovery import served_models
 
     if target.answered_by == "run":
-        model, endpoint = target.model or settings.model, target.endpoint or settings.endpoint
-        return replace(settings, model=model, endpoint=endpoint)
+        return with_target(settings, target)
     key = settings.api_key or settings.harvest_key
     listed = [(server.url, told_by(server.url, key, served_models) or []) for server in running(settings)]
     if target.model is not None:
