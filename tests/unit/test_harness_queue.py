@@ -220,7 +220,7 @@ def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
     """Results are looked for while the job begins to run again."""
     gatherer = Gatherer(alone(store), name="gathered")
     with pytest.raises(RequestRejected):
-        gatherer.ask(chat("REJECT", "REJECT")).result(timeout=60)
+        gatherer.ask(chat("REJECT", "REJECT")).result(timeout=HANGS_S)
     gatherer.close()
     looked, new_results, answered = threading.Event(), Job.new_results, Alone.answered
 
@@ -231,7 +231,7 @@ def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
                 yield found
 
     def answered_after_a_look(queue: Alone, *jobs: Job) -> None:
-        assert looked.wait(60)
+        assert looked.wait(HANGS_S)
         answered(queue, *jobs)
 
     monkeypatch.setattr(Job, "new_results", noted)
