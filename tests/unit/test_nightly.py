@@ -634,23 +634,22 @@ def test_a_check_without_a_fault_is_a_document_too(file: Path) -> None:
     assert night(file, "--check").stdout == ""
 
 
-def test_a_damaged_record_or_file_hides_no_other() -> None:
-    first, second, last = (nightly_files.kept(home(), RIGHT, began_at=1e9 + day) for day in range(3))
-    folder = home() / "evals" / "runs"
-    (folder / first.id / "items-sql.parquet").write_bytes(b"PAR1 no")
-    (folder / last.id / "run.json").write_text("{")
-    assert [run.id for run in keeping.runs(home())] == [first.id, second.id]
-    seen = conserve.open().sql("select run_id, count(*) from eval_items group by 1").fetchall()
-    assert seen == [(second.id, len(RIGHT))]
-    with pytest.raises(StoreDamaged):
-        list(rows_of(folder / first.id / "items-sql.parquet", ("item",)))
-
-
 def damaged(run: RunRecord) -> Path:
     """Folder of a run whose items cannot be read from now on."""
     folder = home() / "evals" / "runs" / run.id
     (folder / "items-sql.parquet").write_bytes(b"PAR1 no")
     return folder
+
+
+def test_a_damaged_record_or_file_hides_no_other() -> None:
+    first, second, last = (nightly_files.kept(home(), RIGHT, began_at=1e9 + day) for day in range(3))
+    folder = damaged(first)
+    (folder.with_name(last.id) / "run.json").write_text("{")
+    assert [run.id for run in keeping.runs(home())] == [first.id, second.id]
+    seen = conserve.open().sql("select run_id, count(*) from eval_items group by 1").fetchall()
+    assert seen == [(second.id, len(RIGHT))]
+    with pytest.raises(StoreDamaged):
+        list(rows_of(folder / "items-sql.parquet", ("item",)))
 
 
 def test_a_damaged_night_is_left_out_of_the_level_and_its_flips_of_the_report(

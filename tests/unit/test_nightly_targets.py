@@ -1,10 +1,6 @@
 """Jobs of a night are bound to the model that it asks, whose answers alone it scores."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,44 +26,6 @@ TARGET = ModelTarget(model="mine", endpoint=MINE)
 ROWS = [{"text": "a"}]
 
 
-class Listing(BaseHTTPRequestHandler):
-    """A server that lists one model."""
-
-    model = "listed"
-
-    def do_GET(self) -> None:
-        listed = self.path == "/v1/models"
-        self.send_response(200 if listed else 404)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": self.model, "max_model_len": 512}]}).encode() * listed)
-
-    def do_POST(self) -> None:
-        self.send_error(404)
-
-    def log_message(self, format: str, *values: object) -> None:
-        pass
-
-
-class OtherListing(Listing):
-    """A server of another model."""
-
-    model = "other"
-
-
-@contextmanager
-def listing(handler: type[Listing] = Listing) -> Iterator[str]:
-    """Address of a server that lists one model."""
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("target", "model"),
     [
@@ -91,9 +49,9 @@ def test_the_settings_model_is_no_server_s_of_the_store(monkeypatch: pytest.Monk
 
 
 def test_an_endpoint_without_a_model_is_asked_which_it_has() -> None:
-    with listing() as address:
-        assert bound_to(load(), ModelTarget(endpoint=address)) == "listed"
-        assert bound_to(load(), ModelTarget(model="m", endpoint=address)) == "m"
+    with ScriptedServer() as server:
+        assert bound_to(load(), ModelTarget(endpoint=server.url)) == "served"
+        assert bound_to(load(), ModelTarget(model="m", endpoint=server.url)) == "m"
 
 
 def suite_night(folder: Path, wait: Callable[..., object], target: ModelTarget = TARGET) -> SuiteNight:
@@ -171,13 +129,13 @@ BESIDE = ModelTarget(answered_by="serve")
 def test_where_a_server_of_the_store_answers_its_tokens_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
     conserve.open()
-    with listing() as address, announce(load(), address):
+    with ScriptedServer() as server, announce(load(), server.url):
         asked = settings_asked(load(), BESIDE)
-        assert (asked.model, asked.endpoint) == (None, address)
-        with listing(OtherListing) as other, announce(load(), other):
-            with pytest.raises(EvaluationUnready, match="have the models listed, other; name the one"):
+        assert (asked.model, asked.endpoint) == (None, server.url)
+        with ScriptedServer(Script(models=("other",))) as other, announce(load(), other.url):
+            with pytest.raises(EvaluationUnready, match="have the models other, served; name the one"):
                 settings_asked(load(), BESIDE)
-            for model, at in (("listed", address), ("other", other)):
+            for model, at in (("served", server.url), ("other", other.url)):
                 asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
                 assert (asked.model, asked.endpoint) == (model, at)
 
