@@ -50,7 +50,7 @@ def rm(
     with context.store() as store:
         with store.read() as tx:
             wanted = list(dict.fromkeys(catalog.get_id(tx, job) for job in jobs))
-        chosen = removal.usage(store, lambda job: job.id in wanted)
+        chosen = removal.usage(store, removal.among(wanted))
         open_ones = [usage for usage in chosen if not usage.finished]
         if open_ones and not force:
             raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -448,16 +447,32 @@ def test_each_part_of_a_store_is_measured(
         store.close()
 
 
-def test_jobs_that_ended_by_a_moment_are_those_that_are_finished() -> None:
-    jobs = {
-        "before": Mock(state="completed", finished_at=9.0),
-        "then": Mock(state="cancelled", finished_at=10.0),
-        "later": Mock(state="completed", finished_at=10.5),
-        "failed": Mock(state="failed", finished_at=1.0),
-        "at no known time": Mock(state="completed", finished_at=None),
-    }
-    for moment, ended in ((10.0, ["before", "then", "at no known time"]), (0.0, ["at no known time"])):
-        assert [name for name, job in jobs.items() if removal.ended_by(moment)(job)] == ended
+def test_jobs_that_ended_by_a_moment_are_those_that_are_finished(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    ended = [
+        ("completed", 9.0),
+        ("cancelled", 10.0),
+        ("completed", 10.5),
+        ("failed", 1.0),
+        ("completed", None),
+    ]
+    jobs = [submit() for _ in ended]
+    with store.write() as tx:
+        for job_id, (state, finished_at) in zip(jobs, ended, strict=True):
+            tx.exec_driver_sql(
+                f"update job set state = '{state}', finished_at = {finished_at or 'null'} where id = '{job_id}'"
+            )
+    for moment, found in ((10.0, [jobs[0], jobs[1], jobs[4]]), (0.0, [jobs[4]])):
+        assert [each.job_id for each in removal.usage(store, removal.ended_by(moment))] == found
+
+
+def test_jobs_of_many_ids_are_measured_the_oldest_first(store: Store, submit: Callable[..., str]) -> None:
+    """SQLite takes 32,766 parameters."""
+    first, _, last = submit(), submit(), submit()
+    named = [last, *(f"gone-{n}" for n in range(33_000)), first]
+    assert [each.job_id for each in removal.usage(store, removal.among(named))] == [first, last]
+    assert removal.usage(store, removal.among([])) == []
 
 
 @pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "9d"]], ids=["rm", "prune"])

@@ -7,19 +7,20 @@ names, which the sweep takes, and never a record without its files.
 import logging
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import ColumnElement, and_, delete, func, select, true
 
 from conserve.errors import JobRefused, StoreFull, StoreUnreachable
 from conserve.store.books import catalog, leases
 from conserve.store.books.mounted import require_folders
-from conserve.store.books.states import REMOVABLE
+from conserve.store.books.states import REMOVABLE, stored
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
 from conserve.store.files import home, marks, trash
@@ -29,6 +30,8 @@ from conserve.store.files.objects import FilePath, ObjectPath
 log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 lease, span = schema.lease, schema.span
+ALL = (true(),)
+"""Conditions of which each job meets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +102,12 @@ def trash_bytes(where: FilePath) -> int:
     return sum(trash.size(path) for path in trash.contents(where))
 
 
-def usage(store: Store, wanted: Callable[[Any], bool] = lambda row: True) -> list[DiskUsage]:
-    """Disk usage of the jobs whose records are wanted, oldest first, from file sizes alone."""
-    columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
+def usage(store: Store, wanted: Iterable[ColumnElement[bool]] = ALL) -> list[DiskUsage]:
+    """Disk usage of the jobs that meet one of these conditions, oldest first, from file sizes alone."""
+    columns = job.c.seq, job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
     with store.read() as tx:
-        rows = [row for row in tx.execute(select(*columns).order_by(job.c.seq)) if wanted(row)]
+        found = [row for one in wanted for row in tx.execute(select(*columns).where(one))]
+    rows = sorted(found, key=lambda row: row.seq)
     listed = object_bytes(store.data) if rows and isinstance(store.data, ObjectPath) else None
     sizes = [
         job_bytes(store.data, row.id) if listed is None else listed.get(row.id, JobBytes()) for row in rows
@@ -232,6 +236,11 @@ def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     return used - trash.size(thrown)
 
 
-def ended_by(moment: float) -> Callable[[Any], bool]:
-    """Condition on a job's record: it is finished, and ended by this moment."""
-    return lambda row: row.state in REMOVABLE and (row.finished_at or 0.0) <= moment
+def ended_by(moment: float) -> Iterable[ColumnElement[bool]]:
+    """Condition that finished jobs meet which ended by this moment."""
+    return (and_(job.c.state.in_(stored(REMOVABLE)), func.coalesce(job.c.finished_at, 0.0) <= moment),)
+
+
+def among(job_ids: Sequence[str]) -> Iterable[ColumnElement[bool]]:
+    """Conditions of which the jobs with these ids meet one."""
+    return (job.c.id.in_(some) for some in chunks(job_ids))
