@@ -59,7 +59,7 @@ def run(
     overrides = {name: value for name, value in given.items() if value is not None}
     asking = running.Asking(file=file, overrides=overrides, anew=new)
     if check:
-        plan = evaluating.checked(asking)
+        plan, _ = evaluating.checked(asking)
         if as_json:
             output.data_json({"evaluation": plan.name, "suites": list(plan.standards())})
         output.say(f"{file}: {output.count(len(plan.standards()), 'suite')}, no fault")

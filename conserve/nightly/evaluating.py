@@ -29,10 +29,11 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
         if hold == "ended the other":
             asking = replace(asking, anew=True)
         if plan_of_file(asking.file)[1] != text:
-            name, (plan, text) = plan.name, ready(asking)
-            if plan.name != name:
+            waited_for = plan.name
+            plan, text = ready(asking)
+            if plan.name != waited_for:
                 raise UsageError(
-                    f"{asking.file} is of {plan.name!r} now, while this run waited for {name!r}; run it again"
+                    f"{asking.file} is of {plan.name!r} now, while this run waited for {waited_for!r}; run it again"
                 )
         run = begun(settings, asking, plan, text, now=time.time(), say=say)
         try:
@@ -46,18 +47,16 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
 
 def ready(asking: Asking) -> tuple[NightlyPlan, str]:
     """Plan and text of a file whose suites can be asked and whose verdict can be posted."""
-    plan, text = plan_of_file(asking.file)
+    plan, text = checked(asking)
     key_of(plan.reports)
-    check(overridden(plan, asking.overrides), asking.file.parent.absolute())
     return plan, text
 
 
-def checked(asking: Asking) -> NightlyPlan:
-    """Plan of a file whose suites could be asked; raises `UsageError` for the first fault."""
-    plan, _ = plan_of_file(asking.file)
-    plan = overridden(plan, asking.overrides)
-    check(plan, asking.file.parent.absolute())
-    return plan
+def checked(asking: Asking) -> tuple[NightlyPlan, str]:
+    """Plan and text of a file whose suites can be asked; raises `UsageError` for the first fault."""
+    plan, text = plan_of_file(asking.file)
+    check(overridden(plan, asking.overrides), asking.file.parent.absolute())
+    return plan, text
 
 
 def reported(settings: Settings, run: RunRecord, say: Say) -> Published:
