@@ -352,7 +352,7 @@ def wrong_counters(audited: JobAudit) -> str | None:
         for name, value in counts._asdict().items()
         if getattr(job, name) != value
     ]
-    if not wrong and (job.state is JobState.COMPLETED) != is_done(job, counts) and completable(job):
+    if not wrong and (job.state is JobState.COMPLETED) != is_done(job, counts) and state_follows_rows(job):
         wrong = [f"the state {job.state} with {counts.succeeded + counts.failed:,} of {job.num_rows:,} rows"]
     return f"says {', '.join(wrong)}" if wrong else None
 
@@ -362,8 +362,8 @@ def is_done(job: catalog.JobRecord, counts: JobCounters) -> bool:
     return counts.succeeded + counts.failed == job.num_rows
 
 
-def completable(job: catalog.JobRecord) -> bool:
-    """True if the job's state follows from its rows; one that was cancelled or expired is never completed."""
+def state_follows_rows(job: catalog.JobRecord) -> bool:
+    """True if the job's state follows from its rows; a check leaves one that was cancelled or expired as it is."""
     return job.state not in ENDED_EARLY
 
 

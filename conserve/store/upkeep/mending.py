@@ -218,7 +218,7 @@ def recount(tx: Connection, current: catalog.JobRecord, counts: JobCounters, cur
     """Write the right counters and the state that follows from them; returns True if any was wrong."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
     done = checking.is_done(current, counts)
-    if done and checking.completable(current):
+    if done and checking.state_follows_rows(current):
         right["state"] = JobState.COMPLETED
     if not done and current.state is JobState.COMPLETED:
         right["state"] = JobState.QUEUED
