@@ -139,9 +139,12 @@ def document_of(ctx: typer.Context, run: str, against: str | None) -> dict[str, 
 def tell_whose(home: Path, wanted: str, found: "RunRecord") -> None:
     """Say of which evaluation `last` is, where the store has runs of several."""
     from conserve.nightly import keeping
+    from conserve.store.files import nights
 
-    others = [run.evaluation for run in keeping.runs(home) if run.evaluation != found.evaluation]
-    if others and wanted.partition("~")[0] == "last":
+    known = keeping.runs(home)
+    name = keeping.RunName.parse(wanted, known, nights.names(home))
+    others = [run.evaluation for run in known if run.evaluation != found.evaluation]
+    if others and name.evaluation is None and name.back is not None:
         output.say(
             f"{wanted} is a run of {found.evaluation!r}; for one of another evaluation write its name too: "
             f"conserve eval report {others[-1]}:{wanted}"

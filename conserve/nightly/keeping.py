@@ -121,13 +121,12 @@ class RunName(NamedTuple):
             return matching(known, marks, self.word) if self.word else []
         return latest(known)[::-1][self.back : self.back + 1]
 
-    def error(self, known: Sequence[RunRecord], marks: Marks) -> UsageError:
-        """The error where it stands for none of these runs, or for several."""
+    def error(self, known: Sequence[RunRecord], marks: Marks, found: Sequence[RunRecord]) -> UsageError:
+        """The error where it stands for none of the known runs, or for those that were found, several."""
         if self.back is not None:
             mine = latest(known)
             said = f"{self.text} is no run: {mine[-1].evaluation!r} has {len(mine)}"
             return UsageError(f"{said}; run: conserve eval list")
-        found = self.found(known, marks)
         what = f"may be {found[0].id} or {found[1].id}" if found else "is no run"
         given = sorted({one for run in known for one in marks.get(run.id, ())})
         near = [] if found else get_close_matches(self.text, ["last", *given], n=1)
@@ -162,7 +161,7 @@ def resolve(home: Path, wanted: str, *, beside: RunRecord | None = None) -> RunR
     if beside is not None and not found and name.back is None and (others := name.found(every, marks)):
         raise of_two(others[0].id, others[0].evaluation, beside)
     if len(found) != 1:
-        raise name.error(known, marks)
+        raise name.error(known, marks, found)
     if beside is not None and found[0].state not in ENDED:
         raise UsageError(f"{found[0].id} has not ended; compare with a run that has: conserve eval list")
     return found[0]
@@ -196,7 +195,7 @@ def under_way(home: Path, wanted: str) -> RunRecord | None:
     """The night that "last" passes over, since it has not ended; None of other words."""
     every = runs(home)
     name = RunName.parse(wanted, every, nights.names(home))
-    if name.word != "last":
+    if name.back != 0:
         return None
     known = of_evaluation(every, name.evaluation)
     if ended := latest(known):
