@@ -1,9 +1,8 @@
 """A latency model that corrects itself from measured iterations and knows its error.
 
-It keeps two quantities. The *scale* follows slow drift (clocks, heat, neighbours): it is an exponentially
-forgetting mean of log(measured / predicted), in which a single iteration counts little, however late it was. The
-*margin* is the factor that 99 % of recent iterations stayed under: the conformal quantile of measured / predicted
-over a sliding window. It is taken from iterations about as long as the budget, since short ones scatter by a far
+It keeps two quantities. The *scale* follows the drift of times from the profile's (`drift`). The *margin* is the
+factor that 99 % of recent iterations stayed under: the conformal quantile of measured / predicted over a sliding
+window. It is taken from iterations about as long as the budget, since short ones scatter by a far
 larger share of their length. If iterations are planned for budget / (scale * margin), about 1 % of them overrun at
 most, as long as residuals stay as they were.
 
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.drift import LARGEST_SCALE, LASTING_WEIGHT, Drift, bounded
 from conserve.profiles.fit import Samples
 from conserve.profiles.margin import (
     STEPS,
@@ -35,10 +35,7 @@ from conserve.profiles.model import LatencyModel, LinearModel
 from conserve.profiles.refit import FittedReach, Refit, logs_of
 from conserve.whole import write_whole
 
-HALF_LIFE = 48  # iterations after which half of a drift is corrected
 REFRESH = 16  # iterations between two computations of a margin
-LARGEST_SCALE = 4.0  # bound of the correction; beyond it the profile is wrong, and `out_of_bounds` says so
-LARGEST_STEP = log(1.25)  # largest effect of one iteration on the log of the scale
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,20 +109,24 @@ class CorrectedModel:
         self.refits = 0  # times that the coefficients were replaced
         self._refit = Refit(model, reach, map(tuple, start.rows)) if isinstance(model, LinearModel) else None
         self._of = start.of
-        self._log_scale = start.log_scale
+        self._drift = Drift(start.log_scale)
         self._error = start.error
         self._seen = start.seen
         profiled = list(residuals)
         self._residuals = NewestResiduals(start.residuals or profiled)
         self._off: deque[float] = deque(maxlen=WINDOW)
         self._longest_ms = max((r.predicted_ms for r in (*profiled, *start.residuals)), default=inf)
-        self._scale = exp(self._log_scale)
         self._margins: dict[int, float] = {}  # by length, in quarters of its binary logarithm
 
     @property
     def scale(self) -> float:
-        """Factor on the model's predictions, from recent iterations."""
-        return self._scale
+        """Factor on the model's predictions for the next iteration."""
+        return self._drift.factor
+
+    @property
+    def lasting_scale(self) -> float:
+        """The factor without what only the last few iterations had."""
+        return self._drift.lasting
 
     def margin(self, at_ms: float) -> float:
         """Factor on predictions of about `at_ms` that at most `overrun_share` of recent iterations exceeded.
@@ -168,7 +169,7 @@ class CorrectedModel:
         """The correction learned so far."""
         return Correction(
             of=self._of,
-            log_scale=self._log_scale,
+            log_scale=self._drift.log_lasting,
             error=self._error,
             seen=self._seen,
             residuals=[Residual._make(row) for row in self._residuals.table.tolist()],
@@ -178,7 +179,7 @@ class CorrectedModel:
 
     def predict(self, batch: Batch) -> float:
         """Predicted time of the batch, in ms; half of the iterations take longer."""
-        return self._scale * self.model.predict(batch)
+        return self.scale * self.model.predict(batch)
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
         """Most tokens of the request with which the batch overruns `tbt_ms` in `overrun_share` of cases at most.
@@ -187,7 +188,7 @@ class CorrectedModel:
         """
         if tbt_ms <= 0:
             return 0
-        return self.model.can_schedule(batch, request, planned_ms(self.margin, tbt_ms) / self._scale)
+        return self.model.can_schedule(batch, request, planned_ms(self.margin, tbt_ms) / self.scale)
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Learn from an iteration that took `ms` milliseconds."""
@@ -196,14 +197,10 @@ class CorrectedModel:
             return
         residual = ms / predicted
         self._seen += 1
-        forget = 1 - 0.5 ** (1 / HALF_LIFE)
         off = abs(1 / residual - 1)
         self._off.append(off)
-        self._error += max(forget, 1 / self._seen) * (off - self._error)
-        step = max(-LARGEST_STEP, min(LARGEST_STEP, log(residual)))
-        bound = log(LARGEST_SCALE)
-        self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))
-        self._scale = exp(self._log_scale)
+        self._error += max(LASTING_WEIGHT, 1 / self._seen) * (off - self._error)
+        self._drift.observe(residual * self.scale)
         self._residuals.append(Residual(predicted, residual))
         self._longest_ms = max(self._longest_ms, predicted)
         self._refresh(late=residual > self._margins.get(step_of(predicted), inf))
@@ -214,11 +211,10 @@ class CorrectedModel:
 
     def _use(self, model: LinearModel, samples: Samples) -> None:
         """Replace the coefficients, and what was learned about the earlier ones by what `samples` say of these."""
-        logs, bound = logs_of(model, samples), log(LARGEST_SCALE)
+        logs = logs_of(model, samples)
         self.model, self.refits = model, self.refits + 1
-        self._log_scale = float(np.clip(np.median(logs), -bound, bound))
-        self._scale = exp(self._log_scale)
-        ratios = np.exp(logs - self._log_scale)
+        self._drift.restart(bounded(float(np.median(logs))))
+        ratios = np.exp(logs - self._drift.log_lasting)
         predicted_ms = samples.ms / ratios
         self._residuals = NewestResiduals(map(Residual, predicted_ms, ratios))
         self._longest_ms = float(predicted_ms.max())

@@ -127,12 +127,13 @@ def test_a_correction_stays_in_bounds_and_survives_a_restart(
     corrected = CorrectedModel(model, residuals)
     batch = Batch.of([Slice(100, 0)])
     for ratio in ratios:
-        before = corrected.scale
+        lasting, before = corrected.lasting_scale, corrected.scale
         corrected.observe(batch, model.predict(batch) * ratio)
-        assert 0.98 < corrected.scale / before < 1.02, "one iteration may not say much"
+        assert 0.98 < corrected.lasting_scale / lasting < 1.02, "one iteration may not say much"
+        assert 0.93 < corrected.scale / before < 1.07, "nor of the next few"
         assert 0.25 <= corrected.scale <= 4
         assert corrected.margin(100.0) > 0
     again = CorrectedModel(model, residuals, correction=corrected.correction)
-    assert again.scale == corrected.scale
+    assert again.scale == again.lasting_scale == corrected.lasting_scale
     assert again.error == corrected.error
     assert isinstance(corrected.correction, Correction)

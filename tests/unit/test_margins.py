@@ -169,11 +169,18 @@ class TestDrift:
         corrected = CorrectedModel(MS_PER_TOKEN)
         for _ in range(48):
             corrected.observe(BATCH, 100.0 * drift)
-        assert corrected.scale == pytest.approx(drift**0.5)
+        assert corrected.lasting_scale == pytest.approx(drift**0.5)
         for _ in range(48):
             corrected.observe(BATCH, 100.0 * drift)
-        assert corrected.scale == pytest.approx(drift**0.75)
-        assert corrected.predict(BATCH) == pytest.approx(100 * drift**0.75)
+        assert corrected.lasting_scale == pytest.approx(drift**0.75)
+
+    @pytest.mark.parametrize("drift", [1.2, 1 / 1.2])
+    def test_the_next_iteration_is_foretold_sooner(self, drift: float) -> None:
+        corrected = CorrectedModel(MS_PER_TOKEN)
+        for _ in range(48):
+            corrected.observe(BATCH, 100.0 * drift)
+        assert abs(corrected.predict(BATCH) / (100 * drift) - 1) < 0.06, "0.09 by what lasts alone"
+        assert corrected.correction.scale == corrected.lasting_scale, "a restart takes what lasts"
 
     @pytest.mark.parametrize(("ms", "said"), [(1e4, 1.25), (1.0, 1 / 1.25), (100.0, 1.0)])
     def test_one_iteration_says_a_quarter_at_most(self, ms: float, said: float) -> None:

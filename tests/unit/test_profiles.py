@@ -287,7 +287,8 @@ def test_what_was_learned_is_kept_or_not(tmp_path: Path, profile: Profile) -> No
         corrected.observe(batch, model.predict(batch) * 1.2)
     path = tmp_path / "drift.json"
     corrected.correction.save(path)
-    assert CorrectedModel(model, correction=Correction.load(path, of="this")).scale == corrected.scale
+    again = CorrectedModel(model, correction=Correction.load(path, of="this"))
+    assert again.scale == again.lasting_scale == corrected.lasting_scale
     assert Correction.load(path, of="another") is None
     path.write_bytes(b"{\xff")
     assert Correction.load(path, of="this") is None

@@ -131,7 +131,7 @@ class Iterations:
             "name": linear.name,
             "source": self._source,
             "coefficients": linear.coefficients,
-            "scale": self.model.scale,
+            "scale": self.model.lasting_scale,
             "refits": self.model.refits,
             "off": {"iterations": len(off), **quantiles(off)},
             "encoders": self.encoders.document(),
