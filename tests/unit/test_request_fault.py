@@ -8,8 +8,9 @@ import pytest
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, TemplateError, UsageError
-from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_fault, schema_fault
+from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_fault
 from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.json_schema import MOST_BYTES, MOST_ITEMS, MOST_SAID, schema_fault
 from conserve.jobs.requests.parameter_names import unknown_name
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Task
@@ -207,6 +208,38 @@ def test_a_schema_nests_as_deep_as_vllm_reads() -> None:
 
     assert schema_fault(nested(64)) is None
     assert "64 levels" in (schema_fault(nested(65)) or "")
+
+
+def test_a_schema_is_as_long_as_a_check_may_take() -> None:
+    around = len(json.dumps({"title": ""}, separators=(",", ":")))
+    assert schema_fault({"title": "x" * (MOST_BYTES - around)}) is None
+    longer = {"title": "x" * (MOST_BYTES - around + 1)}
+    for body in (answer(longer), {"structured_outputs": {"json": json.dumps(longer)}}):
+        assert "bytes, and at most 262,144 are taken; shorten it" in (parameter_fault(CHAT, body) or "")
+
+
+@pytest.mark.parametrize("keyword", ["type", "required", "enum", "default"])
+@pytest.mark.parametrize("under", ["properties", "dependentRequired"])
+def test_items_that_would_be_compared_each_with_each_are_few(keyword: str, under: str) -> None:
+    def schema(*items: object) -> dict[str, Any]:
+        return {under: {"default": {keyword: [*items]}}}
+
+    names = [f"a{number}" for number in range(MOST_ITEMS)]
+    assert "a list of 501 items that are neither" in (schema_fault(schema(*names, 1)) or "")
+    assert "a list of" not in (schema_fault(schema(*names[1:], 1)) or "")
+    assert "a list of" not in (schema_fault(schema(*names, "z")) or "")
+
+
+def test_many_values_of_one_kind_may_be_allowed() -> None:
+    assert schema_fault({"enum": [f"a{number}" for number in range(10 * MOST_ITEMS)]}) is None
+    assert schema_fault({"enum": [number / 2 for number in range(10 * MOST_ITEMS)]}) is None
+    assert "neither all text nor all numbers" in (schema_fault({"enum": [True] * (MOST_ITEMS + 1)}) or "")
+
+
+def test_what_is_said_of_a_schema_does_not_repeat_the_whole_of_it() -> None:
+    fault = schema_fault({"properties": {"a": {"type": "x" * 10_000}}}) or ""
+    assert "this is no JSON schema ($.properties.a.type: 'xxx" in fault
+    assert len(fault) < MOST_SAID + 50
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,17 @@ The ranges are vLLM 0.32's (`SamplingParams`, `ChatCompletionRequest`), which ar
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 
 from conserve.endpoints.protocol import Url
-from conserve.jobs.inputs.nesting import is_deeper
+from conserve.jobs.requests.json_schema import schema_fault, size_fault
+from conserve.jobs.requests.wording import shown
 from conserve.jobs.task import KEEP_LOGPROBS
 
-MAX_SCHEMA_DEPTH = 64  # objects and lists, as vLLM has it
 INT32 = 2**31 - 1  # most that engines hold in their tensors
 INT64: tuple[float, float] = (-(2**63), 2**63 - 1)
 
@@ -61,9 +59,6 @@ NUMBERS = {
     KEEP_LOGPROBS: Range(1, INT32, whole=True),
     "seed": Range(*INT64, whole=True),
 }
-REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-IDS = ("$id", "id")  # a part that has one is the root of the pointers in it; drafts 3 and 4 write id
-VALUES = ("const", "default", "enum", "examples")  # keywords of a JSON schema that hold no schemas
 WITH_INPUT = (Url.EMBEDDINGS, Url.RESPONSES)
 DECIDED = {
     "stream": "rows are answered whole, or streamed as the run sees fit; leave it out",
@@ -186,6 +181,8 @@ def structured_fault(url: str, body: Mapping[str, Any]) -> str | None:
     wanted = body.get("structured_outputs")
     schema = wanted.get("json") if isinstance(wanted, dict) else None
     if isinstance(schema, str):
+        if (fault := size_fault(len(schema))) is not None:
+            return fault
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -201,85 +198,6 @@ CHECKS: tuple[Callable[[str, Mapping[str, Any]], str | None], ...] = (
     format_fault,
     structured_fault,
 )
-
-
-def schema_fault(schema: object) -> str | None:
-    """Fault of a JSON schema; None without one."""
-    if not isinstance(schema, dict):
-        return f"a JSON schema is an object, not {shown(schema)}"
-    if is_deeper(schema, MAX_SCHEMA_DEPTH):
-        return f"the JSON schema nests more than {MAX_SCHEMA_DEPTH} levels deep"
-    if (remote := remote_reference(schema)) is not None:
-        return f"the JSON schema refers to {shown(remote)}, which no engine fetches; put it under $defs"
-    if (lost := lost_reference(schema)) is not None:
-        return f"the JSON schema refers to {shown(lost)}, which it does not have; correct the reference"
-    return meta_schema_fault(msgspec.json.encode(schema))
-
-
-def remote_reference(schema: object) -> str | None:
-    """First reference of a JSON schema that points out of it; None without one."""
-    targets = (one[name] for one in objects_of(schema) for name in REFERENCES if name in one)
-    return next(
-        (target for target in targets if isinstance(target, str) and not target.startswith("#")), None
-    )
-
-
-def lost_reference(schema: dict[str, Any]) -> str | None:
-    """First JSON pointer of a schema's `$ref` that leads nowhere; None without one, or where parts have ids."""
-    parts = list(objects_of(schema))
-    if any(isinstance(one.get(name), str) for one in parts[1:] for name in IDS):
-        return None
-    targets = [target for one in parts if isinstance(target := one.get("$ref"), str)]
-    return next((one for one in targets if one.startswith("#/") and not leads_somewhere(one, schema)), None)
-
-
-def leads_somewhere(pointer: str, schema: object) -> bool:
-    """True if a JSON pointer behind # names a part of the schema."""
-    for step in unquote(pointer.removeprefix("#/")).split("/"):
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, dict) and key in schema:
-            schema = schema[key]
-        elif isinstance(schema, list) and key.isascii() and key.isdigit() and int(key) < len(schema):
-            schema = schema[int(key)]
-        else:
-            return False
-    return True
-
-
-def objects_of(schema: object) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON schema that may be schemas, the outermost first."""
-    if isinstance(schema, list):
-        for one in schema:
-            yield from objects_of(one)
-    elif isinstance(schema, dict):
-        yield schema
-        yield from objects_of([part for name, part in schema.items() if name not in VALUES])
-
-
-@lru_cache(maxsize=256)
-def meta_schema_fault(schema: bytes) -> str | None:
-    """Fault of a JSON schema by its draft's meta-schema. Cached, since a file's lines mostly share one schema."""
-    from jsonschema.exceptions import SchemaError, best_match
-    from jsonschema.validators import Draft202012Validator, validator_for
-
-    document = msgspec.json.decode(schema)
-    if not isinstance(document.get("$schema", ""), str):
-        return "this is no JSON schema ($schema names a draft by its address)"
-    kind = validator_for(document, default=Draft202012Validator)
-    found: SchemaError | None = best_match(kind(kind.META_SCHEMA).iter_errors(document))
-    if found is None:
-        return None
-    where = f"{found.json_path}: " if found.json_path != "$" else ""
-    return f"this is no JSON schema ({where}{found.message})"
-
-
-def shown(value: object) -> str:
-    """A value as JSON, cut to 60 characters."""
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, OverflowError):
-        text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def most_tokens(body: Mapping[str, Any]) -> Any:

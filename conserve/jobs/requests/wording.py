@@ -1,4 +1,4 @@
-"""Wording of requests: their bodies as sent, and their prompts as text."""
+"""Wording of requests: their bodies as sent, their prompts as text, and values of theirs in a sentence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,3 +62,12 @@ def part_text(part: object) -> str:
         return str(part)
     text = part.get("text")
     return text if isinstance(text, str) else f"[{part.get('type')}]"
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut to 60 characters."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError):
+        text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
