@@ -272,6 +272,15 @@ def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() 
     assert made.call.body.keys() == {"echo", "messages"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "sent"), [(-1000, None), ("-1", None), (-0.5, None), (0, 0), (7, 7), (None, None)]
+)
+def test_no_row_asks_to_overtake_live_requests(asked: object, sent: object) -> None:
+    made = work(task=replace(TASK, params={"priority": asked}))
+    assert made.call is not None
+    assert made.call.body.get("priority") == sent
+
+
 ALONE = RowHistory(alone=True)
 
 

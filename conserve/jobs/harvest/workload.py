@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -195,6 +196,7 @@ def to_work(
         body = opened.task.body(request.payload)
         asked = body.pop(KEEP_LOGPROBS, None)
         keep_logprobs = None if asked is None else int(float(asked))  # numbers may stand in quotes
+        drop_claims(body)
         can_resume = resumable(body)
         wants_json = wants_json_answer(body)
         usable = can_resume and row.tokens_by == identity
@@ -218,6 +220,16 @@ def to_work(
         submitted_at=opened.job.submitted_at,
         keep_logprobs=keep_logprobs,
     )
+
+
+def drop_claims(body: dict[str, Any]) -> None:
+    """Drop what a row asks for at the cost of others: a priority before live requests.
+
+    Servers heed it where no priority of the harvester's takes its place.
+    """
+    priority = body.get("priority")
+    if priority is not None and not (isinstance(priority, int) and priority >= 0):
+        del body["priority"]
 
 
 def wants_json_answer(body: dict[str, object]) -> bool:
