@@ -42,7 +42,7 @@ from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
-from conserve.endpoints.requests import request_body, trace_headers
+from conserve.endpoints.requests import add_argument, request_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
 from conserve.endpoints.window import (
     CALM_AGAIN,
@@ -63,6 +63,7 @@ from conserve.errors import (
     one_line,
 )
 from conserve.hosts import server_root, split_login
+from conserve.request_fields import RESUME_ARGUMENT
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ class HttpEndpoint:
             "stream_interval": PIECE_TOKENS,
         }
         if call.resume_from:
-            body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "conserve_resume": list(call.resume_from)}
+            add_argument(body, RESUME_ARGUMENT, list(call.resume_from))
         pieces = AnswerPieces(call.url, on_tokens, saved=len(call.resume_from))
         self._streamed.add(pieces)
         try:

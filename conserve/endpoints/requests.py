@@ -4,8 +4,7 @@ from typing import Any
 
 from conserve.endpoints.discovery import ServerFacts
 from conserve.endpoints.protocol import Call, Url
-
-PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
+from conserve.request_fields import PUSH_ARGUMENT
 
 
 def request_body(call: Call, server: ServerFacts) -> dict[str, Any]:
@@ -15,18 +14,17 @@ def request_body(call: Call, server: ServerFacts) -> dict[str, Any]:
         del body["stream"]  # strict servers reject it on that route
     if server.priority is not None:
         body["priority"] = server.priority
-    if call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
-        # A push wants the harvester's key, as resuming does.
-        put_push(body, on=call.pushes and server.resumes)
+    # A push wants the harvester's key, as resuming does.
+    if call.pushes and server.resumes and call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
+        add_argument(body, PUSH_ARGUMENT, 1)
     return body
 
 
-def put_push(body: dict[str, Any], *, on: bool) -> None:
-    """Say whether a row's job would miss its deadline; what a row says of itself does not count."""
-    said = body.get("vllm_xargs")
-    if on or (isinstance(said, dict) and PUSH in said):
-        others = {name: value for name, value in (said or {}).items() if name != PUSH}
-        body["vllm_xargs"] = {**others, PUSH: 1} if on else others
+def add_argument(body: dict[str, Any], name: str, value: object) -> None:
+    """Add a field of ours to `vllm_xargs`; where a row has no object there, the server says so."""
+    said = body.get("vllm_xargs") or {}
+    if isinstance(said, dict):
+        body["vllm_xargs"] = {**said, name: value}
 
 
 def trace_headers(call: Call) -> dict[str, str]:

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from conserve.endpoints.discovery import Mode, ServerFacts
 from conserve.endpoints.exchange import SILENT_S, AnswerLimits, open_client
 from conserve.endpoints.handing import TURN_S
 from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
-from conserve.endpoints.requests import put_push
+from conserve.endpoints.requests import add_argument, request_body
 from conserve.endpoints.window import SendingOrder
 from conserve.errors import (
     AnswerTooLong,
@@ -83,15 +84,21 @@ def test_a_full_table_of_files_is_said_as_such() -> None:
         ask(refuse)
 
 
-@pytest.mark.parametrize(
-    "asked", [None, {"other": 2}, {"conserve_push": 1}, {"other": 2, "conserve_push": 1}]
-)
-@pytest.mark.parametrize("on", [True, False])
-def test_only_the_harvester_says_that_a_row_pushes(asked: dict[str, int] | None, on: bool) -> None:
-    body: dict[str, Any] = {} if asked is None else {"vllm_xargs": dict(asked)}
-    put_push(body, on=on)
-    others = {name: value for name, value in (asked or {}).items() if name == "other"}
-    assert body.get("vllm_xargs", {}) == ({**others, "conserve_push": 1} if on else others)
+@pytest.mark.parametrize("pushes", [True, False])
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("url", Url)
+def test_a_push_is_said_to_servers_that_take_it(pushes: bool, resumes: bool, url: Url) -> None:
+    server = ServerFacts(mode=Mode.COSERVING, model="m", identity="i", most_rows=1, resumes=resumes)
+    body = request_body(Call(key="1", url=url, body={"vllm_xargs": {"other": 2}}, pushes=pushes), server)
+    push = {"conserve_push": 1} if pushes and resumes and url is not Url.EMBEDDINGS else {}
+    assert body["vllm_xargs"] == {"other": 2, **push}
+
+
+@pytest.mark.parametrize(("said", "sent"), [(None, {"a": 1}), ({"b": 2}, {"b": 2, "a": 1}), ([3], [3])])
+def test_our_fields_go_beside_those_of_a_row(said: object, sent: object) -> None:
+    body: dict[str, Any] = {"vllm_xargs": said}
+    add_argument(body, "a", 1)
+    assert body == {"vllm_xargs": sent}
 
 
 def test_a_chat_is_sent_and_read_in_the_openai_form() -> None:
@@ -1223,19 +1230,6 @@ def test_answers_under_way_share_the_memory() -> None:
     assert "longer than 0.00238419 MiB (max_answers_mib) together" in str(busy[0])
     answers = [one.choices[0].text for one in (*first, *then) if not isinstance(one, EndpointBusy)]
     assert answers == [text] * 4
-
-
-@pytest.mark.parametrize("url", [Url.CHAT, Url.COMPLETIONS, Url.RESPONSES])
-def test_a_row_of_any_route_is_sent_without_a_push_of_its_own(url: Url) -> None:
-    sent: list[dict[str, Any]] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
-        return httpx.Response(400, json={"error": {"message": "seen"}})
-
-    with pytest.raises(RequestRejected):
-        ask(handler, Call(key="1", url=url, body={"input": "a", "vllm_xargs": {"conserve_push": 1}}))
-    assert sent[0]["vllm_xargs"] == {}
 
 
 @pytest.mark.parametrize(

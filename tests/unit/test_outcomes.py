@@ -31,6 +31,7 @@ from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_jso
 from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Order, Task
+from conserve.request_fields import ARGUMENTS
 from conserve.store.books.catalog import JobRecord, Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import LeasedRow
@@ -279,6 +280,26 @@ def test_no_row_asks_to_overtake_live_requests(asked: object, sent: object) -> N
     made = work(task=replace(TASK, params={"priority": asked}))
     assert made.call is not None
     assert made.call.body.get("priority") == sent
+
+
+@pytest.mark.parametrize("url", Url)
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_no_row_speaks_in_the_harvesters_place(url: Url, name: str) -> None:
+    task = replace(TASK, url=url, params={"vllm_xargs": {name: [1, 2], "other": 2}})
+    call = work(task=task).call
+    assert call is not None
+    assert call.body["vllm_xargs"] == {"other": 2}
+    made = work(task=replace(task, params={"vllm_xargs": {name: 1}}))
+    assert made.call is not None
+    assert "vllm_xargs" not in made.call.body
+    assert made.can_resume
+
+
+@pytest.mark.parametrize("said", [{}, {"other": 2}, [1], "x", None])
+def test_what_a_row_says_to_vllm_alone_is_sent_as_it_is(said: object) -> None:
+    call = work(task=replace(TASK, params={"vllm_xargs": said})).call
+    assert call is not None
+    assert call.body["vllm_xargs"] == said
 
 
 ALONE = RowHistory(alone=True)

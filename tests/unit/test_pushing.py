@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from conserve.cli import serve_notices, server_status
-from conserve.endpoints.requests import PUSH
 from conserve.engine.policy import conserve as policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.offline import OVERTAKE_MS
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
-from conserve.engine.policy.view import PUSH_ARGUMENT, Candidate, Image, Slo
+from conserve.engine.policy.view import Candidate, Image, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, plan_of, view_of
 
@@ -158,10 +157,6 @@ def test_live_requests_wait_for_no_push_that_gains_rows_less_than_a_tenth(
     assert (
         pushed({"urgent"}, offline=[Candidate("urgent", 500, 0)], slo=Slo(tbt_ms=tbt_ms)).pushed == expected
     )
-
-
-def test_the_engine_knows_a_row_that_pushes_by_the_name_that_the_harvester_gives() -> None:
-    assert PUSH_ARGUMENT == PUSH
 
 
 def test_a_limit_of_nothing_has_no_share_that_a_push_could_fall_short_of() -> None:

@@ -14,10 +14,6 @@ from conserve.profiles.model import LatencyModel
 T = TypeVar("T")
 
 OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
-# Names in a request's `vllm_xargs`.
-TTFT_ARGUMENT = "conserve_ttft_ms"  # a TTFT promise of the request's own
-CLASS_ARGUMENT = "conserve_class"  # the class of live traffic that the request belongs to
-PUSH_ARGUMENT = "conserve_push"  # true for a row whose job would miss its deadline
 DEFAULT_CLASS = "default"  # of requests that no class claims
 QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "waiting_with_blocks")  # fields of a view
 BY_CLASS = ("slos", "classes", "served")  # the same

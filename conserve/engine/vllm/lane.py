@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.request_fields import CLASS_ARGUMENT, PUSH_ARGUMENT, TTFT_ARGUMENT
 
 # Looking them up in their class takes as long as the comparison.
 RUNNING, PREEMPTED = RequestStatus.RUNNING, RequestStatus.PREEMPTED

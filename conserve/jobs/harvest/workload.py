@@ -13,6 +13,7 @@ from conserve.jobs.harvest.comparing import Comparisons, StillCompared
 from conserve.jobs.inputs.fingerprint import bytes_in_doubt, changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import KEEP_LOGPROBS, Task
+from conserve.request_fields import ARGUMENTS
 from conserve.store.books import catalog
 from conserve.store.books.leases import Lease, LeasedRow
 from conserve.store.books.mounted import require_folders
@@ -223,10 +224,16 @@ def to_work(
 
 
 def drop_claims(body: dict[str, Any]) -> None:
-    """Drop what a row asks for at the cost of others: a priority before live requests.
+    """Drop what a row asks for at the cost of others, or in the harvester's place.
 
-    Servers heed it where no priority of the harvester's takes its place.
+    A priority before live requests is heeded by servers where none of the harvester's takes its place. Our own
+    fields in `vllm_xargs` want the harvester's key, which the row would be sent with.
     """
+    said = body.get("vllm_xargs")
+    if isinstance(said, dict) and not ARGUMENTS.isdisjoint(said):
+        body["vllm_xargs"] = {name: value for name, value in said.items() if name not in ARGUMENTS}
+        if not body["vllm_xargs"]:
+            del body["vllm_xargs"]  # which no longer keeps the row from continuing
     priority = body.get("priority")
     if priority is not None and not (isinstance(priority, int) and priority >= 0):
         del body["priority"]

@@ -13,9 +13,10 @@ from http import HTTPStatus
 from typing import Any
 
 from conserve.engine.policy.classes import ClassRefused, LiveClasses
-from conserve.engine.policy.view import CLASS_ARGUMENT, DEFAULT_CLASS, OFFLINE_PRIORITY
+from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY
 from conserve.engine.vllm.server.privileges import CALLER, Caller, Role, refuse
 from conserve.engine.vllm.settings import SECTION, classes_of
+from conserve.request_fields import CLASS_ARGUMENT
 
 FOUND = "conserve_classes"  # attribute of vLLM's front end: the classes of its configuration
 MODEL: ContextVar[str | None] = ContextVar("conserve_model", default=None)

@@ -26,8 +26,9 @@ from conserve.engine.vllm.model.weights import noting_updates, updated_version
 from conserve.engine.vllm.preemption.cpu_pieces import split_on_cpu
 from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
-from conserve.engine.vllm.server.privileges import RESUME, permitting
+from conserve.engine.vllm.server.privileges import permitting
 from conserve.engine.vllm.settings import AUTO, SECTION
+from conserve.request_fields import RESUME_ARGUMENT
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -184,7 +185,7 @@ def resuming(generate: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(generate)
     def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> Any:
-        saved = (getattr(sampling_params, "extra_args", None) or {}).get(RESUME)
+        saved = (getattr(sampling_params, "extra_args", None) or {}).get(RESUME_ARGUMENT)
         if not saved:
             return generate(llm, prompt, sampling_params, request_id, **rest)
         require_resumable(llm, prompt, sampling_params, saved)
@@ -201,7 +202,8 @@ def require_resumable(llm: Any, prompt: Any, params: Any, saved: Any) -> None:
     from conserve.engine.vllm.requests.continuation import why_not
 
     if why := why_not(saved, prompt, params, llm.model_config.get_vocab_size()):
-        raise VLLMValidationError(f"vllm_xargs.{RESUME}: {why}", parameter=f"vllm_xargs.{RESUME}")
+        field = f"vllm_xargs.{RESUME_ARGUMENT}"
+        raise VLLMValidationError(f"{field}: {why}", parameter=field)
 
 
 async def resumed(

@@ -16,11 +16,11 @@ from http import HTTPStatus
 from math import inf
 from typing import Any, NoReturn, Self
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
+from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.api_limits import HARVEST_KEY
 from conserve.hosts import REPORT
+from conserve.request_fields import PUSH_ARGUMENT, RESUME_ARGUMENT, TTFT_ARGUMENT
 
-RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
 CLASS_HEADER = b"x-conserve-class"  # names the class of a live request
 API_KEY = "VLLM_API_KEY"  # vLLM's variable
@@ -144,7 +144,7 @@ def why_not_allowed(caller: Caller | None, priority: int, extra: Mapping[str, An
         return None
     if priority < 0:
         return f"priority {priority} would push other requests aside: it wants the harvester's key; send 0 or more"
-    for name in (RESUME, PUSH_ARGUMENT):
+    for name in (RESUME_ARGUMENT, PUSH_ARGUMENT):
         if extra.get(name):
             return f"vllm_xargs.{name} wants the harvester's key"
     promise, least_ms = extra.get(TTFT_ARGUMENT), caller.ttft_slo_ms
