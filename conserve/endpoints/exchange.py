@@ -5,7 +5,7 @@ import functools
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,7 @@ import httpx
 
 from conserve.config import Settings
 from conserve.endpoints.proxies import proxy_of
-from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError
+from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError, one_line
 from conserve.hosts import about_login, about_query, bearer, without_login
 
 MIB = 1 << 20
@@ -38,6 +38,7 @@ KEEPALIVE = (  # a connection that is silent for a minute is asked for a sign of
 )
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # variables that name those to trust
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
+UNCOMPRESSED = "identity"  # encoding of bodies: the limits count what comes, and a little of another may be very much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +147,22 @@ def open_client(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN, keepalive_expiry=REST_S)
     return httpx.AsyncClient(
         base_url=base_url,
-        headers=bearer(key),
+        headers={**bearer(key), "Accept-Encoding": UNCOMPRESSED},
         auth=login,
         timeout=httpx.Timeout(silent_s, connect=CONNECT_S),
         transport=transport or transport_to(httpx.URL(base_url), limits),
     )
+
+
+def plain_bytes(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it comes; raises `httpx.DecodingError` if it is compressed, which was not asked for."""
+    encoding = answer.headers.get("content-encoding") or UNCOMPRESSED
+    if encoding.strip().lower() != UNCOMPRESSED:
+        raise httpx.DecodingError(
+            f"the body has the encoding {one_line(encoding, most=60)}, and none was asked for; "
+            "turn compression off in the proxy before the server"
+        )
+    return answer.aiter_bytes()
 
 
 async def chunks(
@@ -159,7 +171,7 @@ async def chunks(
     """The body as it comes; raises `AnswerTooLong` past this many bytes, `EndpointBusy` if the memory is full."""
     held = 0
     try:
-        async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
+        async with aclosing(plain_bytes(answer)) as found:  # type: ignore[type-var]
             async for chunk in found:
                 if held + len(chunk) > num_bytes:
                     raise AnswerTooLong(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
@@ -189,7 +201,7 @@ async def complaint(answer: httpx.Response) -> WholeResponse:
     """An error's response with as much of its body as comes in time."""
     content = b""
     with suppress(TimeoutError, httpx.HTTPError):  # its status says enough
-        async with asyncio.timeout(COMPLAINT_S), aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
+        async with asyncio.timeout(COMPLAINT_S), aclosing(plain_bytes(answer)) as found:  # type: ignore[type-var]
             async for chunk in found:
                 content += chunk
                 if len(content) >= COMPLAINT_BYTES:

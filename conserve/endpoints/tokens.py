@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import httpx
+import msgspec
 
+from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import served_models
-from conserve.endpoints.exchange import open_client
+from conserve.endpoints.exchange import look, open_client
 from conserve.hosts import server_root, split_login
 
 ANSWER_S = 60.0
 FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message", "add_special_tokens")  # fmt: skip
 """Fields of a chat that its prompt depends on."""
+NO_ANSWER = (httpx.HTTPError, *UNREADABLE, AttributeError, KeyError, TypeError)
+"""Raised where a server is away, or says nothing of use."""
 
 
 class ServerTokens:
@@ -52,13 +56,14 @@ class ServerTokens:
 
     async def _count(self, body: dict[str, Any]) -> int | None:
         try:
-            answer = await self._client.post("/tokenize", json={"model": self.model, **body})
-            if answer.status_code != httpx.codes.OK:
+            asked = {"model": self.model, **body}
+            reply = await look(self._client, "POST", "/tokenize", json=asked, seconds=ANSWER_S)
+            if reply.status != httpx.codes.OK:
                 return None
-            told = answer.json()
+            told = msgspec.json.decode(reply.content)
             self.context = self.context or int(told.get("max_model_len") or 0) or None
             return int(told["count"])
-        except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+        except NO_ANSWER:
             return None
 
     async def close(self) -> None:
@@ -69,8 +74,9 @@ class ServerTokens:
 async def context_of(client: httpx.AsyncClient, model: str) -> int | None:
     """Context length of this model in the server's list; None if it is not there."""
     try:
-        entries = (await client.get("/v1/models")).json()["data"]
+        reply = await look(client, "GET", "/v1/models", seconds=ANSWER_S)
+        entries = msgspec.json.decode(reply.content)["data"]
         lengths = [entry.get("max_model_len") for entry in entries if entry["id"] == model]
         return int(lengths[0]) if lengths and lengths[0] else None
-    except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+    except NO_ANSWER:
         return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gzip
 import json
 import socket
 import ssl
@@ -868,6 +869,39 @@ def test_an_answer_that_floods_is_a_fault_once_it_is_too_long(chunk: bytes, cose
     if b"{}" not in chunk or not coserving:
         assert "longer than 0.0953674 MiB (max_answer_mib)" in str(error.value)
     assert body.sent <= 100_000 + len(chunk)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP, gzip", "br", "nonsense"])
+def test_a_compressed_answer_is_a_fault_before_it_is_read(encoding: str) -> None:
+    body = Endless(gzip.compress(bytes(1 << 20)), 0.001)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.headers["accept-encoding"] == "identity"
+        return httpx.Response(200, headers={"content-encoding": encoding}, stream=body)
+
+    with pytest.raises(EndpointFault, match=f"the body has the encoding {encoding}, and none was asked for"):
+        ask(handler)
+    assert body.sent == 0
+
+
+def test_an_answer_may_say_that_it_is_not_compressed() -> None:
+    document = {"choices": [{"message": {"content": "yes"}}]}
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "Identity"}, json=document)
+
+    assert ask(handler).choices[0].text == "yes"
+
+
+def test_of_a_compressed_error_its_status_counts() -> None:
+    body = Endless(gzip.compress(bytes(1 << 20)), 0.001)
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(429, headers={"content-encoding": "gzip"}, stream=body)
+
+    with pytest.raises(EndpointBusy):
+        ask(handler)
+    assert body.sent == 0
 
 
 def test_an_answer_of_just_the_size_is_one() -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from conserve.config import Settings, load
+from conserve.endpoints import exchange
 from conserve.endpoints.protocol import Url
 from conserve.endpoints.tokens import ServerTokens
 from conserve.errors import EndpointUnusable, SettingsError
@@ -154,6 +155,19 @@ def test_a_server_counts_and_says_its_context() -> None:
     assert asked(server(tokenizes=False)) == (None, None, None)
     with pytest.raises(EndpointUnusable, match="serves no model"):
         asked(server(models=[]))
+
+
+def test_a_server_that_floods_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = server()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        reply = counts.handler(request)
+        assert isinstance(reply, httpx.Response)
+        return httpx.Response(reply.status_code, content=reply.content + b" " * 100)
+
+    assert asked(httpx.MockTransport(answer), "m") == (5, 4, 99)
+    monkeypatch.setattr(exchange, "PAGE_BYTES", 100)
+    assert asked(httpx.MockTransport(answer), "m") == (None, None, None)
 
 
 def test_a_server_is_not_asked_with_a_key_that_no_header_carries() -> None:
