@@ -522,6 +522,35 @@ def test_what_a_killed_backup_left_is_not_taken_for_a_file_of_the_next(stored: S
     assert not left.exists()
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling", "file", "foreign"])
+def test_a_backup_empties_no_folder_but_its_own(
+    stored: Store, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, left = tmp_path / "target", tmp_path / ".monday.partial"
+    target.mkdir()
+    (target / "kept").write_text("mine")
+    if kind == "file":
+        left.touch()
+    elif kind == "foreign":
+        left.mkdir()
+        monkeypatch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+    else:
+        left.symlink_to(target if kind == "link" else tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match=r"\.monday\.partial is in the way: it is not a folder of this user's"):
+        backed_up(stored, tmp_path / "monday")
+    assert files(target) == ["kept"]
+    assert open_files("monday") == []
+
+
+def test_an_archive_is_not_written_through_a_link(stored: Store, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / ".monday.tar.tar-partial").symlink_to(target)
+    backed_up(stored, tmp_path / "monday.tar")
+    assert target.read_text() == "mine"
+    assert not (tmp_path / "monday.tar").is_symlink()
+
+
 @pytest.mark.parametrize("name", ["monday", "monday.tar", "monday-database"])
 def test_a_full_disk_leaves_nothing(
     stored: Store, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ because `retry` or `rm` took it, is not named by a copy that is made now. So the
 files are there. The folder gets its name at the end.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -115,8 +116,7 @@ def require_new(to: Path) -> None:
 def scratch_folder(to: Path) -> Iterator[Path]:
     """Yield an empty folder beside the backup, held by this process; removed unless it was renamed."""
     folder = to.parent / f".{to.name}.partial"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
+    held = own_folder(folder)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,6 +130,29 @@ def scratch_folder(to: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(held)
+
+
+def own_folder(folder: Path) -> int:
+    """Make a folder, or take one that a backup of this user's left; returns its descriptor.
+
+    Others may write beside the backup: a link to another folder would have that one emptied.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    in_the_way = SettingsError(
+        f"{folder} is in the way: it is not a folder of this user's; remove it, or name another folder"
+    )
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
+            raise in_the_way from error
+        raise
+    if os.fstat(held).st_uid != os.geteuid():
+        os.close(held)
+        raise in_the_way
+    os.fchmod(held, 0o700)
+    return held
 
 
 def remove(path: Path) -> None:
@@ -255,9 +278,10 @@ def archive(folder: Path, to: Path) -> None:
     """Write a folder as an archive; the files in it are compressed already."""
     scratch = to.parent / f".{to.name}.tar-partial"
     try:
-        scratch.touch()
-        scratch.chmod(mode_of(folder) & mode_of(folder / DATABASE) & 0o666)
-        with tarfile.open(scratch, "w") as written:
+        scratch.unlink(missing_ok=True)  # of a backup that was killed; a link in its place is not followed
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
+        with os.fdopen(descriptor, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as written:
+            os.fchmod(descriptor, mode_of(folder) & mode_of(folder / DATABASE) & 0o666)
             for path in sorted(folder.rglob("*")):
                 if path.is_file():
                     written.add(path, arcname=str(path.relative_to(folder)))
