@@ -300,6 +300,60 @@ def test_a_known_key_is_good_while_the_batch_api_does_not_answer() -> None:
     asyncio.run(walk())
 
 
+def test_a_flood_of_keys_that_the_store_has_not_forgets_none_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_answers, "MOST_KEPT", 3)
+    answers = Answers()
+    process = KeyAnswers(answers, lambda: 0.0)  # type: ignore[arg-type]
+
+    async def walk() -> None:
+        own = [await process.of(b"a"), await process.of(b"b")]
+        answers.status = 401
+        assert [await process.of(b"%d" % number) for number in range(5)] == [None] * 5
+        answers.status = None
+        assert [await process.of(b"a"), await process.of(b"b")] == own
+        assert await process.of(b"4") is None, "the last of the others are kept, too"
+        with pytest.raises(key_answers.Unanswered):
+            await process.of(b"1")
+
+    asyncio.run(walk())
+
+
+def test_of_too_many_keys_the_one_that_was_asked_about_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_answers, "MOST_KEPT", 2)
+    now_s, answers = 0.0, Answers()
+    process = KeyAnswers(answers, lambda: now_s)  # type: ignore[arg-type]
+
+    async def walk() -> None:
+        nonlocal now_s
+        for key in (b"a", b"b", b"a", b"c"):
+            now_s += key_answers.KEPT_S
+            assert await process.of(key) is not None
+        answers.status = None
+        assert await process.of(b"a") is not None
+        with pytest.raises(key_answers.Unanswered):
+            await process.of(b"b")
+
+    asyncio.run(walk())
+
+
+def test_a_key_that_is_taken_back_is_known_no_more() -> None:
+    now_s, answers = 0.0, Answers()
+    process = KeyAnswers(answers, lambda: now_s)  # type: ignore[arg-type]
+
+    async def walk() -> None:
+        nonlocal now_s
+        assert await process.of(b"a") is not None
+        for answers.status, known in ((401, False), (200, True)):
+            now_s += key_answers.KEPT_S
+            assert (await process.of(b"a") is not None) == known
+
+    asyncio.run(walk())
+
+
 def test_a_batch_api_that_hangs_holds_no_known_key_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process costs a question its time-out: the first request waits for it, and no other does."""
     now_s, answers = 0.0, Answers()

@@ -16,7 +16,7 @@ AUTHORIZATION = b"authorization"
 HERE: Header = (b"host", b"localhost")
 KEPT_S = 0.5  # for which the answer on a key holds
 STALE_S = 60.0  # for which it holds while the process does not answer
-MOST_KEPT = 1024
+MOST_KEPT = 1024  # answers on keys that the store has, and as many on others
 ASKING_S = 5.0  # live requests wait for the answer on their key
 
 
@@ -48,7 +48,8 @@ class KeyAnswers:
 
     def __init__(self, asking: BatchConnections, clock: Callable[[], float] = time.monotonic) -> None:
         self._asking, self._clock = asking, clock
-        self._keys: dict[bytes, KeyAnswer] = {}
+        self._known: dict[bytes, KeyAnswer] = {}  # apart from the others, of which any client may send many
+        self._unknown: dict[bytes, KeyAnswer] = {}
         self._questions: dict[bytes, asyncio.Task[None]] = {}
         self._silent = False  # the last question had no answer
 
@@ -62,13 +63,13 @@ class KeyAnswers:
 
         While the process does not answer, a request with a known key waits for no question.
         """
-        told, now = self._keys.get(authorization), self._clock()
+        told, now = self._told(authorization), self._clock()
         known = told is not None and now < told.at + STALE_S
         if told is None or not known or now >= told.asked_at + KEPT_S:
             asking = self._ask_once(authorization)
             if not (known and self._silent):
                 await asyncio.shield(asking)
-                told = self._keys.get(authorization)
+                told = self._told(authorization)
         if told is None or self._clock() >= told.at + STALE_S:
             raise Unanswered
         return told.key
@@ -88,14 +89,25 @@ class KeyAnswers:
             key = uses(answer)
         except (OSError, ValueError, LookupError, TypeError):
             self._silent = True
-            if (told := self._keys.get(authorization)) is not None:
-                self._keys[authorization] = replace(told, asked_at=self._clock())
+            if (told := self._told(authorization)) is not None:
+                self._keep(authorization, replace(told, asked_at=self._clock()))
             return
         self._silent = False
-        if len(self._keys) >= MOST_KEPT:
-            self._keys.clear()
         now = self._clock()
-        self._keys[authorization] = KeyAnswer(key=key, at=now, asked_at=now)
+        self._keep(authorization, KeyAnswer(key=key, at=now, asked_at=now))
+
+    def _told(self, authorization: bytes) -> KeyAnswer | None:
+        """The last answer on a key."""
+        return self._known.get(authorization) or self._unknown.get(authorization)
+
+    def _keep(self, authorization: bytes, told: KeyAnswer) -> None:
+        """Keep an answer in place of the last one on this key, or of the oldest of its kind."""
+        for kept in (self._known, self._unknown):
+            kept.pop(authorization, None)
+        kept = self._unknown if told.key is None else self._known
+        if len(kept) >= MOST_KEPT:
+            del kept[next(iter(kept))]
+        kept[authorization] = told
 
 
 def uses(answer: Reply) -> StoreKey | None:
