@@ -38,6 +38,14 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def host_in(url: str) -> str:
+    """Host that a URL of a header names; empty if it names none, or is no URL."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
 def url_of(host: str, port: int) -> str:
     """Address at which this machine reaches a server that listens there."""
     return f"http://{in_url(ALL.get(host, host))}:{port}"

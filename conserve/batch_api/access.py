@@ -5,7 +5,6 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -15,7 +14,7 @@ from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.state import CALLER, ApiCaller
 from conserve.errors import StoreError
-from conserve.hosts import is_loopback, is_proxied
+from conserve.hosts import host_in, is_loopback, is_proxied
 from conserve.http_server import CALLER_HEADER, WHO, SaidOf
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
@@ -172,14 +171,6 @@ def caller_of_this_machine(headers: Headers) -> ApiCaller | Response:
     if not is_proxied(headers) and all(is_loopback(host_in(url)) for url in named):
         return ApiCaller()
     return keys_required()
-
-
-def host_in(url: str) -> str:
-    """Host that a URL of a header names; empty if it names none, or is no URL."""
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 def keys_required() -> Response:

@@ -169,6 +169,42 @@ def test_browsers_ask_first_without_a_key(monkeypatch: pytest.MonkeyPatch) -> No
     assert ask(app, "/v1/models", CLIENT, method="OPTIONS").status_code == 405  # the route's own answer
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example:8000", 403),
+        ("https://localhost.evil.example", 403),
+        ("null", 403),
+        ("http://[::1", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8000", 200),
+        ("http://[::1]:8000", 200),
+        ("https://chat.example", 200),
+    ],
+)
+def test_without_a_key_no_page_of_another_site_is_answered_on_this_machine(
+    keyed: Starlette, origin: str, status: int
+) -> None:
+    app = app_for(None)
+    app.state.args.allowed_origins = ["https://chat.example"]
+    for path in ("/v1/chat/completions", "/v1/conserve", "/tokenize", "/sleep"):
+        answer = ask(app, path, headers={"Origin": origin})
+        assert answer.status_code == status, path
+    assert ask(app, "/health", headers={"Origin": origin}).status_code == 200
+    assert ask(keyed, "/v1/models", CLIENT, headers={"Origin": origin}).status_code == 200
+    app.state.args.allowed_origins = ["*"]
+    assert ask(app, "/tokenize", headers={"Origin": origin}).status_code == 200
+
+
+def test_pages_are_answered_on_other_machines_as_all_are_there_without_a_key() -> None:
+    async def go() -> int:
+        transport = httpx.ASGITransport(app_for(None), client=("10.0.0.7", 123))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.post("/tokenize", headers={"Origin": "http://page.example"})).status_code
+
+    assert asyncio.run(go()) == 200
+
+
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
     app = app_for(None, ApiLimits(body_bytes=1000))
     assert ask(app, "/v1/models", content=b"x" * 1000).json()["bytes"] == 1000

@@ -33,6 +33,7 @@ from conserve.engine.vllm.server.privileges import (
     is_batch,
     need,
 )
+from conserve.hosts import host_in, is_loopback
 
 GUARD = "conserve.vllm.Guard"  # for vLLM's --middleware
 # Attributes of the server's arguments, set by `conserve serve`.
@@ -71,6 +72,8 @@ class RequestGuard:
         ask = own is None and sent and wanted_by(scope, limits) is not Need.NOTHING
         found, refused = await key_of_store(scope, sent) if ask else (None, None)
         role = Role.CLIENT if found is not None else own
+        if not keys.asked:
+            refused = refused or refusal_of_page(scope, headers.get(b"origin"), args, limits)
         if (refused := refused or denial_of(scope, role, limits)) is not None:
             await refused(scope, receive, send)
             return
@@ -166,6 +169,26 @@ def denial_of(scope: Scope, role: Role | None, limits: ApiLimits) -> JSONRespons
             HTTPStatus.FORBIDDEN, f"{method} {path} changes the server for all: it wants the harvester's key"
         )
     return None
+
+
+def refusal_of_page(
+    scope: Scope, origin: bytes | None, args: Any, limits: ApiLimits
+) -> JSONResponse | None:
+    """The answer to a page of another site in a browser on this machine, where no key is asked for; None to others.
+
+    A site whose name is made to lead here has its pages ask as if they were this server's own. The user's own sites
+    are in vLLM's `--allowed-origins`.
+    """
+    client, named = scope.get("client"), (origin or b"").decode("latin-1")
+    if origin is None or client is None or not is_loopback(client[0]):
+        return None
+    allowed = getattr(args, "allowed_origins", None) or ()
+    if is_loopback(host_in(named)) or not {"*", named}.isdisjoint(allowed):
+        return None
+    if wanted_by(scope, limits) is Need.NOTHING or is_batch(path_of(scope)):  # the Batch API looks itself
+        return None
+    said = "without an API key this server answers no page of another site; set CONSERVE_API_KEY, or --allowed-origins"
+    return error(HTTPStatus.FORBIDDEN, said)
 
 
 def wanted_by(scope: Scope, limits: ApiLimits) -> Need:
