@@ -77,11 +77,10 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     printed = command_of(str(demo_model), flags, section, models_folder=demo_model.parent, keys=True)
     start, *words = shlex.split(printed.replace("\\\n", ""))
     assert [start, *words[:2]] == ["VLLM_PLUGINS=conserve", f"{OUTPUTS}=32", f"{RESERVED}=1"]
-    assert words[2].startswith("CONSERVE_HARVEST_KEY=")
-    words = words[3:]
+    assert [word.partition("=")[0] for word in words[2:4]] == ["VLLM_API_KEY", "CONSERVE_HARVEST_KEY"]
+    words = words[4:]
     assert words[:4] == VLLM_CPU.split()
-    assert words[-3] == "--api-key"
-    read = vars(parsed(words[4:-3]))
+    read = vars(parsed(words[4:]))
     served = vars(arguments(str(demo_model), flags, section, models_folder=demo_model.parent))
     assert {name for name in served if read[name] != served[name]} == {
         "additional_config", "middleware", "scheduler_cls", "worker_cls",

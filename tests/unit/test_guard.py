@@ -327,6 +327,22 @@ def test_the_harvesters_key_is_not_a_clients() -> None:
     ]
 
 
+def test_vllms_own_layer_need_not_know_the_harvesters_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HARVEST_KEY, HARVESTER)
+    monkeypatch.setenv("VLLM_API_KEY", CLIENT)
+
+    async def key(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(request.headers.get("authorization", ""))
+
+    app = Starlette(routes=[Route("/v1/models", key)])
+    app.state.args = Namespace(api_key=None)
+    app.add_middleware(RequestGuard)
+    for sent in (CLIENT, HARVESTER):
+        assert ask(app, "/v1/models", sent, method="GET").text == f"Bearer {CLIENT}"
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert ask(app, "/v1/models", "any", method="GET").text == "Bearer any", "it asks for no key"
+
+
 def test_one_key_for_both_does_not_open_the_server() -> None:
     keys = Keys.of([HARVESTER], {HARVEST_KEY: HARVESTER})
     assert keys.role(b"") is None

