@@ -10,7 +10,7 @@ import msgspec
 from conserve.api.running import engine_flags
 from conserve.bench.names import promise_entries, promise_flags
 from conserve.cli import output
-from conserve.cli.serve_files import own_name
+from conserve.cli.serve_files import make_home, own_name
 from conserve.cli.serve_flags import recording_at
 from conserve.config import Settings, model_name
 from conserve.engine.runtime.vllm_flags import given_flags
@@ -117,6 +117,7 @@ def recorded(
 def arrivals_file(settings: Settings, model: str, port: int) -> Path:
     """File that `conserve serve` of this model at this machine's port keeps its arrivals in; its folder exists."""
     path = arrivals_folder(settings, model) / f"{own_name(port)}.csv"
+    make_home(settings.home)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -77,7 +77,7 @@ def measure(
             f"one model at a time, with vLLM's flags behind it: conserve profile {names[0]} [VLLM FLAGS]"
         )
     settings = context.settings(model=names[0] if names else None)
-    require_writable(settings.profiles_folder)
+    require_writable(settings.home, settings.profiles_folder)
     begun = time.monotonic()
     output.say(f"starting the engine with {settings.engine_model}")
     rig = EngineRig.start(
@@ -137,11 +137,13 @@ def show(
     show_profile(found, book.learned(found), book.all(), as_json=as_json)
 
 
-def require_writable(folder: Path) -> None:
+def require_writable(home: Path, folder: Path) -> None:
     """Raise if the profile could not be saved, before minutes are spent measuring."""
     from conserve.errors import ProfileError
+    from conserve.store.files.home import make_private
 
     try:
+        make_private(home)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -21,7 +21,7 @@ from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
-from conserve.cli.serve_files import drop_old, log_file
+from conserve.cli.serve_files import drop_old, log_file, make_home
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -353,6 +353,7 @@ async def supervise(
     service: "Service", settings: Settings, section: dict[str, Any], url: str, elsewhere: str | None
 ) -> int:
     """Run the service until a signal comes; a second one ends it at once."""
+    make_home(settings.home)
     drop_old(settings.home, now=time.time())
     stop = asyncio.Event()
 

@@ -10,6 +10,14 @@ PATTERNS = ("*.log", "arrivals/*/*.csv*")
 KEPT_S = 30 * 86_400.0  # since a file's last line: a replica of Kubernetes has a new name at each start
 
 
+def make_home(home: Path) -> None:
+    """Make the home, before a file of a server is the first in it."""
+    from conserve.store.files.home import explained, make_private
+
+    with explained(home):
+        make_private(home)
+
+
 def log_file(home: Path, port: int) -> Path:
     """Log of the server of this machine at a port."""
     return home / FOLDER / f"{own_name(port)}.log"

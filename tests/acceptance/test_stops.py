@@ -79,7 +79,7 @@ def open_to_others(tmp_path: Path, forks: Forks) -> Harness:
     """A store with a job, in a folder that every user reaches."""
     harness = Harness(tmp_path / "home", ["q"], forks=forks)
     harness.submit()
-    for path in (tmp_path, *tmp_path.parents):
+    for path in (harness.home, tmp_path, *tmp_path.parents):
         path.chmod(path.stat().st_mode | 0o055)
     return harness
 

@@ -412,6 +412,20 @@ def test_a_home_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "conserve.db").is_file()
 
 
+@pytest.mark.parametrize("data", [None, "files"])
+def test_a_new_home_is_for_its_user_alone_and_one_that_is_there_keeps_its_mode(
+    tmp_path: Path, data: str | None
+) -> None:
+    given = {} if data is None else {"data": str(tmp_path / "new" / data)}
+    Store.open(load({"home": tmp_path / "new" / "home", **given}, environ={})).close()
+    for name in ("home", *filter(None, [data])):
+        assert (tmp_path / "new" / name).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o2770)
+    Store.open(load({"home": tmp_path / "shared"}, environ={})).close()
+    assert (tmp_path / "shared").stat().st_mode & 0o7777 == 0o2770
+
+
 def test_a_new_jobs_folder_stays_only_if_it_was_adopted(tmp_path: Path) -> None:
     for adopted in (False, True):
         with home.new_job_folder(tmp_path, "id") as folder:

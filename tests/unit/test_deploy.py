@@ -188,6 +188,13 @@ def test_systemd_has_nothing_to_say_against_a_unit(path: Path, tmp_path: Path) -
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_no_other_user_reads_what_a_unit_writes() -> None:
+    for path in UNITS:
+        lines = path.read_text().splitlines()
+        assert {"StateDirectoryMode=0700", "UMask=0077"} <= {*lines}, path
+        assert ("CacheDirectory=conserve" in lines) == ("CacheDirectoryMode=0700" in lines), path
+
+
 # The image
 
 

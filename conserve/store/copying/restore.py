@@ -38,7 +38,7 @@ def restore(settings: Settings, backup: Path, *, now: float, copy: bool, told: T
             "here and for the restored store"
         )
     with home.explained(where):
-        home.make_with_parents(where)
+        home.make_private(where)
         with scratch(where) as folder, unpacked(backup, folder) as source:
             made = manifest.read(source)
             with closing_engine(engine_of(settings.store_url)) as target:

@@ -21,7 +21,7 @@ from conserve.store.database.connection import (
     transaction,
 )
 from conserve.store.database.migrations import store_id
-from conserve.store.files.home import explained, is_backup, make_with_parents, refuse_backup
+from conserve.store.files.home import explained, is_backup, make_private, refuse_backup
 from conserve.store.files.objects import FilePath
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
@@ -52,7 +52,7 @@ class Store:
         """Open or make the store as `open` does, also one that is half made; its id is not noted."""
         refuse_backup(settings.home)
         with explained(settings.home):
-            make_with_parents(settings.home)
+            make_private(settings.home)
         engine = connect(settings.store_url)
         with closed_on_error(engine):
             store = cls.over(settings.home, engine, settings.data)
@@ -89,7 +89,7 @@ class Store:
             if data.is_same(data.settled(tx, self.home, place), data.recorded(tx)):
                 return
         with explained(self.data):
-            make_with_parents(self.data)
+            make_private(self.data)
         with self.write() as tx:
             data.record(tx, data.settled(tx, self.home, place))
 

@@ -190,6 +190,15 @@ def make_with_parents(folder: FilePath) -> None:
     make_folder(folder)
 
 
+def make_private(folder: FilePath) -> None:
+    """Make a folder as `make_with_parents` does; a new one, with all that comes into it, is for its user alone."""
+    if isinstance(folder, Path):
+        if is_new(folder.parent):
+            make_with_parents(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    make_with_parents(folder)
+
+
 def make_folder(folder: FilePath) -> None:
     """Make a folder durably, if it is missing: a power cut must not take it with the files in it."""
     if isinstance(folder, ObjectPath):
