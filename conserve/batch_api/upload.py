@@ -21,6 +21,7 @@ from conserve.store.files.objects import FilePath
 
 FLUSH_BYTES = 1 << 20
 FIELD_BYTES = 4096
+HEADER_BYTES = 8192  # of all headers of a part, which earlier versions of the parser do not bound
 MOST_FIELDS = 32
 ENDED_EARLY = "the body ended within the form; send it again"
 NAMELESS = "upload"
@@ -74,6 +75,7 @@ class FormPart:
     """One part of a form, while it is read."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    header_bytes: int = 0
     name: str = ""
     filename: str | None = None
     text: bytearray = field(default_factory=bytearray)
@@ -138,10 +140,16 @@ class MultipartForm:
         self._header = (bytearray(), bytearray())
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header[0].extend(data[start:end])
+        self._extend_header(0, data[start:end])
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header[1].extend(data[start:end])
+        self._extend_header(1, data[start:end])
+
+    def _extend_header(self, half: int, data: bytes) -> None:
+        self._part.header_bytes += len(data)
+        if self._part.header_bytes > HEADER_BYTES:
+            raise Refused.invalid(f"the headers of a part of the form have more than {HEADER_BYTES:,} bytes")
+        self._header[half].extend(data)
 
     def _header_end(self) -> None:
         self._part.headers[bytes(self._header[0]).lower()] = bytes(self._header[1])

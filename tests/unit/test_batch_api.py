@@ -474,6 +474,20 @@ def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
     assert list(uploads.folder(store).iterdir()) == []
 
 
+@pytest.mark.parametrize(("length", "status"), [(2_500, 200), (2_800, 400)])
+def test_the_headers_of_a_part_are_bounded_whatever_the_parser_does(
+    store: Store, url: str, length: int, status: int
+) -> None:
+    named = "".join(f"X-{number}: {'x' * length}\r\n" for number in range(3))
+    file = 'Content-Disposition: form-data; name="file"; filename="a"\r\n'
+    purpose = '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    body = f"{purpose}--b\r\n{named}{file}\r\n{{}}\r\n--b--\r\n".encode()
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    answer = patient.post(f"{url}/files", content=body, headers=headers)
+    assert answer.status_code == status
+    assert (status == 200) == ("headers of a part of the form have more than 8,192" not in answer.text)
+
+
 def test_an_upload_of_which_no_more_comes_ends(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
