@@ -1,6 +1,7 @@
 """Uploads: a multipart body that is written to disk as it comes."""
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -14,12 +15,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from conserve.batch_api.refusals import Refused
-from conserve.errors import one_line
+from conserve.errors import StoreFull, one_line
 from conserve.http_server import STALLED, parts
 from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 
 FLUSH_BYTES = 1 << 20
+LEAST_FREE = 1 << 30  # bytes of the disk, which rows, answers and the database need while clients upload
 FIELD_BYTES = 4096
 HEADER_BYTES = 8192  # of all headers of a part, which earlier versions of the parser do not bound
 MOST_FIELDS = 32
@@ -57,7 +59,12 @@ class Upload:
         return self._newlines + (not self._ended)
 
     def write(self, data: bytes) -> None:
-        """Append to the file."""
+        """Append to the file; raises `StoreFull` while the disk has little left."""
+        if shutil.disk_usage(self._scratch.parent).free < LEAST_FREE:
+            raise StoreFull(
+                f"less than {LEAST_FREE >> 30} GiB is free in {self._scratch.parent}, which uploads leave to all "
+                "else; free some"
+            )
         self._file.write(data)
         self._digest.update(data)
         self.bytes += len(data)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -17,7 +18,7 @@ from openai.types import Batch
 from sqlalchemy import text
 
 from conserve import http_server
-from conserve.batch_api import serving, workers
+from conserve.batch_api import serving, upload, workers
 from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import Settings, load
@@ -486,6 +487,31 @@ def test_the_headers_of_a_part_are_bounded_whatever_the_parser_does(
     answer = patient.post(f"{url}/files", content=body, headers=headers)
     assert answer.status_code == status
     assert (status == 200) == ("headers of a part of the form have more than 8,192" not in answer.text)
+
+
+@pytest.mark.parametrize(("left", "status"), [(0, 200), (-1, 503)])
+def test_uploads_leave_the_disk_room_for_all_else(
+    store: Store,
+    url: str,
+    left: int,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[Path] = []
+
+    def usage(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(free=upload.LEAST_FREE + left)
+
+    monkeypatch.setattr(upload.shutil, "disk_usage", usage)
+    answer = patient.post(f"{url}/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"})
+    assert answer.status_code == status
+    assert set(asked) == {uploads.folder(store)}
+    kept = [path.name for path in Path(str(uploads.folder(store))).iterdir()]
+    assert len(kept) == (1 if status == 200 else 0)
+    assert (status == 503) == ("less than 1 GiB is free" in caplog.text)
+    assert str(store.home) not in answer.text
 
 
 def test_an_upload_of_which_no_more_comes_ends(
