@@ -10,7 +10,10 @@ case $engine in
     cuda) "${install[@]}" ".[cuda,api,postgres]" ;;
     cpu)  # torch's build for CPUs: from wheels that uv was told of, else from PyTorch's own index
         cpu=("${install[@]}" --constraint requirements/cpu.lock --override deploy/image/unused.txt ".[cpu,api,postgres]")
-        "${cpu[@]}" 2>/dev/null || "${cpu[@]}" --torch-backend cpu ;;
+        "${cpu[@]}" || {
+            echo "install.sh: trying once more, with PyTorch's index of builds for CPUs" >&2
+            "${cpu[@]}" --torch-backend cpu
+        } ;;
     *) echo "install.sh: ENGINE is cuda, cpu or none, not '$engine'" >&2; exit 2 ;;
 esac
 "$folder/bin/conserve" --version
