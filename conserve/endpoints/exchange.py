@@ -38,7 +38,7 @@ KEEPALIVE = (  # a connection that is silent for a minute is asked for a sign of
 )
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # variables that name those to trust
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
-UNCOMPRESSED = "identity"  # encoding of bodies: the limits count what comes, and a little of another may be very much
+UNCOMPRESSED = "identity"  # encoding of bodies: limits count what comes, of which another makes much more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

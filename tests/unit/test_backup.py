@@ -536,7 +536,9 @@ def test_a_backup_empties_no_folder_but_its_own(
         monkeypatch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
     else:
         left.symlink_to(target if kind == "link" else tmp_path / "nowhere")
-    with pytest.raises(SettingsError, match=r"\.monday\.partial is in the way: it is not a folder of this user's"):
+    with pytest.raises(
+        SettingsError, match=r"\.monday\.partial is in the way: it is not a folder of this user's"
+    ):
         backed_up(stored, tmp_path / "monday")
     assert files(target) == ["kept"]
     assert open_files("monday") == []

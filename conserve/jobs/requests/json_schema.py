@@ -50,9 +50,9 @@ def size_fault(num_bytes: int) -> str | None:
 def list_fault(schema: object) -> str | None:
     """Fault of a list whose items jsonschema would compare each with each; None without one.
 
-    It sorts text or numbers instead. Lists are looked for under any name, since a property may be called as a keyword.
+    It sorts text or numbers instead. Lists are looked for under any name: a property may be called as a keyword is.
     """
-    waiting = [schema]
+    waiting: list[Any] = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list) and len(part) > MOST_ITEMS and not is_sortable(part):

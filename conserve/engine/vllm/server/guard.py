@@ -144,7 +144,7 @@ async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSON
 
 
 def with_own_key(scope: Scope, keys: Keys) -> Scope:
-    """The request with a key of clients, which vLLM's middleware knows, in place of the store's or the harvester's."""
+    """The request with a key of clients, which vLLM's middleware knows, in place of another."""
     if not keys.asked:
         return scope
     others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
@@ -173,9 +173,7 @@ def denial_of(scope: Scope, role: Role | None, limits: ApiLimits) -> JSONRespons
     return None
 
 
-def refusal_of_page(
-    scope: Scope, origin: bytes | None, args: Any, limits: ApiLimits
-) -> JSONResponse | None:
+def refusal_of_page(scope: Scope, origin: bytes | None, args: Any, limits: ApiLimits) -> JSONResponse | None:
     """The answer to a page of another site in a browser on this machine, where no key is asked for; None to others.
 
     A site whose name is made to lead here has its pages ask as if they were this server's own. The user's own sites
@@ -189,7 +187,7 @@ def refusal_of_page(
         return None
     if wanted_by(scope, limits) is Need.NOTHING or is_batch(path_of(scope)):  # the Batch API looks itself
         return None
-    said = "without an API key this server answers no page of another site; set CONSERVE_API_KEY, or --allowed-origins"
+    said = "without an API key this server answers no page of another site: set a key, or --allowed-origins"
     return error(HTTPStatus.FORBIDDEN, said)
 
 
