@@ -42,7 +42,7 @@ from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
-from conserve.endpoints.requests import add_argument, request_body, trace_headers
+from conserve.endpoints.requests import request_body, streamed_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
 from conserve.endpoints.window import (
     CALM_AGAIN,
@@ -63,7 +63,6 @@ from conserve.errors import (
     one_line,
 )
 from conserve.hosts import server_root, split_login
-from conserve.request_fields import RESUME_ARGUMENT
 
 log = logging.getLogger(__name__)
 
@@ -278,14 +277,7 @@ class HttpEndpoint:
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens are sent along, and come back as its beginning."""
-        body = request_body(call, self.server) | {
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-            "stream_interval": PIECE_TOKENS,
-        }
-        if call.resume_from:
-            add_argument(body, RESUME_ARGUMENT, list(call.resume_from))
+        body = streamed_body(call, self.server, piece_tokens=PIECE_TOKENS)
         pieces = AnswerPieces(call.url, on_tokens, saved=len(call.resume_from))
         self._streamed.add(pieces)
         try:

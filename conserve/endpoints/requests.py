@@ -4,7 +4,7 @@ from typing import Any
 
 from conserve.endpoints.discovery import ServerFacts
 from conserve.endpoints.protocol import Call, Url
-from conserve.request_fields import PUSH_ARGUMENT
+from conserve.request_fields import PUSH_ARGUMENT, RESUME_ARGUMENT
 
 
 def request_body(call: Call, server: ServerFacts) -> dict[str, Any]:
@@ -17,6 +17,19 @@ def request_body(call: Call, server: ServerFacts) -> dict[str, Any]:
     # A push wants the harvester's key, as resuming does.
     if call.pushes and server.resumes and call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
         add_argument(body, PUSH_ARGUMENT, 1)
+    return body
+
+
+def streamed_body(call: Call, server: ServerFacts, *, piece_tokens: int) -> dict[str, Any]:
+    """The body of a request for an answer in pieces, which continues from the tokens that are saved."""
+    body = request_body(call, server) | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "stream_interval": piece_tokens,
+    }
+    if call.resume_from:
+        add_argument(body, RESUME_ARGUMENT, list(call.resume_from))
     return body
 
 
