@@ -19,6 +19,7 @@ from conserve.cli import serve as serving
 from conserve.cli import serve_files, serve_flags, serve_notices, serve_printed, server_status, top_frame
 from conserve.cli.app import app
 from conserve.cli.found_promises import arrivals_file
+from conserve.cli.profile import require_writable
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.vllm.launching.flags import names_scheduling
@@ -299,6 +300,14 @@ def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
 
 
 # Files.
+
+
+def test_a_home_is_private_also_where_no_store_is_the_first_in_it(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "served")
+    arrivals_file(settings, "m", 8000)
+    require_writable(tmp_path / "profiled", tmp_path / "profiled" / "profiles")
+    for name in ("served", "profiled"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
 
 
 def test_replicas_that_share_a_home_have_logs_and_arrivals_of_their_own(
