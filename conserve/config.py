@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import unquote
@@ -12,6 +12,7 @@ from conserve.errors import SettingsError
 
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
+BACKUP = "backup.json"  # in a home that is a backup
 UNSET = "none"  # takes back what a weaker source sets
 MAY_BE_UNSET = ("data", "model", "endpoint", "endpoints", "metrics_port", "otlp_endpoint")
 SQLITE = "sqlite:///"
@@ -228,7 +229,31 @@ def load(
         values["model"] = model_beside(folder, values["model"])
     if "home" not in values:
         values["home"] = default_home()
-    return Settings(**{name: converted(name, value, environ, cwd) for name, value in values.items()})
+    settings = Settings(**{name: converted(name, value, environ, cwd) for name, value in values.items()})
+    # A backup has its own database and files; those of another store must not be read in their place.
+    return replace(settings, store=None, data=None) if is_backup(settings.home) else settings
+
+
+def is_backup(home: Path) -> bool:
+    """True for a backup: its manifest says what was written, so that nothing in it may change."""
+    try:
+        return (home / BACKUP).exists()
+    except OSError:  # a forbidden folder, of which whatever opens it tells
+        return False
+
+
+def database_elsewhere(home: object, settings: Settings) -> str | None:
+    """Sentence on a database that a variable or file names, where `home` was given as a folder; else None."""
+    if home is None or settings.store is None:
+        return None
+    source = source_of("store", settings.store)
+    if source.startswith("--"):  # it was given with the folder
+        return None
+    fix = f"unset {source}" if source == variables()["store"] else f"remove `store` from {source}"
+    return (
+        f"the jobs are those of {settings.place}, which {source} names; {settings.home} is the folder of their "
+        f"files alone (for a store in that folder {fix})"
+    )
 
 
 def converted(name: str, value: Any, environ: Mapping[str, str], cwd: Path | None) -> Any:

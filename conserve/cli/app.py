@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 from conserve import __version__
 from conserve.cli import exits, output
 from conserve.cli.commands import COMMANDS, OPTIONS, SUMMARY, overview
-from conserve.cli.context import Context
+from conserve.cli.context import Context, tell_of_database
 from conserve.errors import ConserveError
 
 
@@ -190,6 +190,7 @@ def program(
 ) -> None:
     """Store the program's own flags in the context."""
     ctx.obj = Context(home=home)
+    tell_of_database(home)
 
 
 def main() -> int:

@@ -1,11 +1,15 @@
 """Context of a command: the settings and the store."""
 
+import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conserve.config import Settings, load
+from conserve.cli import output
+from conserve.cli.again import GIVEN
+from conserve.config import Settings, database_elsewhere, load
+from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -36,6 +40,15 @@ class Context:
 
         with closing(Store.open_to_read(self.settings())) as store:
             yield store
+
+
+def tell_of_database(home: str | None) -> None:
+    """Say whose jobs a command is about if `--home` was given and a variable or file names a database."""
+    if home is None or GIVEN in os.environ:  # a process of `conserve serve` is given both
+        return
+    with suppress(SettingsError):  # the command itself tells, if it needs settings
+        if (said := database_elsewhere(home, load({"home": home}))) is not None:
+            output.say(said)
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:

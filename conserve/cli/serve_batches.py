@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conserve.cli.again import GIVEN, again
 from conserve.config import Settings
 from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.errors import SettingsError, StoreError
@@ -67,7 +68,7 @@ def batch_api(
         yield ProcessCommand(
             name="Batch API",
             words=python("conserve", "--home", str(settings.home), "api", "--socket", socket, *limits),
-            environment={"CONSERVE_STORE": settings.store_url, SOCKET: socket},
+            environment={"CONSERVE_STORE": settings.store_url, SOCKET: socket, GIVEN: again()},
         )
 
 

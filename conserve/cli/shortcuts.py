@@ -59,8 +59,10 @@ def overview() -> int:
 def status(asked: StatusCommand) -> int:
     """Print `conserve status`; returns the exit code."""
     from conserve.cli import output, status_report
+    from conserve.cli.context import tell_of_database
     from conserve.config import load
 
+    tell_of_database(asked.home)
     question = status_report.StatusArguments(asked.job, "--watch" in asked.flags, "--json" in asked.flags)
     try:
         status_report.answer(load({"home": asked.home}), question)

@@ -368,6 +368,19 @@ def test_a_place_that_cannot_hold_a_store_is_that_of_the_call() -> None:
         conserve.open("/proc/nope")
 
 
+def test_a_folder_beside_a_database_that_a_variable_names_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = f"sqlite:///{tmp_path / 'team.db'}"
+    conserve.open(tmp_path / "work", store=database)
+    monkeypatch.setenv("CONSERVE_STORE", database)
+    conserve.open()
+    conserve.open(tmp_path / "work", store=database)
+    with pytest.warns(UserWarning, match="which CONSERVE_STORE names") as warned:
+        conserve.open(tmp_path / "work")
+    assert [one.filename for one in warned] == [__file__]
+
+
 def test_rows_that_cannot_be_sent_are_warned_of_where_they_were_submitted(opened: conserve.Store) -> None:
     rows = [{"q": {"a": "b"}}, {"q": {}}]
 

@@ -227,6 +227,29 @@ def test_a_backup_is_a_home_that_can_be_read(
     assert manifest.read(tmp_path / "monday").tables["job"] == 1, "its database is what was written"
 
 
+@BOTH
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_backup_is_read_itself_whatever_database_the_settings_name(
+    jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_flag: bool
+) -> None:
+    monkeypatch.setenv("CONSERVE_STORE", load().store_url)
+    monkeypatch.setenv("CONSERVE_DATA", str(load().home))
+    backup = tmp_path / "monday"
+    assert conserve("store", "backup", str(backup)).returncode == 0
+    conserve("rm", jobs[0], "--yes")  # from the live store
+    named = ["--home", str(backup)] if by_flag else []
+    with monkeypatch.context() as patch:
+        if not by_flag:
+            patch.setenv("CONSERVE_HOME", str(backup))
+        assert [job["id"] for job in json.loads(conserve(*named, "jobs", "--json").stdout)] == jobs
+        assert "nothing is damaged (3 jobs" in conserve(*named, "check").stderr
+        (backup / "jobs" / jobs[2] / home.REQUESTS).unlink()
+        done = conserve(*named, "check")
+        assert (done.returncode, jobs[2] in done.stdout) == (1, True), done
+        assert conserve(*named, "rm", jobs[1], "--yes").returncode == 1
+    assert "nothing is damaged (2 jobs" in conserve("check").stderr
+
+
 @SQLITE_FIRST
 def test_shards_that_go_meanwhile_are_not_missed(
     jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Callable[[], None]

@@ -271,6 +271,24 @@ def test_commands_to_go_on_with_name_the_store_that_the_user_named(
     assert "--home" not in conserve("results", job_id, CONSERVE_HOME=home).stderr
 
 
+@pytest.mark.parametrize("words", [["status"], ["jobs"]])
+def test_a_command_says_whose_jobs_it_is_about_where_a_folder_and_a_database_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    folder, database = str(tmp_path / "work"), f"sqlite:///{tmp_path / 'team.db'}"
+    said = f"the jobs are those of {database}, which CONSERVE_STORE names; {folder} is the folder of their files"
+    assert "which CONSERVE_STORE names" not in conserve("--home", folder, *words).stderr
+    monkeypatch.setenv("CONSERVE_STORE", database)
+    assert said in conserve("--home", folder, *words).stderr
+    assert "which CONSERVE_STORE names" not in conserve(*words).stderr
+    assert said not in conserve("--home", folder, *words, **{GIVEN: "conserve serve m"}).stderr
+    monkeypatch.delenv("CONSERVE_STORE")
+    (tmp_path / "conserve.toml").write_text(f'store = "{database}"\n')
+    monkeypatch.chdir(tmp_path)
+    said = f"(for a store in that folder remove `store` from {tmp_path / 'conserve.toml'})"
+    assert said in conserve("--home", folder, *words).stderr
+
+
 @pytest.mark.parametrize(
     ("message", "at_that_home"),
     [

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from conserve.config import BACKUP
 from conserve.errors import StoreDamaged, StoreError
 from conserve.store.files.digests import Seal, fault
-from conserve.store.files.home import BACKUP
 
 MANIFEST = BACKUP
 DATABASE = "conserve.db"

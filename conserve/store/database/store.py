@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine
 
-from conserve.config import Settings
+from conserve.config import Settings, is_backup
 from conserve.errors import StoreError
 from conserve.store.database import data, half_made, lineage
 from conserve.store.database.connection import (
@@ -21,7 +21,7 @@ from conserve.store.database.connection import (
     transaction,
 )
 from conserve.store.database.migrations import store_id
-from conserve.store.files.home import explained, is_backup, make_private, refuse_backup
+from conserve.store.files.home import explained, make_private, refuse_backup
 from conserve.store.files.objects import FilePath
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work

@@ -29,6 +29,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import TypeVar, cast
 
+from conserve.config import BACKUP, is_backup
 from conserve.errors import (
     StoreError,
     StoreForbidden,
@@ -48,7 +49,6 @@ INPUTS = "inputs.parquet"
 PARTS = "inputs"
 RESULTS = "results"
 SENDING = "sending"
-BACKUP = "backup.json"
 
 ABOUT_FILES = (
     errno.ENOENT,
@@ -61,11 +61,6 @@ ABOUT_FILES = (
 """Errors that prove a file missing or damaged. Others, also an EIO, may be of storage that is away for a while."""
 
 P = TypeVar("P", bound=FilePath)
-
-
-def is_backup(home: Path) -> bool:
-    """True for a backup: its manifest says what was written, so that nothing in it may change."""
-    return (home / BACKUP).exists()
 
 
 def refuse_backup(home: Path) -> None:
