@@ -84,6 +84,20 @@ def test_files_of_all_jobs_may_be_said_to_be_lost(store: Store) -> None:
         require_folders(tx, store.data)
 
 
+def test_folders_of_another_stores_jobs_are_not_this_stores(store: Store) -> None:
+    """A machine that had a store of its own before joins the queue of others, and has none of its files."""
+    add_job(store)
+    home.job_folder(store.home, "job-1").rmdir()
+    others = home.job_folder(store.home, "theirs")
+    others.mkdir()
+    marks.register(others, "another", {})
+    with store.read() as tx:
+        with pytest.raises(StoreError, match="jobs has folders of other stores' jobs alone; mount its disk"):
+            require_folders(tx, store.data)
+        marks.register(others, store.id, {})
+        require_folders(tx, store.data)
+
+
 def test_a_store_without_jobs_has_no_folder_yet(store: Store) -> None:
     with store.read() as tx:
         require_folders(tx, store.data)

@@ -261,6 +261,26 @@ def test_a_job_whose_requests_this_machine_cannot_read_is_left_to_others(
     assert party.tally.refused == {}
 
 
+def test_a_job_whose_folder_another_machine_may_have_is_left_to_it(
+    store: Store, party: Party, job_id: str, write_input: WriteInput, database: str
+) -> None:
+    """The database may be that of several machines, of which each was given a folder of its own by mistake."""
+    other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
+    folder = home.job_folder(store.data, job_id)
+    assert isinstance(folder, Path)
+    folder.rename(store.data / "elsewhere")
+    assert [work.job_id for work in party.claim()] == [other]
+    if database == "sqlite":
+        assert job(store, job_id).state is JobState.FAILED, "no other machine has it"
+        return
+    assert f"{folder} is missing; harvesters of one database" in party.tally.refused[job_id]
+    assert job(store, job_id).state is JobState.QUEUED
+    (store.data / "elsewhere").rename(folder)
+    party.clock.now += turned_away.AGAIN_S
+    assert len(party.claim()) == 4
+    assert party.tally.refused == {}
+
+
 def test_a_job_that_another_harvester_ended_is_no_longer_told_of(
     store: Store, party: Party, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

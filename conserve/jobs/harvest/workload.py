@@ -16,7 +16,7 @@ from conserve.jobs.task import KEEP_LOGPROBS, Task
 from conserve.request_fields import ARGUMENTS
 from conserve.store.books import catalog
 from conserve.store.books.leases import Lease, LeasedRow
-from conserve.store.books.mounted import require_folders
+from conserve.store.books.mounted import require_folder, require_folders
 from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
@@ -108,13 +108,14 @@ class Workload:
         return file
 
     def _opened(self, job: catalog.JobRecord) -> RequestFile:
-        """Open a job's requests; raises `StoreError` if the folders of all jobs are away."""
+        """Open a job's requests; raises another `StoreError` if the folders of all jobs are away, or its own is."""
         try:
             self._compare(job)
             return RequestFile(home.requests_file(self._store.data, job.id))
         except StoreDamaged:
             with self._store.read() as tx:
                 require_folders(tx, self._store.data)
+                require_folder(tx, self._store.data, job.id)
             raise
 
     def _compare(self, job: catalog.JobRecord) -> None:

@@ -1,30 +1,55 @@
-"""Presence of the folder of the jobs: a disk that is not mounted has lost nothing."""
+"""Presence of the folders of the jobs: a disk that is not mounted, or another machine's, has lost nothing."""
 
 import shlex
 from pathlib import Path
 
 from sqlalchemy import Connection
 
-from conserve.errors import StoreError
+from conserve.errors import StoreError, StoreForbidden
 from conserve.store.books import catalog
-from conserve.store.files import home
+from conserve.store.database.connection import of_one_machine
+from conserve.store.database.migrations import store_id
+from conserve.store.files import home, marks
 from conserve.store.files.objects import FilePath
 
 
 def require_folders(tx: Connection, where: FilePath) -> None:
-    """Raise `StoreError` if the database names jobs, and none of any store has a folder at its place.
+    """Raise `StoreError` if the database names jobs, and none of its store has a folder at its place.
 
     Files must be neither judged nor made there: the place is then an empty mount point, or one of another machine.
     """
-    if not isinstance(where, Path):
+    if not isinstance(where, Path) or not (job_ids := catalog.ids(tx)):
         return
-    jobs = home.jobs_folder(where)
+    jobs, named, ours = home.jobs_folder(where), set(job_ids), store_id(tx)
     with home.damage_apart(jobs):
-        if jobs.is_dir() and any(not path.name.startswith(".") for path in jobs.iterdir()):
-            return
-    if job_ids := catalog.ids(tx):
-        lost = shlex.join(["mkdir", "-p", str(jobs / job_ids[0])])
-        raise StoreError(
-            f"{jobs} is missing or empty; mount its disk, or check CONSERVE_HOME and CONSERVE_DATA (if the files "
-            f"of all jobs are lost, say so by: {lost})"
+        folders = [path for path in jobs.iterdir() if not path.name.startswith(".")] if jobs.is_dir() else []
+    if any(folder.name in named or is_ours(folder, ours) for folder in folders):
+        return
+    found = "has folders of other stores' jobs alone" if folders else "is missing or empty"
+    lost = shlex.join(["mkdir", "-p", str(jobs / job_ids[0])])
+    raise StoreError(
+        f"{jobs} {found}; mount its disk, or check CONSERVE_HOME and CONSERVE_DATA (if the files "
+        f"of all jobs are lost, say so by: {lost})"
+    )
+
+
+def is_ours(folder: Path, ours: str) -> bool:
+    """True for a job's folder that is marked as this store's, or has no mark that can be read."""
+    mark = marks.of(folder)
+    return mark is None or mark.store_id == ours
+
+
+def require_folder(tx: Connection, where: FilePath, job_id: str) -> None:
+    """Raise `StoreForbidden` if a job's whole folder is missing here, and another machine may have it.
+
+    Nothing is known of its files then: each machine of a queue may have been given a folder of its own by mistake.
+    """
+    folder = home.job_folder(where, job_id)
+    if isinstance(folder, Path) and not folder.exists() and not of_one_machine(tx):
+        raise StoreForbidden(
+            f"{folder} is missing; harvesters of one database need one folder of files (CONSERVE_DATA, or the same "
+            f"CONSERVE_HOME mounted), so look where job {job_id} was submitted; if its files are lost, run: "
+            f"conserve check {job_id} --repair",
+            job_id=job_id,
+            file=folder,
         )
