@@ -39,6 +39,7 @@ def backup(
 
     context: Context = ctx.obj
     begun = time.monotonic()
+    context.require_store()
     with context.store() as store:
         made = backups.backup(store, to.absolute(), now=time.time(), copy=copy, say=output.say)
     tell(made, to, time.monotonic() - begun, "backed up", as_json=as_json)

@@ -52,6 +52,8 @@ def check(
     """Find what is damaged in the store: files, records and rows that are missing or not what was written."""
     context: Context = ctx.obj
     settings = context.settings()
+    if kv_spill is None:  # whose server needs no store here
+        context.require_store()
     begun = time.monotonic()
     checked, only = find(settings, jobs, write=repair)
     checked.damages += spill_damage(kv_spill)

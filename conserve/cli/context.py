@@ -41,6 +41,12 @@ class Context:
         with closing(Store.open_to_read(self.settings())) as store:
             yield store
 
+    def require_store(self) -> None:
+        """Raise `StoreError` where there is none: a command on all that a store holds would find it well."""
+        from conserve.store.database.lineage import require_store
+
+        require_store(self.settings())
+
 
 def tell_of_database(home: str | None) -> None:
     """Say whose jobs a command is about if `--home` was given and a variable or file names a database."""

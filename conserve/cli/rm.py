@@ -75,6 +75,7 @@ def prune(
     context: Context = ctx.obj
     age_s = None if older_than is None else seconds(older_than)
     now = time.time()
+    context.require_store()
     with context.store_to_read() as store:
         chosen = [] if age_s is None else removal.usage(store, removal.ended_by(now - age_s))
     places = {store.data, store.local}  # a bucket, and this machine

@@ -271,6 +271,23 @@ def test_commands_to_go_on_with_name_the_store_that_the_user_named(
     assert "--home" not in conserve("results", job_id, CONSERVE_HOME=home).stderr
 
 
+@pytest.mark.parametrize("words", [["check"], ["check", "--repair"], ["prune", "--yes"], ["store", "backup", "b"]])
+def test_commands_on_all_that_a_store_holds_make_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = tmp_path / "tpyed"
+    for named, place in (
+        ({"CONSERVE_HOME": str(typed)}, typed),
+        ({"CONSERVE_STORE": f"sqlite:///{typed}/x.db", "CONSERVE_HOME": str(typed)}, f"sqlite:///{typed}/x.db"),
+    ):
+        done = conserve(*words, **named)
+        assert (done.returncode, f"there is no store in {place}; check" in done.stderr) == (1, True), done
+    assert not typed.exists()
+    (typed / "jobs").mkdir(parents=True)  # whose database is lost
+    assert "there is no store" not in conserve("check", CONSERVE_HOME=str(typed)).stderr
+
+
 @pytest.mark.parametrize("words", [["status"], ["jobs"]])
 def test_a_command_says_whose_jobs_it_is_about_where_a_folder_and_a_database_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -478,6 +495,7 @@ def test_the_shell_completes_commands_and_jobs(write_input: WriteInput) -> None:
         ("harvest", "--endpoint", "http://127.0.0.1:9"),
         ("forecast",),
         ("top", "--once"),
+        ("check",),
         ("submit", "rows.csv", "--prompt", "{{ q }}"),
         ("results", "last"),
         ("sql", "select 1 from jobs"),

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
+from conserve.config import Settings
+from conserve.errors import StoreError
 from conserve.store.database.connection import address, masked
+from conserve.store.files.home import JOBS, refuse_no_folder
 from conserve.store.files.locks import alone
 from conserve.whole import write_whole
 
@@ -38,6 +41,21 @@ def left(home: Path, at: str) -> list[str]:
     found = read(home)
     gone = {each for place in found if place != at for each in listed(found, place)[-1:]}
     return [one for one in listed(found, at) if one not in gone]
+
+
+def require_store(settings: Settings) -> None:
+    """Raise `StoreError` if nothing of a store is at the place of the settings, where a command would make one."""
+    file, home = settings.sqlite_file, settings.home
+    refuse_no_folder(home)
+    try:
+        if file is None or any(path.exists() for path in (file, home / FILE, home / JOBS)):
+            return
+    except OSError:  # a forbidden folder, of which whatever opens it tells
+        return
+    raise StoreError(
+        f"there is no store in {settings.place}; check CONSERVE_HOME and CONSERVE_STORE (a first job makes one: "
+        "conserve submit)"
+    )
 
 
 def listed(found: Mapping[str, object], at: str) -> list[str]:
