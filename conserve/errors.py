@@ -34,6 +34,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   └── StoreDamaged           a file or a record of a job is missing or not what was written
 └── EndpointError              an endpoint's answer that is no completion
     ├── EndpointUnusable       cannot serve at all (no engine installed, no such model); stops the run
+    │   └── ModelUnnamed       has several models, and none was named; exit 2
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
     └── RetryableError         the same request may succeed later
         ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
@@ -243,6 +244,12 @@ class EndpointError(ConserveError):
 
 class EndpointUnusable(EndpointError):
     """The endpoint cannot serve at all: the run stops, and no row fails."""
+
+
+class ModelUnnamed(EndpointUnusable):
+    """The endpoint has several models, and neither a flag nor a setting names the one to ask."""
+
+    exit_code = 2
 
 
 class RequestRejected(EndpointError):

@@ -38,6 +38,8 @@ def init(
     given = {"data": data, "prompt": prompt, "expected": expected, "model": model, "endpoint": endpoint,
              "limit": limit}  # fmt: skip
     answers = {key: answered(key, value, starting.QUESTIONS[key], given) for key, value in given.items()}
+    if answers["endpoint"] and not answers["model"]:
+        answers["model"] = answered("served", None, starting.QUESTIONS["served"], given)
     wishes = starting.NightlyWishes(
         name=name or re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-._") or "nightly",
         data=str(answers["data"]),

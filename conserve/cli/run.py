@@ -185,12 +185,26 @@ def drain(
         watching.watch(harvester)
         begun = time.monotonic()
         progress = RunProgress(
-            harvester, lambda: unfinished_rows(store, only, harvester.model), sys.stderr, said=said
+            harvester,
+            lambda: unfinished_rows(store, only, harvester.model),
+            sys.stderr,
+            said=said,
+            server=server_of(settings),
         )
         with sending(store):
             interrupted = uvloop.run(supervise(harvester, progress.show))
+        progress.tell_model()
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         return report(done, settings, only=only, as_json=as_json)
+
+
+def server_of(settings: Settings) -> str | None:
+    """Address of the server that is to answer, as messages show it; None for an engine."""
+    if settings.endpoint is None or not settings.endpoint.startswith("http"):
+        return None
+    from conserve.hosts import server_root, without_login
+
+    return server_root(without_login(settings.endpoint))
 
 
 def begin(settings: Settings) -> str | None:

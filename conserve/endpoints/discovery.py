@@ -1,9 +1,10 @@
 """Finds out what kind a server is: co-serving, stock vLLM with priorities, or any with OpenAI's routes."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import msgspec
@@ -14,7 +15,7 @@ from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.endpoints.refusals import BUSY, error_message, redirected, untrusted
 from conserve.endpoints.window import ServerMetrics
-from conserve.errors import EndpointUnusable, one_line
+from conserve.errors import EndpointUnusable, ModelUnnamed, one_line
 from conserve.hosts import REPORT
 
 MOST_ROWS = 64  # at once, if the server does not say how many it runs
@@ -22,6 +23,7 @@ OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
 START_S = 60.0  # for the first answers of a server that may be under load
 LAST_REPORT = f"{REPORT}?within_s=1"  # the last report will do where the scheduler is in an iteration
+MOST_NAMED = 5  # models in a message
 REJECTED = (400, 422)
 LACKS_ROUTE = (404, 405, 501)
 LOGIN_SENT = "the login in it, which is sent in place of CONSERVE_API_KEY"
@@ -79,21 +81,30 @@ async def discover(
     most_rows: int | None,
     considerate: bool,
     listed_only: bool = False,
+    known: str | None = None,
 ) -> ServerFacts:
     """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
+
+    Without `model` it is the server's only one or, if it was `known` before and is still there, that one; several
+    raise `ModelUnnamed`. With `listed_only` it is one of a fleet, of `model` or else of the one that it lists first.
 
     With `considerate`, rows give way to live requests, and vLLM is asked by a request of one token whether it
     takes priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
     ones accept all, and heed them under that policy only.
     """
     try:
-        served = await served_models(client)
+        listed = await listed_models(client)
     except EndpointUnusable as error:
         if model is None or listed_only or error.status not in LACKS_ROUTE:
             raise
-        served = []
-    found = served[0] if model is None or (listed_only and model not in served) else model
+        listed = []
+    served = [one.id for one in listed]
     ours = await coserving(client)
+    found = model if model is not None else known if known in served else None
+    if listed_only and found not in served:
+        found = served[0]
+    elif found is None:
+        found = served[0] if ours is not None else only_model(base_url_of(client), listed)
     if ours is not None:
         await healthy(client)
         bears = 2 * ours.max_num_seqs
@@ -126,9 +137,11 @@ async def discover(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One entry of the list of models."""
+    """One entry of the list of models; `parent` is the model that an adapter is of, `root` the files of a model."""
 
     id: str
+    parent: Any = None
+    root: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +153,29 @@ class ServedModels:
 
 async def served_models(client: httpx.AsyncClient) -> list[str]:
     """Names of the models that the server lists, at least one; raises `EndpointUnusable`."""
+    return [one.id for one in await listed_models(client)]
+
+
+async def sole_model(client: httpx.AsyncClient) -> str:
+    """The model that the server has; raises `ModelUnnamed` for several, and as `served_models`."""
+    return only_model(base_url_of(client), await listed_models(client))
+
+
+def only_model(base_url: str, listed: Sequence[ServedModel]) -> str:
+    """The model of a server; raises `ModelUnnamed` if it has several, beside adapters and other names of one."""
+    own = [one for one in listed if not one.parent] or listed
+    if len({str(one.root or one.id) for one in own}) == 1:
+        return own[0].id
+    names = [one_line(one.id) for one in own[:MOST_NAMED]]
+    more = "" if len(own) <= MOST_NAMED else ", ..."
+    raise ModelUnnamed(
+        f"{base_url} serves {len(own)} models ({', '.join(names)}{more}); name the one that answers by --model "
+        "or CONSERVE_MODEL"
+    )
+
+
+async def listed_models(client: httpx.AsyncClient) -> list[ServedModel]:
+    """Models that the server lists, at least one; raises `EndpointUnusable`."""
     base_url, route = base_url_of(client), "/v1/models"
     try:
         reply = await look(client, "GET", route, seconds=START_S)
@@ -159,7 +195,7 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
         )
     try:
         found = msgspec.json.decode(reply.content, type=ServedModels | list[ServedModel])
-        served = [entry.id for entry in (found if isinstance(found, list) else found.data)]
+        served = found if isinstance(found, list) else found.data
     except UNREADABLE as error:
         said = f"{one_line(error)}: {excerpt(reply.content)}"
         raise EndpointUnusable(

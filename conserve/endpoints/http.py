@@ -78,8 +78,7 @@ class HttpEndpoint:
 
     A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
     `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
-    flight, `limits` each answer and all that are under way. With `listed_only`, a server that does not list `model`
-    is one of the model that it lists first.
+    flight, `limits` each answer and all that are under way. `listed_only` is as of `discover`.
     """
 
     def __init__(
@@ -215,14 +214,15 @@ class HttpEndpoint:
             most_rows=self._most_rows,
             considerate=self._considerate,
             listed_only=self._listed_only,
+            known=None if self._server is None or self._listed_only else self._server.model,
         )
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
         if self._server is None or server.identity != self._server.identity:
             self._culprit.forget()
             self._rejections.forget()
-        self._server, self._look_again = server, False
-        self.notice = server.notice(self.base_url, steady=self._steady)
+        notice = server.notice(self.base_url, steady=self._steady)
+        self._server, self._look_again, self.notice = server, False, notice
 
     async def _see_that_it_is_the_same(self, call: Call) -> None:
         """Ask again what the server is, after trouble or idle time; raises if the call was made for another."""

@@ -7,7 +7,7 @@ import httpx
 import msgspec
 
 from conserve.endpoints.answers import UNREADABLE
-from conserve.endpoints.discovery import served_models
+from conserve.endpoints.discovery import sole_model
 from conserve.endpoints.exchange import look, open_client
 from conserve.hosts import server_root, split_login
 
@@ -40,7 +40,7 @@ class ServerTokens:
         url = server_root(shown)
         client = open_client(url, api_key, transport, login=login, silent_s=ANSWER_S)
         try:
-            name = model or (await served_models(client))[0]
+            name = model or await sole_model(client)
             return cls(client, name, await context_of(client, name))
         except BaseException:
             await client.aclose()

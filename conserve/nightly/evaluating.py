@@ -14,6 +14,7 @@ from conserve.nightly.beginning import begun
 from conserve.nightly.holding import held
 from conserve.nightly.publishing import Published, key_of, published
 from conserve.nightly.running import Asking, Say, check, finished, overridden, plan_of_file
+from conserve.nightly.targets import bound_to
 
 
 def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
@@ -35,6 +36,8 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
                 raise UsageError(
                     f"{asking.file} is of {plan.name!r} now, while this run waited for {waited_for!r}; run it again"
                 )
+        for target in overridden(plan, asking.overrides).targets:
+            bound_to(settings, target)  # raises before a run is begun whose jobs no model could have
         run = begun(settings, asking, plan, text, now=time.time(), say=say)
         try:
             run = finished(settings, run, progress=asking.progress, say=say)

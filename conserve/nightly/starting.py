@@ -100,6 +100,7 @@ QUESTIONS: Mapping[str, tuple[str, str | None]] = {
     "expected": ("Column of the right answer", "answer"),
     "model": ("Model (a folder or hub id; empty for an endpoint or the settings)", ""),
     "endpoint": ("Endpoint (an address; empty for none)", ""),
+    "served": ("Its model, as it lists it (empty if it has one alone)", ""),
     "limit": ("Number of questions a night (0 for all)", "200"),
 }
 """Questions on a terminal, and the default answer of each."""

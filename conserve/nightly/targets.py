@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from conserve.api.portal import portal
 from conserve.api.running import ADDRESSES
 from conserve.config import Settings, model_name
-from conserve.errors import ConserveError, SettingsError, UsageError
+from conserve.errors import ConserveError, ModelUnnamed, SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.hosts import server_root, split_login, without_login
 
@@ -62,9 +62,10 @@ def with_target(settings: Settings, target: ModelTarget) -> Settings:
 def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     """Model that a target's jobs are bound to; None for any.
 
-    A job that is bound to none is taken by the first harvester of the store that comes, whatever its model.
+    A job that is bound to none is taken by the first harvester of the store that comes, whatever its model. Raises
+    `ModelUnnamed` for a server of several models where none is named.
     """
-    from conserve.endpoints.discovery import served_models
+    from conserve.endpoints.discovery import sole_model
 
     asked = with_target(settings, target)
     model = asked.model
@@ -73,7 +74,7 @@ def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     elif asked.endpoint is None:
         model = asked.engine_model
     elif model is None and asked.endpoint.startswith("http"):
-        model = next(iter(told_by(asked.endpoint, settings.api_key, served_models) or ()), None)
+        model = told_by(asked.endpoint, settings.api_key, sole_model)
     return None if model is None else model_name(model)
 
 
@@ -91,7 +92,7 @@ def asked_once(settings: Settings) -> ModelAsked:
 def told_by(
     endpoint: str, api_key: str | None, ask: "Callable[[httpx.AsyncClient], Awaitable[T]]"
 ) -> T | None:
-    """Answer of a server to these requests; None if no server answers."""
+    """Answer of a server to these requests; None if no server answers. Raises `ModelUnnamed`."""
     from conserve.endpoints.exchange import open_client
 
     async def told() -> T:
@@ -101,5 +102,7 @@ def told_by(
 
     try:
         return portal.submit(told()).result()
+    except ModelUnnamed:
+        raise
     except ConserveError:
         return None

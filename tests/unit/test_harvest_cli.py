@@ -20,7 +20,7 @@ from conserve.config import Settings, load
 from conserve.jobs.harvest.tally import Tally
 from conserve.store.books.readings import JobReading, read_jobs
 from tests.acceptance.aimed import Shot
-from tests.acceptance.scripted_server import ScriptedServer
+from tests.acceptance.scripted_server import Script, ScriptedServer
 from tests.commands import conserve, ended, threads_of, until
 from tests.conftest import StartForked, WriteInput
 from tests.tiers import in_full
@@ -54,6 +54,22 @@ def test_until_empty_ends_with_the_queue(
     again = conserve("harvest", "--endpoint", server.url, "--until-empty", "--json")
     assert (again.returncode, "nothing to run" in again.stderr) == (0, True)
     assert json.loads(again.stdout)["jobs"] == {}
+
+
+@pytest.mark.parametrize(
+    "words", [("run",), ("run", "--dry-run"), ("harvest", "--until-empty"), ("harvest",)], ids=" ".join
+)
+def test_of_a_server_of_several_models_one_must_be_named(
+    write_input: WriteInput, words: tuple[str, ...]
+) -> None:
+    job_id = submit(write_input(q=["a", "b"]))
+    with ScriptedServer(Script(models=("embedder", "chat"), coserves=False)) as server:
+        done = conserve(*words, "--endpoint", server.url)
+        assert (done.returncode, f"{server.url} serves 2 models (embedder, chat); name" in done.stderr) == (2, True)
+        assert (server.requests, states()) == ([], ["queued"])
+        done = conserve("run", "--endpoint", server.url, "--model", "chat")
+        assert (done.returncode, f"chat at {server.url} answers the rows\n" in done.stderr) == (0, True)
+    assert json.loads(conserve("status", job_id, "--json").stdout)["model"] == "chat"
 
 
 def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(

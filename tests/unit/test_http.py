@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from conserve.endpoints.discovery import Mode, ServerFacts
+from conserve.endpoints.discovery import Mode, ServerFacts, discover
 from conserve.endpoints.exchange import SILENT_S, AnswerLimits, open_client
 from conserve.endpoints.handing import TURN_S
 from conserve.endpoints.http import PIECE_TOKENS, HttpEndpoint
@@ -35,6 +35,7 @@ from conserve.errors import (
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
+    ModelUnnamed,
     RequestRejected,
     SettingsError,
 )
@@ -1159,6 +1160,58 @@ def test_a_server_without_a_list_of_models_serves_the_one_that_is_named(status: 
 
 def test_a_bare_list_of_models_is_read_too() -> None:
     assert first_contact({"/v1/models": httpx.Response(200, json=[{"id": "served"}])}).model == "served"
+
+
+A, B, ADAPTER = {"id": "a"}, {"id": "b"}, {"id": "lora", "parent": "a", "root": "/loras/one"}
+
+
+def found_model(listed: list[dict[str, Any]], *, coserves: bool = False, **asked: Any) -> str:
+    """Model of a server that lists these."""
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": listed})
+        report = coserves and request.url.path in ("/v1/conserve", "/health")
+        return httpx.Response(200, json=COSERVING) if report else httpx.Response(404)
+
+    async def go() -> str:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(serve), base_url="http://server"
+        ) as client:
+            return (await discover(client, most_rows=None, considerate=False, **{"model": None, **asked})).model
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("listed", "asked", "model"),
+    [
+        ([A], {}, "a"),
+        ([A, ADAPTER], {}, "a"),
+        ([ADAPTER, A], {}, "a"),
+        ([ADAPTER], {}, "lora"),
+        ([A | {"root": "/m"}, B | {"root": "/m"}], {}, "a"),
+        ([A, B], {"model": "b"}, "b"),
+        ([A, B], {"known": "b"}, "b"),
+        ([A, B], {"listed_only": True}, "a"),
+        ([A, B], {"listed_only": True, "model": "c"}, "a"),
+        ([A, B], {"coserves": True}, "a"),
+    ],
+)
+def test_the_model_of_a_server_is_the_one_that_is_named_or_its_only_one(
+    listed: list[dict[str, Any]], asked: dict[str, Any], model: str
+) -> None:
+    """Adapters, and several names of the same files, are no other models."""
+    assert found_model(listed, **asked) == model
+
+
+def test_of_several_models_one_must_be_named() -> None:
+    named = r"http://server serves 2 models \(a, b\); name the one that answers by --model or CONSERVE_MODEL"
+    for asked in ({}, {"known": "c"}):
+        with pytest.raises(ModelUnnamed, match=named):
+            found_model([A, B, ADAPTER], **asked)
+    with pytest.raises(ModelUnnamed, match=r"serves 83 models \(m0, m1, m2, m3, m4, \.\.\.\)"):
+        found_model([{"id": f"m{n}", "root": None} for n in range(83)])
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])

@@ -22,6 +22,7 @@ import pytest
 
 from conserve import owners
 from conserve.api.servers import STOCK
+from conserve.cli import evaluation_setup
 from conserve.config import load
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
@@ -360,6 +361,17 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
     assert commands.conserve("eval", "run", str(file), "--check").returncode == 0
     assert commands.conserve("eval", "init", str(tmp_path / "x.toml")).returncode == 2
+
+
+def test_init_asks_for_the_model_of_an_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nightly_files.written(tmp_path)
+    asked = {"Its model, as it lists it (empty if it has one alone)": "chat"}
+    monkeypatch.setattr(evaluation_setup.sys, "stdin", Mock(isatty=lambda: True))
+    monkeypatch.setattr(evaluation_setup.typer, "prompt", lambda words, *, default, **_: asked.pop(words, default))
+    file = tmp_path / "n.toml"
+    evaluation_setup.init(file, data="questions.jsonl", endpoint="http://gpu1:8000")
+    (target,) = plan_of(file.read_text()).targets
+    assert (target.endpoint, target.model, asked) == ("http://gpu1:8000", "chat", {})
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ def test_an_endpoint_without_a_model_is_asked_which_it_has() -> None:
         assert bound_to(load(), ModelTarget(model="m", endpoint=server.url)) == "m"
 
 
+def test_a_night_on_a_server_of_several_models_begins_only_with_one_of_them(tmp_path: Path) -> None:
+    file = nightly_files.written(tmp_path, rows=2)
+    with ScriptedServer(Script(models=("a", "b"), coserves=False)) as server:
+        done = commands.conserve("eval", "run", str(file), "--endpoint", server.url)
+        assert (done.returncode, f"{server.url} serves 2 models (a, b); name" in done.stderr) == (2, True)
+        assert "there are no runs" in commands.conserve("eval", "list").stderr
+        assert bound_to(load(), ModelTarget(model="b", endpoint=server.url)) == "b"
+
+
 def suite_night(folder: Path, wait: Callable[..., object], target: ModelTarget = TARGET) -> SuiteNight:
     """A night of one suite whose rounds are this function."""
     (suite,), rounds, settings = plan_of(nightly_files.PLAN).suites, Mock(wait=wait), load()

@@ -27,6 +27,7 @@ from conserve.errors import (
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
+    ModelUnnamed,
     ServerLost,
 )
 from conserve.jobs.deadlines.work import computed_tokens
@@ -142,7 +143,8 @@ class Fleet:
             return
         error = self.servers.roster.failure or self.servers.none_left(now_s())
         if not self._patient:
-            raise EndpointUnusable(str(error), status=error.status) from error
+            unnamed = next((one.error for one in self.servers if isinstance(one.error, ModelUnnamed)), None)
+            raise (unnamed or EndpointUnusable(str(error), status=error.status)) from error
         self._warn(f"{error}; waiting for one")
         await self._some_ready.wait()
 
