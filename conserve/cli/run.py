@@ -39,6 +39,7 @@ from conserve.store.books.readings import JobReading, job_named, read_jobs
 from conserve.store.books.states import ENDED_EARLY, GOING, JobState
 
 if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Endpoint
     from conserve.jobs.harvest.harvester import Harvester
 
 EXAMPLE = """
@@ -180,7 +181,12 @@ def drain(
     with telemetry(settings, "run") as watching, contextlib.closing(Store.open(settings)) as store:
         endpoint = make_endpoint(settings, flags, pace, most_rows=window, say=output.say)
         harvester = harvester_of(
-            store, endpoint, settings, only, rebind=binding.rebind, observer=watching.observer
+            store,
+            of_first_rows(endpoint, settings, waiting),
+            settings,
+            only,
+            rebind=binding.rebind,
+            observer=watching.observer,
         )
         watching.watch(harvester)
         begun = time.monotonic()
@@ -196,6 +202,16 @@ def drain(
         progress.tell_model()
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         return report(done, settings, only=only, as_json=as_json)
+
+
+def of_first_rows(endpoint: "Endpoint", settings: Settings, waiting: list[JobReading]) -> "Endpoint":
+    """Endpoint of a server that stops the run where the first rows of a new job are all refused alike."""
+    new = [reading.id for reading in waiting if not reading.done]
+    if server_of(settings) is None or not new:
+        return endpoint
+    from conserve.jobs.harvest.first_rows import FirstRowsEndpoint
+
+    return FirstRowsEndpoint(endpoint, new)
 
 
 def server_of(settings: Settings) -> str | None:
@@ -284,6 +300,12 @@ def say_how_they_stand(settings: Settings, readings: list[JobReading]) -> None:
         query = "select error, count(*) as rows, min(row_index) as first from results where error is not null"
         output.say(f'why rows failed: conserve sql {jobs} "{query} group by all"')
         again = [r.id for r in readings if retriable(settings, r) == "failed rows"]
+        unanswered = [r.id for r in readings if r.id in again and r.failed == r.rows]
+        if unanswered and server_of(settings) is not None:
+            output.say(
+                f"no row of {' '.join(unanswered)} was answered; where a parameter is refused, submit the rows with "
+                "another one (as --param max_completion_tokens=N in place of --max-tokens N)"
+            )
         if again:
             output.say(f"then try them again with: conserve retry {' '.join(again)}")
     expired = " ".join(reading.id for reading in readings if reading.state == JobState.EXPIRED)

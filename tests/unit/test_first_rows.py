@@ -1,0 +1,101 @@
+"""A run stops where the first rows of a job are refused in the same words: its parameters are at fault."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from conserve.cli.run import of_first_rows
+from conserve.config import load
+from conserve.endpoints.fake import FakeEndpoint
+from conserve.endpoints.http import HttpEndpoint
+from conserve.errors import EndpointUnusable
+from conserve.jobs.harvest.first_rows import FIRST_ROWS, FirstRowsEndpoint
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from tests import virtual_time
+from tests.conftest import WriteInput
+from tests.store_rows import job
+
+ROWS = 100
+UNSUPPORTED = "Unsupported parameter: 'max_tokens' is not supported with this model."
+
+
+class Choosy:
+    """A server that rejects each row in the words that a function of its text returns, if it returns any."""
+
+    def __init__(self, words: Callable[[str], str | None]) -> None:
+        self.words, self.rows = words, 0
+
+    def serve(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            known = request.url.path == "/v1/models"
+            return httpx.Response(200 if known else 404, json={"data": [{"id": "served"}]})
+        body = json.loads(request.content)
+        if body.get("max_tokens") == 1 or body.get("max_completion_tokens") == 1:  # a small request
+            return httpx.Response(200, json={"choices": [{"message": {"content": "a"}}]})
+        self.rows += 1
+        words = self.words(body["messages"][0]["content"])
+        if words is not None:
+            return httpx.Response(400, json={"error": {"message": words}})
+        return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+
+    def endpoint(self) -> HttpEndpoint:
+        return HttpEndpoint("http://server", transport=httpx.MockTransport(self.serve), most_rows=4)
+
+
+@pytest.fixture
+def job_id(store: Store, write_input: WriteInput) -> str:
+    rows = str(write_input(q=[f"{n:03}" for n in range(ROWS)]))
+    return submit(store, rows, Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
+
+
+def run(store: Store, server: Choosy, *new: str) -> None:
+    async def go() -> None:
+        clock = asyncio.get_running_loop().time
+        await Harvester(store, FirstRowsEndpoint(server.endpoint(), new), clock=clock).run(asyncio.Event())
+
+    virtual_time.run(go())
+
+
+def test_a_run_stops_where_the_first_rows_are_refused_in_the_same_words(store: Store, job_id: str) -> None:
+    server = Choosy(lambda _: UNSUPPORTED)
+    with pytest.raises(EndpointUnusable, match=f"(?s)first {FIRST_ROWS} rows of job {job_id}.*{UNSUPPORTED[:40]}"):
+        run(store, server, job_id)
+    assert (job(store, job_id).state, job(store, job_id).failed) == (JobState.QUEUED, FIRST_ROWS - 1)
+    assert server.rows < FIRST_ROWS + 4
+    run(store, server)  # as the message says: the others are sent all the same
+    assert job(store, job_id).failed == ROWS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda text: None if text == "003" else UNSUPPORTED,
+        lambda text: f"{UNSUPPORTED} ({text})",
+    ],
+    ids=["one is answered", "other words"],
+)
+def test_rows_that_are_at_fault_themselves_fail_alone(
+    store: Store, job_id: str, words: Callable[[str], str | None]
+) -> None:
+    run(store, Choosy(words), job_id)
+    assert job(store, job_id).state is JobState.COMPLETED
+
+
+def test_jobs_of_which_rows_are_done_are_not_watched(store: Store, job_id: str) -> None:
+    settings = load({"endpoint": "http://server"})
+    endpoint = FakeEndpoint()
+    waiting = read_jobs(settings, now=time.time())
+    assert isinstance(of_first_rows(endpoint, settings, waiting), FirstRowsEndpoint)
+    assert of_first_rows(endpoint, load({"endpoint": "fake:"}), waiting) is endpoint
+    with store.write() as tx:
+        tx.exec_driver_sql("update job set failed = 1")
+    assert of_first_rows(endpoint, settings, read_jobs(settings, now=time.time())) is endpoint
