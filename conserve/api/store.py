@@ -115,7 +115,8 @@ class Store:
     def job(self, name: str) -> Job:
         """Job with this id, or the only one whose id begins so, or the newest of this name; "last" is the newest.
 
-        Raises `JobNotFound`, which names the nearest.
+        Others may have queued jobs of this name too; `jobs(tags=...)` finds those of a tag. Raises `JobNotFound`,
+        which names the nearest.
         """
         known = read_jobs(self._settings, now=time.time())
         same = namesakes([reading.id for reading in known], name)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import conserve
+
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOK = REPOSITORY / "examples" / "from-python.ipynb"
 KERNEL = {"nbclient", "nbformat", "ipykernel"}
@@ -64,10 +66,14 @@ def executed(cell: str, names: dict[str, Any]) -> None:
 
 def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(NOTEBOOK.parent)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in cells():
-        executed(cell, names)
-    assert names["answers"].num_rows == 20
+    others = conserve.open().submit([{"q": "of another"}], prompt="{{ q }}", name="gsm8k")
+    for _ in range(2):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        for cell in cells():
+            executed(cell, names)
+        assert names["answers"].num_rows == 20
+    assert others.progress().done == 0, "a job of that name is not the notebook's"
+    assert len(conserve.open().jobs(tags={"notebook": "gsm8k"})) == 1
 
 
 @pytest.mark.full
