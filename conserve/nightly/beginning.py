@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from conserve.api.job import Job
 from conserve.config import Settings
-from conserve.errors import JobNotFound, JobRefused
+from conserve.errors import JobNotFound, JobRefused, UsageError
 from conserve.evals.plan import ModelTarget, NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
@@ -29,13 +29,19 @@ def begun(
 
     Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
     A run that failed, and has answers to score or jobs that were put back, goes on with the file as it is now. Its
-    open jobs are cancelled where another one begins in its place.
+    open jobs are cancelled where another one begins in its place. Raises `UsageError` where the run that has not ended
+    is of another file.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:
         changed = (left.plan, dict(left.overrides)) != (text, dict(asking.overrides))
         young = now - left.began_at <= plan.resume_s
         if young and not asking.anew and (not changed or has_answers(settings, left, now=now)):
+            if is_of_another_file(left, asking, text):
+                raise UsageError(
+                    f"{plan.name!r} is the name of a file in {left.folder} too, whose run {left.id} has not ended; "
+                    f"give {asking.file} another `name`, since runs of one name are one history"
+                )
             say(f"going on with {left.id}, which has {len(left.suites)} of {len(plan.standards())} suites")
             if changed:
                 say(
@@ -45,7 +51,8 @@ def begun(
         why = "a new one is asked for" if asking.anew else OLD if not young else CHANGED
         give_up(settings, left, why, now=now, say=say)
     elif (failed := failed_last(settings, plan)) is not None:
-        if not asking.anew and can_go_on(settings, asking, plan, text, failed, now=now):
+        is_ours = not is_of_another_file(failed, asking, text)
+        if is_ours and not asking.anew and can_go_on(settings, asking, plan, text, failed, now=now):
             say(f"going on with {failed.id}: its answers are kept and scored anew; ask all again with: --new")
             run = replace(
                 failed,
@@ -58,8 +65,21 @@ def begun(
             )
             keeping.write(settings.home, run)
             return run
-        if cancel_open(settings, failed, now=now):
+        if is_ours and cancel_open(settings, failed, now=now):
             say(f"the open jobs of {failed.id}, which failed, are cancelled")
+    return new_run(settings, asking, plan, text, now=now, say=say)
+
+
+def new_run(
+    settings: Settings, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say
+) -> RunRecord:
+    """Begin a run; a sentence tells of an earlier one that is of another file of this name."""
+    known = keeping.runs(settings.home, plan.name)
+    if known and is_of_another_file(known[-1], asking, text):
+        say(
+            f"{known[-1].id}, the last run of {plan.name!r}, was of a file in {known[-1].folder}: both are one "
+            f"history; if {asking.file} is another evaluation, give it another `name`"
+        )
     run = RunRecord(
         id=keeping.new_id(settings.home, plan.name, now=now),
         token=secrets.token_hex(4),
@@ -77,6 +97,11 @@ def begun(
 def folder_of(asking: Asking) -> str:
     """Folder that relative paths of the file begin at."""
     return str(asking.file.parent.absolute())
+
+
+def is_of_another_file(run: RunRecord, asking: Asking, text: str) -> bool:
+    """True for a run of another file of this name: of other contents, in another folder."""
+    return run.plan != text and run.folder != folder_of(asking)
 
 
 def failed_last(settings: Settings, plan: NightlyPlan) -> RunRecord | None:

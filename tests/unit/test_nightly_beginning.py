@@ -480,3 +480,33 @@ def test_a_night_without_any_answer_is_asked_again(file: Path, monkeypatch: pyte
     monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
     assert night(file).returncode == 0
     assert states() == ["failed", "finished"]
+
+
+def of_the_same_name(folder: Path) -> Path:
+    """Another evaluation of this name, in a folder of its own."""
+    folder.mkdir()
+    return nightly_files.written(folder, rows=ROWS, suites=("sql", "python"))
+
+
+def test_a_run_of_another_file_of_this_name_is_not_gone_on_with(file: Path, tmp_path: Path) -> None:
+    other, settings = of_the_same_name(tmp_path / "other"), conserve.open()._settings
+    asking = Asking(file=file, overrides={})
+    run = begun(settings, asking, *plan_of_file(file), now=1e9, say=print)
+    job = conserve.open().submit([{"q": "x"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
+    job.run(endpoint="fake:", progress=False)
+    theirs = Asking(file=other, overrides={})
+    with pytest.raises(UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"):
+        begun(settings, theirs, *plan_of_file(other), now=1e9, say=print)
+    assert states() == ["stopped"]
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / file.name).write_text(file.read_text())
+    again = Asking(file=moved / file.name, overrides={})
+    assert begun(settings, again, *plan_of_file(again.file), now=1e9, say=print).id == run.id, "only its folder moved"
+
+
+def test_runs_of_two_files_of_one_name_are_said_to_be_one_history(file: Path, tmp_path: Path) -> None:
+    assert night(file, "--endpoint", GOOD).returncode == 0
+    done = night(of_the_same_name(tmp_path / "other"), "--endpoint", GOOD)
+    assert f"the last run of 'small', was of a file in {file.parent}: both are one history" in done.stderr
+    assert "both are one history" not in night(tmp_path / "other" / file.name, "--endpoint", GOOD).stderr
