@@ -7,7 +7,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context, job_ids
-from conserve.cli.takers import taker, what_runs
+from conserve.cli.takers import Taker, taker, what_runs
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
@@ -46,7 +46,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
     from conserve.store.books.shards import retry_failed
 
     context: Context = ctx.obj
-    taken: list[str | None] = []  # URL of the server that takes its rows, for each job
+    taken: list[Taker | None] = []  # for each job
     with context.store() as store:
         with store.read() as tx:
             wanted = [catalog.get(tx, job) for job in jobs]

@@ -14,7 +14,7 @@ from conserve.cli.deadline import By, OnLateFlag, Within, say_push
 from conserve.cli.due import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
-from conserve.cli.takers import taker, what_runs
+from conserve.cli.takers import Taker, taker, what_runs
 from conserve.config import Settings
 from conserve.errors import ConserveError, one_line
 
@@ -199,11 +199,11 @@ def preview(
     show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
-def tell(done: "Submitted", name: str | None, served_at: str | None) -> None:
+def tell(done: "Submitted", name: str | None, found: Taker | None) -> None:
     """Print what was queued, who runs it, and what it is called if that is not this name."""
     if name is not None and (sentence := renamed(name)) is not None:
         output.say(sentence)
-    output.say(f"queued {output.count(done.rows, 'row')}; {what_runs(served_at)}")
+    output.say(f"queued {output.count(done.rows, 'row')}; {what_runs(found)}")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
     if (sentence := unanswerable(done)) is not None:

@@ -1,6 +1,7 @@
-"""Running servers that take the rows of a new job without another command."""
+"""Running servers and harvesters that take the rows of a new job without another command."""
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conserve.config import Settings
@@ -13,32 +14,45 @@ if TYPE_CHECKING:
 TAKES = ("serving", "busy")  # states of a server whose harvester sends it rows
 
 
-def taker(settings: Settings, store: "Store", model: str | None) -> str | None:
-    """URL of a `conserve serve` over this store whose harvester takes rows of this model; None without one.
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """A server at this URL that gets rows: of `conserve serve`, or of a `conserve harvest` beside another one."""
 
-    A `conserve harvest` beside no such server does not count: it may be for other jobs alone.
-    """
-    served = {server.url for server in running(settings)}
-    if not served:
-        return None
+    url: str
+    is_own: bool
+    """True for `conserve serve`, whose harvester takes all jobs; another may be for named jobs alone."""
+
+
+def taker(settings: Settings, store: "Store", model: str | None) -> Taker | None:
+    """The server over this store that gets rows of this model, `conserve serve` before others; None without one."""
     from conserve.jobs.harvest.notes import of_this_machine
     from conserve.store.books import servers
 
+    served = {server.url for server in running(settings)}
     shown = {name: url for url in served for name in (url, of_this_machine(url))}
     try:
         with store.read() as tx:
             seen, now = servers.everything(tx), servers.moment(tx, time.time())
     except StoreError:  # the job is queued, whatever else the store does now
         return None
-    for server in seen:
-        fed = any(one.is_fresh(now) and one.state in TAKES for one in server.feedings)
-        if server.url in shown and fed and server.drained_at is None and model in (None, server.model):
-            return shown[server.url]
-    return None
+    fed = [
+        server.url
+        for server in seen
+        if server.drained_at is None
+        and model in (None, server.model)
+        and any(one.is_fresh(now) and one.state in TAKES for one in server.feedings)
+    ]
+    own = next((shown[url] for url in fed if url in shown), None)
+    if own is not None:
+        return Taker(own, is_own=True)
+    return Taker(fed[0], is_own=False) if fed else None
 
 
-def what_runs(served_at: str | None) -> str:
-    """Clause on what runs queued rows: the server at this URL, or a command that the user has yet to give."""
-    if served_at is None:
+def what_runs(found: Taker | None) -> str:
+    """Clause on what runs queued rows: a server that gets them, or a command that the user has yet to give."""
+    if found is None:
         return "run them with: conserve run"
-    return f"{served_at} takes them; watch with: conserve status --watch"
+    takes = f"{found.url} takes them"
+    if not found.is_own:
+        takes = f"the harvester of {found.url} takes them, unless it is for named jobs alone"
+    return f"{takes}; watch with: conserve status --watch"

@@ -481,8 +481,11 @@ def test_a_submit_names_the_server_that_takes_the_rows(store: Store) -> None:
         return conserve("submit", "-", "--prompt", "{{ q }}", *words, stdin=rows).stderr.splitlines()[0]
 
     here, by_hand = "http://127.0.0.1:8000", "queued 1 row; run them with: conserve run"
+    assert said() == by_hand
     note(store, sighting(here), now=time.time())
-    assert said() == by_hand, "a harvester that may be for other jobs"
+    feeds = f"the harvester of {here} takes them, unless it is for named jobs alone"
+    assert said() == f"queued 1 row; {feeds}; watch with: conserve status --watch"
+    assert said("--model", "another") == by_hand
     with services.announce(load(), here):
         assert said() == f"queued 1 row; {here} takes them; watch with: conserve status --watch"
         assert said("--model", "another") == by_hand
