@@ -183,9 +183,24 @@ def submit(
         if name and done.namesakes:
             output.say(taken(name, done))
         tell(done, name, taker(context.settings(), store, model))
+        if (warning := of_another_database(store)) is not None:
+            output.say(f"warning: {warning}")
         say_push(due.on_late)
         if due.warning:
             output.say(f"warning: {due.warning}")
+
+
+def of_another_database(store: "Store") -> str | None:
+    """Doubt about a job in a home's own database where the home is that of another one too."""
+    from conserve.store.database import lineage
+
+    others = [] if "://" in store.place else lineage.elsewhere(store.home)
+    if not others:
+        return None
+    return (
+        f"the job is in {store.home / store.place}, and the queue of this folder was in {others[-1]}; harvesters there "
+        "do not take it: set CONSERVE_STORE"
+    )
 
 
 def preview(

@@ -288,6 +288,19 @@ def test_commands_on_all_that_a_store_holds_make_none(
     assert "there is no store" not in conserve("check", CONSERVE_HOME=str(typed)).stderr
 
 
+def test_a_job_beside_the_queue_of_its_folder_is_warned_of(
+    write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a shell lacks the variable that the service has."""
+    path = str(write_input(q=["a"]))
+    words = ("submit", path, "--prompt", "{{ q }}")
+    assert "warning" not in conserve(*words).stderr
+    database = f"sqlite:///{tmp_path / 'team.db'}"
+    assert "warning" not in conserve(*words, CONSERVE_STORE=database).stderr
+    said = f"was in {database}; harvesters there do not take it: set CONSERVE_STORE"
+    assert said in conserve(*words).stderr
+
+
 @pytest.mark.parametrize("words", [["status"], ["jobs"]])
 def test_a_command_says_whose_jobs_it_is_about_where_a_folder_and_a_database_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]

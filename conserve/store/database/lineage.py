@@ -43,6 +43,12 @@ def left(home: Path, at: str) -> list[str]:
     return [one for one in listed(found, at) if one not in gone]
 
 
+def elsewhere(home: Path) -> list[str]:
+    """Addresses of databases outside of the home whose jobs' files it has."""
+    found = read(home)
+    return [at for at in found if "://" in at and listed(found, at)]
+
+
 def require_store(settings: Settings) -> None:
     """Raise `StoreError` if nothing of a store is at the place of the settings, where a command would make one."""
     file, home = settings.sqlite_file, settings.home
