@@ -23,6 +23,7 @@ from conserve.hosts import server_root, split_login
 
 EXAMPLE = """
 conserve doctor
+conserve doctor --endpoint http://localhost:8000
 conserve doctor --json
 """
 
@@ -31,12 +32,16 @@ Findings = Generator[Finding, None, float | None]
 
 def doctor(
     ctx: typer.Context,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Server to try instead of the engine (CONSERVE_ENDPOINT).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False,
 ) -> None:
     """Try the engine, the endpoint, the store and the machine; exits 1 if something needs mending."""
     context: Context = ctx.obj
     findings = []
-    for finding in examined(context.settings()):
+    for finding in examined(context.settings(endpoint=endpoint, api_key=api_key)):
         findings.append(finding)
         if not as_json:
             show(finding)

@@ -30,7 +30,12 @@ conserve results gsm8k-k3f9 --format dataset -o s3://team/answers
 """
 
 FORMATS = ("parquet", "jsonl", "csv", "openai")
-NEXT = {JobState.QUEUED: "run", JobState.PAUSED: "resume", JobState.EXPIRED: "retry"}
+NEXT = {
+    JobState.QUEUED: "run",
+    JobState.PAUSED: "resume",
+    JobState.FAILED: "resume",
+    JobState.EXPIRED: "retry",
+}
 """Commands by which a job without all answers goes on."""
 TABLES = ("dataset", "delta")  # folders of files
 

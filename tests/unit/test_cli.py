@@ -135,6 +135,9 @@ def test_answers_of_a_job_that_is_not_done_come_with_the_command_that_goes_on(
     assert conserve("results", "last").stderr == so_far.format("queued", "run")
     conserve("pause", job_id)
     assert conserve("results", "last").stderr == so_far.format("paused", "resume")
+    with closing(Store.open(load())) as store, store.write() as tx:
+        tx.exec_driver_sql("update job set state = 'failed'")
+    assert conserve("results", "last").stderr == so_far.format("failed", "resume")
 
 
 def test_a_template_that_cannot_be_read_is_named_once(write_input: WriteInput, tmp_path: Path) -> None:

@@ -255,6 +255,11 @@ def asked(**given: str) -> list[Finding]:
     return asyncio.run(doctor.endpoints(load(given, environ={})))
 
 
+def test_an_endpoint_is_tried_by_its_flag(keyed: str) -> None:
+    done = conserve("doctor", "--endpoint", keyed, "--api-key", "right")
+    assert f"{keyed} serves m-7b\n" in done.stdout
+
+
 def test_an_endpoint_is_asked_with_the_key_that_a_harvester_sends(keyed: str, tmp_path: Path) -> None:
     serves = Finding("endpoint", f"{keyed} serves m-7b")
     assert asked(endpoint=f"{keyed}/v1/", api_key="right") == [serves]
