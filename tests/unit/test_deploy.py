@@ -259,6 +259,14 @@ def schema() -> dict[str, Any]:
     return found
 
 
+def test_the_page_names_servers_of_other_namespaces_with_theirs() -> None:
+    """The release's own is made by the command, so it has none."""
+    page = (DOCS / "how-to/kubernetes.md").read_text()
+    found = re.findall(r"http://(vllm[\w.]*):8000", page)
+    assert found
+    assert {name.partition(".")[2] for name in found} == {"search"}
+
+
 def test_every_value_has_a_default_and_a_description() -> None:
     found = list(values())
     assert len(found) > 60

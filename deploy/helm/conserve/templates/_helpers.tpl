@@ -197,7 +197,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- fail "one pod alone can mount a ReadWriteOncePod volume: enable one part, or set store.accessMode to ReadWriteOnce" -}}
 {{- end -}}
 {{- if and $values.harvester.enabled (not $values.harvester.endpoints) (not $values.harvester.discover) -}}
-{{- fail "harvester.endpoints is empty: name the servers, e.g. --set 'harvester.endpoints={http://vllm:8000}'" -}}
+{{- fail "harvester.endpoints is empty: name the servers, e.g. --set 'harvester.endpoints={http://vllm.NAMESPACE:8000}'" -}}
 {{- end -}}
 {{- if and $values.server.enabled (not $values.server.model) -}}
 {{- fail "server.model is empty: set a hub id or a folder" -}}
