@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from conserve.cli.signals import end_as_first_process
 from conserve.config import variables
 from conserve.engine.service import DRAIN_S, HARVESTER_S
 from tools.deploy.chart import CHART, GLOBAL, SETS, objects, values
+from tools.deploy.check import LEAST
 from tools.deploy.dockerfile import DOCKERFILE, ROOT, instructions, sent
 from tools.deploy.rendered import faults
 from tools.docs.generated import DOCS
@@ -333,6 +335,32 @@ def test_prometheus_sends_a_server_its_own_key_and_the_api_one_of_the_store() ->
             one["metadata"]["name"]: one["spec"]["endpoints"][0]["authorization"]["credentials"]["name"]
             for one in monitors
         } == {"night-conserve-server": right, "night-conserve-api": "conserve-metrics"}
+
+
+@pytest.mark.parametrize(
+    ("more", "needs"),
+    [
+        ({}, False),
+        ({"server": {"enabled": True, "model": "m", "keySecret": {"name": "vllm", "key": "key"}}}, False),
+        ({"server": {"enabled": True, "model": "m"}}, True),
+        ({"api": {"enabled": True}}, True),
+    ],
+    ids=["harvester", "server with a key", "server", "api"],
+)
+def test_prometheus_needs_a_key_only_for_what_asks_for_one(more: dict[str, Any], needs: bool) -> None:
+    helm = pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    metrics = {"metrics": {"serviceMonitor": True}}
+    with pytest.raises(helm.HelmError, match="keySecret") if needs else nullcontext():
+        assert any(one["kind"] == "PodMonitor" for one in objects({**LEAST, **more, **metrics}))
+
+
+def test_the_check_of_the_key_is_of_the_parts_that_ask_for_one() -> None:
+    """Without Helm's engine: the sentence's condition names them."""
+    check = (CHART / "templates/_helpers.tpl").read_text().partition("Prometheus needs a key")[0]
+    condition = check[check.rindex("$keyless :=") :]
+    assert {".api.enabled", ".server.enabled", ".server.keySecret.name", ".metrics.open"} <= set(
+        re.findall(r"\$values((?:\.\w+)+)", condition)
+    )
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])

@@ -35,7 +35,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({**LEAST, "api": {"enabled": True}, "store": {"accessMode": "ReadWriteOncePod"}}, "ReadWriteOncePod"),
     ({**LEAST, "server": {"enabled": True}}, "server.model"),
-    ({**LEAST, "metrics": {"serviceMonitor": True}}, "metrics.keySecret.name"),
+    ({**LEAST, "api": {"enabled": True}, "metrics": {"serviceMonitor": True}}, "metrics.keySecret.name"),
     ({**LEAST, "harvester": {"enabled": False}}, "nothing to install"),
     ({**LEAST, "harvester": {"endpoint": "http://vllm:8000"}}, "endpoint"),
     ({**LEAST, "server": {"keySecret": {"value": "secret"}}}, "value"),

@@ -202,7 +202,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if and $values.server.enabled (not $values.server.model) -}}
 {{- fail "server.model is empty: set a hub id or a folder" -}}
 {{- end -}}
-{{- if and $values.metrics.serviceMonitor (not $values.metrics.open) (not $values.metrics.keySecret.name) -}}
+{{- $keyless := and $values.server.enabled (not $values.server.keySecret.name) -}}{{/* harvesters ask for no key */}}
+{{- $asks := and $values.metrics.serviceMonitor (or $values.api.enabled $keyless) -}}
+{{- if and $asks (not $values.metrics.open) (not $values.metrics.keySecret.name) -}}
 {{- fail "Prometheus needs a key for /metrics: set metrics.keySecret.name, or metrics.open" -}}
 {{- end -}}
 {{- end -}}
