@@ -33,7 +33,8 @@ Findings = Generator[Finding, None, float | None]
 def doctor(
     ctx: typer.Context,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Server to try instead of the engine (CONSERVE_ENDPOINT).")
+        str | None,
+        typer.Option(metavar="URL", help="Server to try instead of the engine (CONSERVE_ENDPOINT)."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False,

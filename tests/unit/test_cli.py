@@ -274,7 +274,9 @@ def test_commands_to_go_on_with_name_the_store_that_the_user_named(
     assert "--home" not in conserve("results", job_id, CONSERVE_HOME=home).stderr
 
 
-@pytest.mark.parametrize("words", [["check"], ["check", "--repair"], ["prune", "--yes"], ["store", "backup", "b"]])
+@pytest.mark.parametrize(
+    "words", [["check"], ["check", "--repair"], ["prune", "--yes"], ["store", "backup", "b"]]
+)
 def test_commands_on_all_that_a_store_holds_make_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -282,7 +284,10 @@ def test_commands_on_all_that_a_store_holds_make_none(
     typed = tmp_path / "tpyed"
     for named, place in (
         ({"CONSERVE_HOME": str(typed)}, typed),
-        ({"CONSERVE_STORE": f"sqlite:///{typed}/x.db", "CONSERVE_HOME": str(typed)}, f"sqlite:///{typed}/x.db"),
+        (
+            {"CONSERVE_STORE": f"sqlite:///{typed}/x.db", "CONSERVE_HOME": str(typed)},
+            f"sqlite:///{typed}/x.db",
+        ),
     ):
         done = conserve(*words, **named)
         assert (done.returncode, f"there is no store in {place}; check" in done.stderr) == (1, True), done
@@ -309,7 +314,9 @@ def test_a_command_says_whose_jobs_it_is_about_where_a_folder_and_a_database_are
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     folder, database = str(tmp_path / "work"), f"sqlite:///{tmp_path / 'team.db'}"
-    said = f"the jobs are those of {database}, which CONSERVE_STORE names; {folder} is the folder of their files"
+    said = (
+        f"the jobs are those of {database}, which CONSERVE_STORE names; {folder} is the folder of their files"
+    )
     assert "which CONSERVE_STORE names" not in conserve("--home", folder, *words).stderr
     monkeypatch.setenv("CONSERVE_STORE", database)
     assert said in conserve("--home", folder, *words).stderr

@@ -67,7 +67,9 @@ def run(store: Store, server: Choosy, *new: str) -> None:
 
 def test_a_run_stops_where_the_first_rows_are_refused_in_the_same_words(store: Store, job_id: str) -> None:
     server = Choosy(lambda _: UNSUPPORTED)
-    with pytest.raises(EndpointUnusable, match=f"(?s)first {FIRST_ROWS} rows of job {job_id}.*{UNSUPPORTED[:40]}"):
+    with pytest.raises(
+        EndpointUnusable, match=f"(?s)first {FIRST_ROWS} rows of job {job_id}.*{UNSUPPORTED[:40]}"
+    ):
         run(store, server, job_id)
     assert (job(store, job_id).state, job(store, job_id).failed) == (JobState.QUEUED, FIRST_ROWS - 1)
     assert server.rows < FIRST_ROWS + 4

@@ -65,7 +65,10 @@ def test_of_a_server_of_several_models_one_must_be_named(
     job_id = submit(write_input(q=["a", "b"]))
     with ScriptedServer(Script(models=("embedder", "chat"), coserves=False)) as server:
         done = conserve(*words, "--endpoint", server.url)
-        assert (done.returncode, f"{server.url} serves 2 models (embedder, chat); name" in done.stderr) == (2, True)
+        assert (done.returncode, f"{server.url} serves 2 models (embedder, chat); name" in done.stderr) == (
+            2,
+            True,
+        )
         assert (server.requests, states()) == ([], ["queued"])
         done = conserve("run", "--endpoint", server.url, "--model", "chat")
         assert (done.returncode, f"chat at {server.url} answers the rows\n" in done.stderr) == (0, True)

@@ -1178,7 +1178,9 @@ def found_model(listed: list[dict[str, Any]], *, coserves: bool = False, **asked
         async with httpx.AsyncClient(
             transport=httpx.MockTransport(serve), base_url="http://server"
         ) as client:
-            return (await discover(client, most_rows=None, considerate=False, **{"model": None, **asked})).model
+            return (
+                await discover(client, most_rows=None, considerate=False, **{"model": None, **asked})
+            ).model
 
     return asyncio.run(go())
 

@@ -495,14 +495,18 @@ def test_a_run_of_another_file_of_this_name_is_not_gone_on_with(file: Path, tmp_
     job = conserve.open().submit([{"q": "x"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
     job.run(endpoint="fake:", progress=False)
     theirs = Asking(file=other, overrides={})
-    with pytest.raises(UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"):
+    with pytest.raises(
+        UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"
+    ):
         begun(settings, theirs, *plan_of_file(other), now=1e9, say=print)
     assert states() == ["stopped"]
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / file.name).write_text(file.read_text())
     again = Asking(file=moved / file.name, overrides={})
-    assert begun(settings, again, *plan_of_file(again.file), now=1e9, say=print).id == run.id, "only its folder moved"
+    assert begun(settings, again, *plan_of_file(again.file), now=1e9, say=print).id == run.id, (
+        "only its folder moved"
+    )
 
 
 def test_runs_of_two_files_of_one_name_are_said_to_be_one_history(file: Path, tmp_path: Path) -> None:

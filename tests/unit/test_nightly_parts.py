@@ -367,7 +367,9 @@ def test_init_asks_for_the_model_of_an_endpoint(tmp_path: Path, monkeypatch: pyt
     nightly_files.written(tmp_path)
     asked = {"Its model, as it lists it (empty if it has one alone)": "chat"}
     monkeypatch.setattr(evaluation_setup.sys, "stdin", Mock(isatty=lambda: True))
-    monkeypatch.setattr(evaluation_setup.typer, "prompt", lambda words, *, default, **_: asked.pop(words, default))
+    monkeypatch.setattr(
+        evaluation_setup.typer, "prompt", lambda words, *, default, **_: asked.pop(words, default)
+    )
     file = tmp_path / "n.toml"
     evaluation_setup.init(file, data="questions.jsonl", endpoint="http://gpu1:8000")
     (target,) = plan_of(file.read_text()).targets

@@ -116,7 +116,9 @@ def test_a_server_is_asked_for_the_model_that_was_given(
     monkeypatch: pytest.MonkeyPatch, model: str | None
 ) -> None:
     def served(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"data": [{"id": "first"}, {"id": "smollm2-demo", "parent": "first"}]})
+        return httpx.Response(
+            200, json={"data": [{"id": "first"}, {"id": "smollm2-demo", "parent": "first"}]}
+        )
 
     def client(*_: Any, **__: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(served), base_url="http://x")

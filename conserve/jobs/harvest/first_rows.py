@@ -1,4 +1,4 @@
-"""The first rows of a job: where all are refused in the same words, the job's parameters are at fault, not the rows."""
+"""The first rows of a job: where all are refused in the same words, the job's parameters are at fault."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
