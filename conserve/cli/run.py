@@ -303,8 +303,8 @@ def say_how_they_stand(settings: Settings, readings: list[JobReading]) -> None:
         unanswered = [r.id for r in readings if r.id in again and r.failed == r.rows]
         if unanswered and server_of(settings) is not None:
             output.say(
-                f"no row of {' '.join(unanswered)} was answered; where a parameter is refused, submit the rows with "
-                "another one (as --param max_completion_tokens=N in place of --max-tokens N)"
+                f"no row of {' '.join(unanswered)} was answered; where a parameter is refused, submit the rows "
+                "with another one (as --param max_completion_tokens=N in place of --max-tokens N)"
             )
         if again:
             output.say(f"then try them again with: conserve retry {' '.join(again)}")

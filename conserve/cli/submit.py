@@ -182,9 +182,7 @@ def submit(
                 output.data(done.job_id)
         if name and done.namesakes:
             output.say(taken(name, done))
-        tell(done, name, taker(context.settings(), store, model))
-        if (warning := of_another_database(store)) is not None:
-            output.say(f"warning: {warning}")
+        tell(done, name, taker(context.settings(), store, model), of_another_database(store))
         say_push(due.on_late)
         if due.warning:
             output.say(f"warning: {due.warning}")
@@ -198,8 +196,8 @@ def of_another_database(store: "Store") -> str | None:
     if not others:
         return None
     return (
-        f"the job is in {store.home / store.place}, and the queue of this folder was in {others[-1]}; harvesters there "
-        "do not take it: set CONSERVE_STORE"
+        f"the job is in {store.home / store.place}, and the queue of this folder was in {others[-1]}; harvesters "
+        "there do not take it: set CONSERVE_STORE"
     )
 
 
@@ -214,11 +212,13 @@ def preview(
     show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
-def tell(done: "Submitted", name: str | None, found: Taker | None) -> None:
+def tell(done: "Submitted", name: str | None, found: Taker | None, doubt: str | None) -> None:
     """Print what was queued, who runs it, and what it is called if that is not this name."""
     if name is not None and (sentence := renamed(name)) is not None:
         output.say(sentence)
     output.say(f"queued {output.count(done.rows, 'row')}; {what_runs(found)}")
+    if doubt is not None:
+        output.say(f"warning: {doubt}")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
     if (sentence := unanswerable(done)) is not None:

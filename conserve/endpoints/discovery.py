@@ -86,7 +86,7 @@ async def discover(
     """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
 
     Without `model` it is the server's only one or, if it was `known` before and is still there, that one; several
-    raise `ModelUnnamed`. With `listed_only` it is one of a fleet, of `model` or else of the one that it lists first.
+    raise `ModelUnnamed`. With `listed_only` it is one of a fleet: of `model`, or else of the first that it lists.
 
     With `considerate`, rows give way to live requests, and vLLM is asked by a request of one token whether it
     takes priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer

@@ -29,8 +29,8 @@ def begun(
 
     Where the file or the flags have changed since, one with answers goes on with its own; one without is given up.
     A run that failed, and has answers to score or jobs that were put back, goes on with the file as it is now. Its
-    open jobs are cancelled where another one begins in its place. Raises `UsageError` where the run that was begun is
-    of another file.
+    open jobs are cancelled where another one begins in its place. Raises `UsageError` for a run of
+    another file.
     """
     left = keeping.unfinished(settings.home, plan.name)
     if left is not None:

@@ -241,7 +241,8 @@ def test_a_backup_is_read_itself_whatever_database_the_settings_name(
     with monkeypatch.context() as patch:
         if not by_flag:
             patch.setenv("CONSERVE_HOME", str(backup))
-        assert [job["id"] for job in json.loads(conserve(*named, "jobs", "--json").stdout)] == jobs
+        listed = json.loads(conserve(*named, "jobs", "--json").stdout)
+        assert [job["id"] for job in reversed(listed)] == jobs
         assert "nothing is damaged (3 jobs" in conserve(*named, "check").stderr
         (backup / "jobs" / jobs[2] / home.REQUESTS).unlink()
         done = conserve(*named, "check")

@@ -69,7 +69,7 @@ def asked_of_conserve() -> list[list[str]]:
     for line in [filled(service(path)["ExecStart"]) for path in UNITS] + SHELL:
         words = shlex.split(line)
         for at, word in enumerate(words):
-            if word in ("conserve", PROGRAM) and words[at - 1] not in ("-u", "-s"):
+            if word in ("conserve", PROGRAM) and words[at - 1] not in ("-u", "-s", "useradd"):
                 rest = words[at + 1 :]
                 ends = [n for n, other in enumerate(rest) if other in OPERATORS]
                 commands.append(rest[: ends[0]] if ends else rest)

@@ -11,7 +11,7 @@ FIRST_ROWS = 20
 
 
 @dataclass(slots=True)
-class Refusals:
+class SameRefusals:
     """Refusals of a job's rows, all in the same words so far."""
 
     words: str
@@ -26,7 +26,7 @@ class FirstRowsEndpoint(WrappedEndpoint):
 
     def __init__(self, endpoint: Endpoint, new: Collection[str]) -> None:
         super().__init__(endpoint)
-        self._watched: dict[str, Refusals | None] = dict.fromkeys(new)
+        self._watched: dict[str, SameRefusals | None] = dict.fromkeys(new)
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer a call; raises `EndpointUnusable` where a job's rows are all refused."""
@@ -43,7 +43,7 @@ class FirstRowsEndpoint(WrappedEndpoint):
     def _note(self, job_id: str, error: RequestRejected) -> None:
         seen = self._watched[job_id]
         if seen is None:
-            self._watched[job_id] = Refusals(str(error))
+            self._watched[job_id] = SameRefusals(str(error))
         elif seen.words != str(error):
             del self._watched[job_id]
         else:
