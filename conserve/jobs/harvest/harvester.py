@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import TypeVar
 
-from conserve import open_files
+from conserve import errors, open_files
 from conserve.config import UTILITY
 from conserve.endpoints.protocol import Endpoint, InFlight, KvCache, model_of
 from conserve.errors import ConserveError, EndpointUnusable, StoreError, StoreMoved, StoreUnreachable
@@ -199,7 +199,7 @@ class Harvester:
             try:
                 await self._session(stop)
                 return
-            except StoreMoved:
+            except (StoreMoved, errors.ModelUnnamed):
                 raise
             except (StoreError, EndpointUnusable) as error:
                 if not self._waits_out(error):
