@@ -19,13 +19,15 @@ def live_endpoint(
     window: int | None,
     steady: bool = False,
     follow: bool = False,
+    of_jobs: bool = False,
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> "Endpoint":
     """The servers at these URLs and of these lists as one endpoint; the fake if the first URL is its address.
 
     `window` is the most rows in flight at each server, and `steady` keeps that many whatever the load. With
-    `follow` several servers may all be gone for a while: the rows wait for one.
+    `follow` several servers may all be gone for a while: the rows wait for one. With `of_jobs` the model is that
+    of the queued jobs, which a single server need not have.
     """
     if not lists and not urls[0].startswith(("http://", "https://")):
         return make_endpoint(settings, [], ProfileFlags(), say=say)
@@ -35,7 +37,7 @@ def live_endpoint(
     several = len(urls) > 1 or bool(lists)
     return Fleet(
         rosters_of(urls, lists),
-        partial(live_server, settings=settings, window=window, steady=steady, listed_only=several),
+        partial(live_server, settings=settings, window=window, steady=steady, listed_only=several or of_jobs),
         model=settings.model if several else None,
         patient=bool(lists) or (follow and several),
         say=say,

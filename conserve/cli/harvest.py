@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -174,7 +175,7 @@ def work(
     store: "Store",
     settings: Settings,
     jobs: list[str],
-    endpoint_of: Callable[[Settings], "Endpoint"],
+    endpoint_of: Callable[..., "Endpoint"],
     binding: Binding,
     watching: Telemetry,
     *,
@@ -184,6 +185,7 @@ def work(
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
     import uvloop
 
+    from conserve.jobs.harvest.bound import STEP
     from conserve.jobs.hooks.courier import sending
     from conserve.store.books import catalog
 
@@ -193,11 +195,12 @@ def work(
         readings = read_jobs(settings, now=time.time())
         idle = [r for r in readings if only is None or r.id in only]
         return nothing_to_run(idle, named=only is not None, as_json=as_json)
+    given = settings
     if only or until_empty:
         settings = binding.settled(settings, unfinished(settings, only))
     harvester = harvester_of(
         store,
-        endpoint_of(settings),
+        endpoint_of(settings, of_jobs=not only and settings.model != given.model),
         settings,
         only,
         rebind=binding.rebind,
@@ -213,6 +216,8 @@ def work(
     with sending(store):
         interrupted = uvloop.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
+    if not only:  # jobs of other models are left to other harvesters, as was said
+        done = replace(done, refused={job: why for job, why in done.refused.items() if STEP not in why})
     told = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
     code = report(done, settings, only=only, told=told, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only

@@ -75,6 +75,25 @@ def test_of_a_server_of_several_models_one_must_be_named(
     assert json.loads(conserve("status", job_id, "--json").stdout)["model"] == "chat"
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_until_empty_leaves_jobs_of_other_models_to_other_harvesters(
+    server: ScriptedServer, write_input: WriteInput, ours: bool
+) -> None:
+    """A queue of several models has one for each; a job that is named must be answered."""
+    path = str(write_input(q=["a"]))
+    theirs = conserve("submit", path, "--prompt", "{{ q }}", "--model", "one").stdout.strip()
+    if ours:
+        submit(Path(path))
+    done = conserve("harvest", "--endpoint", server.url, "--until-empty")
+    assert done.returncode == 0, done.stderr
+    said = f"job {theirs} is bound to one and this run has served"
+    assert done.stderr.count(said) == 1
+    assert f"left alone: {said}" in done.stderr
+    assert states() == ["queued", *["completed"] * ours]
+    named = conserve("harvest", theirs, "--endpoint", server.url, "--until-empty", "--model", "served")
+    assert (named.returncode, f"refused: {said}" in named.stderr) == (1, True)
+
+
 def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(
     server: ScriptedServer, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
