@@ -46,6 +46,8 @@ def test_the_rules_are_of_the_kinds_that_the_page_names() -> None:
         assert trigger["type"] == "prometheus"
         assert {"serverAddress", "query", "threshold"} <= trigger["metadata"].keys()
         assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes texts alone"
+    assert scaled["minReplicaCount"] == autoscaler["minReplicas"] == 1, "live requests start no engine"
+    assert scaled["scaleTargetRef"]["name"] == autoscaler["scaleTargetRef"]["name"] == "night-conserve-server"
     (metric,) = autoscaler["metrics"]
     assert metric["external"]["target"] == {"type": "Value", "value": "800m"}
 

@@ -288,6 +288,7 @@ def test_the_sets_of_values_obey_the_schema(path: Path) -> None:
         {"harvester": {"endpoint": "http://vllm:8000"}},
         {"harvester": {"endpoints": ["vllm:8000"]}},
         {"harvester": {"replicas": -1}},
+        {"server": {"replicas": -1}},
         {"store": {"database": {"url": "postgresql://ann:secret@db/conserve"}}},
         {"server": {"keySecret": {"value": "secret"}}},
     ],
@@ -296,6 +297,31 @@ def test_the_sets_of_values_obey_the_schema(path: Path) -> None:
 def test_a_wrong_value_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft7Validator(schema()).validate(given)
+
+
+def test_the_number_of_servers_may_be_left_to_an_autoscaler() -> None:
+    jsonschema.Draft7Validator(schema()).validate({"server": {"replicas": None}})
+    server = (CHART / "templates/server.yaml").read_text()
+    written = re.search(r"\{\{- if (.*) \}\}\n  replicas: .*\n  \{\{- end \}\}\n", server)
+    assert written is not None
+    assert written[1] == 'not (kindIs "invalid" .Values.server.replicas)', "0 is a number"
+
+
+def test_an_upgrade_sets_no_number_of_servers_where_none_is_given() -> None:
+    helm = pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    given = yaml.safe_load((CHART / "ci/fleet.yaml").read_text())
+    for replicas in (0, 2, None):
+        given["server"]["replicas"] = replicas
+        (server,) = (
+            one["spec"]
+            for one in objects(given)
+            if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("server")
+        )
+        assert server.get("replicas") == replicas
+    given["store"] = {}
+    given["harvester"]["replicas"] = given["api"]["replicas"] = 1
+    with pytest.raises(helm.HelmError, match=r"server\.replicas above 1"):
+        objects(given)
 
 
 def test_every_value_is_used_and_every_used_value_exists() -> None:

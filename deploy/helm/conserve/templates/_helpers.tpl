@@ -184,7 +184,8 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if $part.enabled -}}
 {{- $parts = add1 $parts -}}
 {{- end -}}
-{{- if and $part.enabled (gt (int $part.replicas) 1) -}}
+{{- $scaled := kindIs "invalid" $part.replicas -}}{{/* by an autoscaler */}}
+{{- if and $part.enabled (or $scaled (gt (int $part.replicas) 1)) -}}
 {{- if not $values.store.database.secret -}}
 {{- fail (printf "%s.replicas above 1 share one queue only in PostgreSQL: set store.database.secret" .) -}}
 {{- end -}}
