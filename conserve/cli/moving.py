@@ -48,7 +48,7 @@ def move(
     settings = context.settings()
     begun = time.monotonic()
     release = Release(lease_s=settings.lease_s)
-    with closing(moves.Ends.of(source, target)) as ends:
+    with closing(moves.Ends.of(source.strip(), target.strip())) as ends:  # of files that end in a line break
         goal = address(ends.target)
         if cancel:
             if left := moves.cancel(ends):

@@ -269,6 +269,29 @@ def test_the_page_names_servers_of_other_namespaces_with_theirs() -> None:
     assert {name.partition(".")[2] for name in found} == {"search"}
 
 
+def test_the_pod_that_moves_the_queue_has_its_volume_and_a_command_of_conserves() -> None:
+    page = (DOCS / "how-to/kubernetes.md").read_text()
+    (pod,) = (
+        one["spec"]
+        for body in re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        if (one := yaml.safe_load(body)).get("kind") == "Pod"
+    )
+    (container,) = pod["containers"]
+    home = re.findall(r"CONSERVE_HOME=(\S+)", DOCKERFILE.read_text())[0]
+    assert container["args"] == ["store", "move", f"sqlite:///{home}/conserve.db", "$(TARGET)"]
+    assert [one["name"] for one in container["env"]] == ["TARGET"]
+    assert home.startswith(container["volumeMounts"][0]["mountPath"])
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "night-conserve"}
+
+
+def test_a_release_mounts_the_same_claim_before_and_after_its_queue_moves() -> None:
+    pytest.importorskip("helm_python", reason="make deploy-check fetches it")
+    for store in ({}, {"database": {"secret": "conserve-database"}}):
+        (harvester,) = (one for one in objects({**LEAST, "store": store}) if one["kind"] == "Deployment")
+        volumes = {one["name"]: one for one in harvester["spec"]["template"]["spec"]["volumes"]}
+        assert volumes["store"]["persistentVolumeClaim"] == {"claimName": "night-conserve"}
+
+
 def test_every_value_has_a_default_and_a_description() -> None:
     found = list(values())
     assert len(found) > 60
