@@ -27,11 +27,11 @@ from conserve.store.database.migrations import batch_of_tags
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
-from conserve.store.upkeep import rebuild
+from conserve.store.upkeep import mending, rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve, until
 from tests.conftest import own_environment
-from tests.store_rows import add_job, claim, finish, job, leased, select
+from tests.store_rows import add_job, claim, finish, job, leased, positions, select
 from tests.tiers import named
 
 ROWS = 20
@@ -302,6 +302,54 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
     assert mark == Mark(store_id=store.id, registered=True, record=record)
     assert leased(store, only=["job-1"], limit=1).epoch > 7000
     assert [stranger.job_id for stranger in rebuild.strangers(store)] == ["job-3"]
+
+
+def forgotten(store: Store) -> list[rebuild.Stranger]:
+    """A job of four rows whose first three have answers of A, and that the database no longer names."""
+    add_job(store, "job-1", rows=4)
+    with store.read() as tx:
+        record = catalog.record(tx, "job-1")
+    marks.register(home.job_folder(store.home, "job-1"), store.id, record)
+    finish(store, leased(store, limit=3), model="A")
+    shards.compact(store, "job-1", now=0.0)
+    with store.write() as tx:
+        tx.exec_driver_sql("delete from shard")
+        tx.exec_driver_sql("delete from job")
+    return rebuild.strangers(store)
+
+
+def test_a_job_is_taken_in_with_its_rows_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A harvester that looks right behind the commit leases no answered row, and none for another model."""
+    found, register = forgotten(store), marks.register
+    claimed = []
+
+    def harvested(*given: Any) -> None:
+        claimed.append(claim(store, model="B"))
+        claimed.append(claim(store, model="A"))
+        register(*given)
+
+    monkeypatch.setattr(marks, "register", harvested)
+    assert rebuild.adopt(store, found, now=7.0) == ["job job-1 was taken in from its folder"]
+    assert [positions(lease) for lease in claimed] == [[], [3]]
+
+
+def test_a_kill_leaves_no_job_whose_rows_are_not_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = forgotten(store)
+    with monkeypatch.context() as kill:
+        kill.setattr(mending, "mend", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rebuild.adopt(store, found, now=7.0)
+    assert rebuild.strangers(store) == found
+    rebuild.adopt(store, found, now=7.0)
+    assert job(store).succeeded == 3
+
+
+def test_of_two_repairs_at_once_one_takes_a_job_in(store: Store) -> None:
+    found = forgotten(store)
+    assert [len(rebuild.adopt(store, found, now=7.0)) for _ in range(2)] == [1, 0]
+    assert select(store, "select failed, num_rows from shard") == [(0, 3)]
 
 
 def salvaged(**tables: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep import records
-from tests.store_rows import add_job, finish, job, leased, select
+from tests.store_rows import add_job, claim, finish, job, leased, positions, put_back, select
 
 JOB = "job-1"
 NOW = 50.0
@@ -101,6 +101,33 @@ def test_counters_that_are_no_numbers_become_0(store: Store) -> None:
     change(store, ", ".join(f"{name} = 'none'" for name in COUNTERS))
     records.mend(store, JOB, now=NOW)
     assert {record(store)[name] for name in COUNTERS} == {0}
+
+
+@pytest.mark.parametrize("place", ["shard", "journal", "request", "span"])
+def test_a_cursor_that_is_no_number_is_behind_the_last_row_in_a_place(store: Store, place: str) -> None:
+    """A harvester may lease rows before they are counted."""
+    submitted(store)
+    lease = leased(store, limit=3)
+    if place == "request":
+        put_back(store, lease, 2, available_at=99.0)
+        finish(store, lease, of=[0, 1])
+    elif place != "span":
+        finish(store, lease)
+        if place == "shard":
+            shards.compact(store, JOB, now=0.0)
+    change(store, "next_position = 'x'")
+    records.mend(store, JOB, now=NOW)
+    assert record(store)["next_position"] == 3
+    assert positions(claim(store)) == [3]
+
+
+def test_a_cursor_is_within_the_job(store: Store) -> None:
+    submitted(store)
+    finish(store, leased(store, limit=4))
+    pq.write_table(pa.table({"row_index": [0, 1]}), home.requests_file(store.home, JOB))
+    change(store, "next_position = 'x'")
+    records.mend(store, JOB, now=NOW)
+    assert record(store)["next_position"] == 2
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ def times_found(tx: Connection, job: catalog.JobRecord, shards: Iterable[Positio
     return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=cursor(job))
 
 
+def last(tx: Connection, job_id: str) -> int:
+    """Last position of a job that is in a span, in `request` or in the journal; -1 if none is."""
+    found = [position for span in spans.of_jobs(tx, [job_id]) for position in span.positions]
+    found += (position for rows in POSITIONS for position in tx.scalars(rows, {"job_id": job_id}))
+    return max(found, default=-1)
+
+
 def lost(tx: Connection, job: catalog.JobRecord, readable: Iterable[Positions]) -> list[int]:
     """Positions that are in no place, if only these of the job's shards can be read."""
     return [int(position) for position in np.flatnonzero(times_found(tx, job, readable) == 0)]

@@ -72,9 +72,14 @@ def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
         leases.lock_with_job(tx, job_id)
         said += orphans.take_in(tx, store.data, job_id, there, now=now)
         mended = mend(tx, store.data, checking.audit(tx, store.data, job_id, known), now)
+    throw_away_dropped(store, mended, now)
+    return said + mended.said
+
+
+def throw_away_dropped(store: Store, mended: Mended, now: float) -> None:
+    """Move the shards that a transaction dropped to the trash."""
     for file in mended.dropped:
         throw_away(store, store.data / file.file, now)
-    return said + mended.said
 
 
 def throw_away(store: Store, path: FilePath, now: float) -> None:

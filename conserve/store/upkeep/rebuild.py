@@ -21,6 +21,7 @@ from conserve.errors import StoreError, StoreForbidden, StoreInUse
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
 from conserve.store.books.mounted import require_folders
+from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, data, half_made, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
@@ -28,7 +29,7 @@ from conserve.store.files import digests, home, marks
 from conserve.store.files.locks import unopened
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
-from conserve.store.upkeep import mending
+from conserve.store.upkeep import checking, mending
 from conserve.whole import write_whole
 from conserve.words import count
 
@@ -200,25 +201,41 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float, batches: bool 
 
 
 def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> bool:
-    """Add a job from its folder; False if its record does not do, `StoreForbidden` for a file out of reach."""
+    """Add a job from its folder; False if its record does not do, `StoreForbidden` for a file out of reach.
+
+    One transaction adds the job and counts its rows, since a harvester may claim rows of it right behind.
+    """
+    where, job_id, record = store.data, stranger.job_id, stranger.mark.record or {}
+    found = [(file, checking.read_shard(where, file)) for file in results_in(where, job_id)]
     with store.write() as tx:
-        record = {name: value for name, value in (stranger.mark.record or {}).items() if name != "seq"}
-        put(tx, job, record)
-        if not catalog.taken(tx, stranger.job_id):
+        catalog.lock_ids(tx)
+        if catalog.taken(tx, job_id):  # another repair was faster
             return False
-        for file in results_in(store.data, stranger.job_id):
-            tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
-        counters.never_again(tx, now=now)
+        put(tx, job, {name: value for name, value in record.items() if name != "seq"})
+        if not catalog.taken(tx, job_id):
+            return False
         if batch:
             add_missing_batches(tx)
-    folder = home.job_folder(store.data, stranger.job_id)
-    marks.register(folder, store.id, stranger.mark.record or {})
-    mending.mend_rows(store, stranger.job_id, now=now)
+        known = {add_shard(tx, file, now): read for file, read in found}
+        mended = mending.mend(tx, where, checking.audit(tx, where, job_id, known), now)
+        counters.never_again(tx, now=now)
+    marks.register(home.job_folder(where, job_id), store.id, record)
+    mending.throw_away_dropped(store, mended, now)
+    mending.restore_from_trash(store, job_id)
     return True
 
 
-def results_in(where: FilePath, job_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the readable shards in a job's folder as columns of the table `shard`, answers before errors."""
+def add_shard(tx: Connection, file: ShardFile, now: float) -> int:
+    """Name a file of results in the table `shard`; returns its id."""
+    assert file.seal is not None
+    values = {"job_id": file.job_id, "file": file.file, "failed": file.failed, "num_rows": file.num_rows}
+    seal = {"digest": file.seal.digest, "bytes": file.seal.bytes}
+    added = insert(shard).values(**values, **seal, created_at=now).returning(shard.c.id)
+    return int(tx.execute(added).scalar_one())
+
+
+def results_in(where: FilePath, job_id: str) -> Iterator[ShardFile]:
+    """Yield the readable files in a job's folder of results, answers before errors; none has an id yet."""
     found = []
     for path in home.listed(home.job_folder(where, job_id) / home.RESULTS):
         if not path.name.endswith(".parquet"):
@@ -228,14 +245,14 @@ def results_in(where: FilePath, job_id: str) -> Iterator[dict[str, Any]]:
             failed = table["error_type"].null_count < table.num_rows
             found.append((failed, path, table.num_rows))
     for failed, path, rows in sorted(found, key=lambda one: (one[0], one[1].name)):
-        seal = digests.seal(path)
-        yield {
-            "file": below(path, where),
-            "failed": failed,
-            "num_rows": rows,
-            "digest": seal.digest,
-            "bytes": seal.bytes,
-        }
+        yield ShardFile(
+            id=0,
+            job_id=job_id,
+            file=below(path, where),
+            failed=failed,
+            num_rows=rows,
+            seal=digests.seal(path),
+        )
 
 
 KEYS_UNREAD = (

@@ -99,8 +99,11 @@ def mend_mark(store: Store, job_id: str) -> str:
 
 
 def numbers(tx: Connection, where: FilePath, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
-    """Number of rows as the requests have it, and 0 for each counter that is no number, to be counted again."""
-    found = dict.fromkeys(("next_position", "retries", *catalog.COUNTERS), 0)
+    """Number of rows as the requests have it, and what counters that are no numbers may be until they are counted.
+
+    The cursor is behind the last row that is in a place at once, since a harvester leases rows from there on.
+    """
+    found = dict.fromkeys(("retries", *catalog.COUNTERS), 0)
     right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
     contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
     done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
@@ -110,6 +113,8 @@ def numbers(tx: Connection, where: FilePath, job_id: str, values: Mapping[str, A
             right["num_rows"] = pq.read_metadata(source(path)).num_rows
     except (OSError, pa.ArrowException):
         right["num_rows"] = max(done, said)
+    if not isinstance(values["next_position"], int):
+        right["next_position"] = min(max(done, 1 + places.last(tx, job_id)), right["num_rows"])
     return right
 
 
