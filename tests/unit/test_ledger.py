@@ -56,6 +56,7 @@ from conserve.store.books import (
 )
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease
+from conserve.store.books.results import encode
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
@@ -373,6 +374,21 @@ def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
     assert journalled == [1, 0, 1, 0]
     assert select(store, "select num_rows, created_at from shard") == [(2, 1000.0), (2, 1000.0)]
     assert job(store, job_id).finished_at == 1000.0
+
+
+def test_large_answers_of_a_job_fill_a_shard_by_their_bytes_while_it_runs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of each job are counted by themselves, from its last shard on."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2 * len(encode(result(0))))
+    recorder = Recorder(store, Clock())
+    leases = {name: leased(store, only=[add_job(store, name, rows=6)]) for name in ("large", "other")}
+    journalled = []
+    for name, position in (("large", 0), ("other", 0), ("large", 1), ("large", 2), ("large", 3)):
+        recorder.write(outcomes_of(leases[name], [position]))
+        journalled.append(select(store, "select count(*) from journal")[0][0])
+    assert journalled == [1, 2, 1, 2, 1]
+    assert select(store, "select job_id, num_rows from shard") == [("large", 2), ("large", 2)]
 
 
 def test_results_of_several_harvesters_fill_a_shard_together(

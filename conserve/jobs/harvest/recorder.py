@@ -37,6 +37,7 @@ class Recorder:
         self._owner = owner  # of the leases; None for any
         self._store, self._clock, self._observer = store, clock, observer or Observer()
         self._gathered: set[str] = set()  # jobs of which so many results have come that they may fill a shard
+        self._bytes: dict[str, int] = {}  # of results of a job since they last may have filled a shard
         self._completed: set[str] = set()  # jobs whose last results are to reach a shard
         # Jobs whose folders may not be written, and when they are tried again.
         self._forbidden: dict[str, float] = {}
@@ -73,8 +74,7 @@ class Recorder:
         self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens += computed(committed)
         self._note(now, at)
-        self._gathered.update(job.job_id for job in committed.counted if fills_a_shard(job))
-        self._completed.update(committed.completed)
+        self._gather(committed)
         self.compact()
         return committed
 
@@ -84,6 +84,16 @@ class Recorder:
         if any(decision.is_failure for _, decision in outcomes.returned):
             ended = {finished.job_id for finished in outcomes.finished}
             catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outcomes.returned})
+
+    def _gather(self, committed: Committed) -> None:
+        """Take up jobs that are complete, or whose results may fill a shard by their number or their bytes."""
+        for job in committed.counted:
+            size = self._bytes.pop(job.job_id, 0) + job.bytes
+            if fills_a_shard(job) or size >= shards.SHARD_BYTES:
+                self._gathered.add(job.job_id)
+            elif job.job_id not in committed.completed:
+                self._bytes[job.job_id] = size
+        self._completed.update(committed.completed)
 
     def _note(self, now: float, at: float) -> None:
         """Write down the tokens since the last note, if it is time; never raises. `at`: `now`, monotonic.

@@ -1,7 +1,7 @@
 """The journal: where a row's result first becomes durable, in the transaction that ends its live row."""
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Counted(NamedTuple):
     new: int  # results that this transaction wrote
     done: int  # all results of the job by then, of all writers
     num_rows: int
+    bytes: int  # of the results that this transaction wrote
 
 
 class Committed(NamedTuple):
@@ -67,7 +68,7 @@ def commit(
     spans.end_empty_leases(tx, alive)
     # Last, since other writers of the same jobs wait from here on.
     unfinished = {rest.job_id for rest in alive.values() if rest is not None and rest.held}
-    counted = count(tx, written, ends=ends and all(f.job_id in unfinished for f in written))
+    counted = count(tx, entries, ends=ends and all(f.job_id in unfinished for f in written))
     done = [each.job_id for each in counted if each.done == each.num_rows]
     return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)], counted)
 
@@ -129,11 +130,13 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
     return ended
 
 
-def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) -> list[Counted]:
+def count(tx: Connection, entries: Sequence[tuple[Finished, bytes]], *, ends: bool = False) -> list[Counted]:
     """Add the rows to their jobs' counters; if that `ends` the transaction, commit with the last of them."""
     by_job: dict[str, list[Result]] = defaultdict(list)
-    for f in written:
+    size = Counter[str]()
+    for f, payload in entries:
         by_job[f.job_id].append(f.result)
+        size[f.job_id] += len(payload)
     counted = []
     last = max(by_job, default=None) if ends else None
     for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
@@ -152,7 +155,7 @@ def count(tx: Connection, written: Sequence[Finished], *, ends: bool = False) ->
             .returning((job.c.succeeded + job.c.failed).label("done"), job.c.num_rows)
         )
         (after,) = finish(tx, added, ends=job_id == last)
-        counted.append(Counted(job_id, len(results), after.done, after.num_rows))
+        counted.append(Counted(job_id, len(results), after.done, after.num_rows, size[job_id]))
     return counted
 
 
