@@ -1,8 +1,10 @@
 """Rows on their way through a store, without a harvester: what most tests of the store begin with."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from sqlalchemy import Connection, text
 
 from conserve import owners
@@ -127,6 +129,34 @@ def live(store: Store, job_id: str = "job-1") -> dict[int, int | None]:
             text("select position, epoch from request where job_id = :job_id"), {"job_id": job_id}
         )
         return held | {row.position: row.epoch for row in records}
+
+
+def while_writing(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[Any]:
+    """First arguments of calls to these functions in a transaction that may write, for whose end others wait."""
+    begun: list[Connection] = []
+    found: list[Any] = []
+    write = Store.write
+
+    @contextmanager
+    def noted(store: Store) -> Iterator[Connection]:
+        with write(store) as tx:
+            begun.append(tx)
+            try:
+                yield tx
+            finally:
+                begun.pop()
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *others: Any, **named: Any) -> Any:
+            found.extend([first] * bool(begun))
+            return function(first, *others, **named)
+
+        return call
+
+    monkeypatch.setattr(Store, "write", noted)
+    for module, name in functions:
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    return found
 
 
 def add_mark(store: Store, state: MoveState | None) -> None:

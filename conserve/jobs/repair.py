@@ -45,10 +45,21 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
         said += mend_inputs(store, job, now)
     if StorePart.REQUESTS in parts and not is_whole(home.requests_file(store.data, job.id), job):
         said += mend_requests(store, job, now)
+    return said + [f"job {job.id} is queued again"] * forgiven(store, job.id, now=now)
+
+
+def forgiven(store: Store, job_id: str, *, now: float) -> bool:
+    """Queue a job again that was refused for damage, if its requests are whole by now; returns True if it was.
+
+    The requests are read before the transaction, which holds up other writers.
+    """
+    with store.read() as tx:
+        job = catalog.get(tx, job_id)
+    refused = (job.error or "").startswith(catalog.DAMAGED)
+    if not refused or not is_whole(home.requests_file(store.data, job_id), job):
+        return False
     with store.write() as tx:
-        whole = is_whole(home.requests_file(store.data, job.id), catalog.get(tx, job.id))
-        queued = whole and catalog.forgive(tx, job.id, now=now)
-    return said + [f"job {job.id} is queued again"] * queued
+        return catalog.get(tx, job_id).files == job.files and catalog.forgive(tx, job_id, now=now)
 
 
 def task_fault(job: catalog.JobRecord) -> str | None:

@@ -26,12 +26,12 @@ from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import JobState
 from conserve.store.database import connection
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks, trash
+from conserve.store.files import digests, home, marks, trash
 from conserve.store.upkeep import checking
 from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import own_environment
-from tests.store_rows import add_job, finish, job, leased, select
+from tests.store_rows import add_job, finish, job, leased, select, while_writing
 from tests.tiers import in_full, named
 
 ROWS = 40
@@ -593,6 +593,26 @@ def test_what_is_repaired_and_what_is_left_is_said(computed: ComputedJobs) -> No
     done = conserve("check", "--repair")
     assert done.returncode == 0
     assert f"repaired: {file.relative_to(store.home)} was taken out of the store" in done.stdout.splitlines()
+
+
+def test_a_job_that_was_refused_is_queued_again_if_its_requests_are_whole(
+    home_half_done: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is looked at while nobody waits for the database."""
+    refused = "update job set state = 'failed', error = 'the requests are damaged', succeeded = 1"
+    with copied(home_half_done, settings) as store:
+        ((job_id,),) = select(store, "select id from job")
+        found = [damaged(job_id, StorePart.COUNTERS, "its record", "says 1")]
+        read = while_writing(monkeypatch, (digests, "damage"), (digests, "seal"))
+        for whole in (True, False):
+            with store.write() as tx:
+                tx.exec_driver_sql(refused)
+            if not whole:
+                home.requests_file(store.home, job_id).unlink()
+            said = mend_jobs(settings, found)
+            assert (f"job {job_id} is queued again" in said) is whole
+            assert job(store, job_id).state is (JobState.QUEUED if whole else JobState.FAILED)
+        assert read == []
 
 
 def test_a_job_that_is_not_there_is_a_mistake_of_the_users(store: Store) -> None:

@@ -18,7 +18,7 @@ from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, trash
 from conserve.store.upkeep import checking, mending
-from tests.store_rows import add_job, finish, job, leased, live, select
+from tests.store_rows import add_job, finish, job, leased, live, select, while_writing
 
 NOW = 50.0
 JOB = "job-1"
@@ -170,6 +170,19 @@ def test_a_shard_whose_rows_are_in_an_earlier_one_is_taken_out(store: Store) -> 
     assert (job(store).succeeded, job(store).prompt_tokens) == (1, 5)
     assert [path.name for path in trash.found(store.home, second)] == [Path(second).name]
     assert not (store.home / second).exists()
+
+
+def test_files_are_read_to_their_ends_while_nobody_waits(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of answers that the database lost."""
+    queued(store, rows=6)
+    finished(store, 2)
+    lost = finished(store, 2)
+    change(store, f"delete from shard where file = 'jobs/{JOB}/results/{lost.name}'")
+    read = while_writing(monkeypatch, (digests, "damage"), (digests, "seal"))
+    assert mending.mend_rows(store, JOB, now=NOW) == ["2 answers that lay on disk were taken in"]
+    assert read == []
 
 
 def test_damaged_rows_of_the_journal_are_counted(store: Store) -> None:

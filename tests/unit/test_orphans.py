@@ -59,7 +59,7 @@ def found(store: Store) -> list[tuple[str, list[int]]]:
     with store.read() as tx:
         return [
             (each.path.name, each.positions.tolist())
-            for each in orphans.among(tx, store.home, JOB, there)
+            for each in orphans.among(tx, store.home, JOB, there, {})
             if isinstance(each.path, Path)
         ]
 
@@ -180,7 +180,10 @@ def test_answers_are_registered_and_late_writers_stay_late(
     path = lying(folder, own(*positions)) if positions else folder / "none"
     there = orphans.on_disk(store.home, JOB)
     with store.write() as tx:
-        assert orphans.take_in(tx, store.home, JOB, there, now=NOW) == said
+        lost = [each.sealed() for each in orphans.among(tx, store.home, JOB, there, {})]
+        taken = orphans.take_in(tx, store.home, JOB, lost, {}, now=NOW)
+    assert orphans.told(taken.values()) == said
+    assert [*taken] == [number for (number,) in select(store, "select id from shard")]
     with store.read() as tx:
         registered = shards.files(tx, [JOB])
     assert [(file.file, file.failed, file.num_rows) for file in registered] == (
@@ -191,6 +194,17 @@ def test_answers_are_registered_and_late_writers_stay_late(
     leases = [epoch for (epoch,) in select(store, "select epoch from lease order by epoch")]
     assert leases == (held[1:] if positions else held), "only the leases of the job end"
     assert (leased(store, only=[JOB], limit=1).epoch > NOW * 1000) is bool(positions)
+
+
+def test_answers_that_came_by_another_way_meanwhile_are_not_taken_in(store: Store, folder: Path) -> None:
+    lying(folder, own(0, 1))
+    there = orphans.on_disk(store.home, JOB)
+    with store.read() as tx:
+        lost = [each.sealed() for each in orphans.among(tx, store.home, JOB, there, {})]
+    finish(store, leased(store, limit=2))
+    with store.write() as tx:
+        assert orphans.take_in(tx, store.home, JOB, lost, {}, now=NOW) == {}
+    assert select(store, "select count(*) from shard") == [(0,)]
 
 
 def test_a_registered_file_of_which_another_shard_has_rows_keeps_them(store: Store, folder: Path) -> None:

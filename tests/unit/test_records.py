@@ -7,13 +7,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.store.books import batches, catalog, hooks, shards
+from conserve.store.books import batches, catalog, hooks, places, shards
 from conserve.store.books.events import Event
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep import records
-from tests.store_rows import add_job, claim, finish, job, leased, positions, put_back, select
+from tests.store_rows import (
+    add_job,
+    claim,
+    finish,
+    job,
+    leased,
+    positions,
+    put_back,
+    select,
+    while_writing,
+)
 
 JOB = "job-1"
 NOW = 50.0
@@ -119,6 +129,16 @@ def test_a_cursor_that_is_no_number_is_behind_the_last_row_in_a_place(store: Sto
     records.mend(store, JOB, now=NOW)
     assert record(store)["next_position"] == 3
     assert positions(claim(store)) == [3]
+
+
+def test_shards_are_read_while_nobody_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(store)
+    finish(store, leased(store, limit=3))
+    shards.compact(store, JOB, now=0.0)
+    change(store, "next_position = 'x'")
+    read = while_writing(monkeypatch, (places, "content"))
+    records.mend(store, JOB, now=NOW)
+    assert (read, record(store)["next_position"]) == ([], 3)
 
 
 def test_a_cursor_is_within_the_job(store: Store) -> None:

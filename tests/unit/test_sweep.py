@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +26,7 @@ from conserve.store.files.marks import MARK, Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, claim_turn, modified_at, sweep
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
-from tests.store_rows import add_job, finish, leased, select
+from tests.store_rows import add_job, finish, leased, select, while_writing
 
 HOUR_S = 3600.0
 LATER = 4e9  # years after everything that a test writes
@@ -373,7 +374,7 @@ def test_what_cannot_be_moved_stays_alone(store: Store, monkeypatch: pytest.Monk
     move = shutil.move
 
     def refuses(path: Path, to: Path) -> Any:
-        if path.name.startswith("stays"):
+        if "stays" in path.name:
             raise PermissionError(1, "Operation not permitted", str(path))
         return move(path, to)
 
@@ -392,6 +393,28 @@ def test_what_cannot_be_moved_stays_alone(store: Store, monkeypatch: pytest.Monk
     assert (old.exists(), sent.exists()) == (False, False)
     (thrown,) = trash.contents(store.home)
     assert (thrown / "jobs" / "goes").is_dir()
+
+
+def test_a_folder_is_moved_while_nobody_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trash may be on another disk, to which files are copied."""
+    orphan(store)
+    moved = while_writing(monkeypatch, (shutil, "move"))
+    assert sweep(store, now=LATER) == 1
+    assert (moved, everything(store)) == ([], set())
+    (thrown,) = trash.contents(store.home)
+    assert (thrown / "jobs" / "orphan").is_dir()
+
+
+def test_a_folder_whose_move_was_killed_is_swept_by_the_next(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aged(orphan(store), 1000.0)
+    with monkeypatch.context() as kill:
+        kill.setattr(shutil, "move", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sweep(store, now=LATER)
+    assert sweep(store, now=LATER) == 1
+    assert everything(store) == set()
 
 
 def test_a_folder_that_may_not_be_entered_is_left_alone(

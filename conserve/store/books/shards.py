@@ -47,7 +47,7 @@ NAMED_WITHIN_S = 12 * 3600.0  # that an object without a record is kept at least
 class ShardFile:
     """A row of the table `shard`."""
 
-    id: int
+    id: int  # 0 until it has a row
     job_id: str
     file: str  # relative to the place of the store's files
     failed: bool
@@ -71,6 +71,15 @@ def files(tx: Connection, job_ids: Collection[str] | None = None) -> list[ShardF
         )
         for row in tx.execute(found)
     ]
+
+
+def add(tx: Connection, file: ShardFile, *, now: float) -> int:
+    """Name a file that has a seal in the table `shard`; returns its id."""
+    assert file.seal is not None
+    values = {"job_id": file.job_id, "file": file.file, "failed": file.failed, "num_rows": file.num_rows}
+    seal = {"digest": file.seal.digest, "bytes": file.seal.bytes}
+    added = insert(shard).values(**values, **seal, created_at=now).returning(shard.c.id)
+    return int(tx.execute(added).scalar_one())
 
 
 def compact(
@@ -251,17 +260,15 @@ def register(
             gone = sum(afresh(tx, delete(journal).where(*chunk)).rowcount for chunk in read)
             if gone != len(rows) or not is_kept(path, written_at):
                 raise _RowsMoved
-            tx.execute(
-                insert(shard).values(
-                    job_id=job_id,
-                    file=below(path, store.data),
-                    failed=failed,
-                    num_rows=len(rows),
-                    created_at=now,
-                    digest=seal.digest,
-                    bytes=seal.bytes,
-                )
+            file = ShardFile(
+                id=0,
+                job_id=job_id,
+                file=below(path, store.data),
+                failed=failed,
+                num_rows=len(rows),
+                seal=seal,
             )
+            add(tx, file, now=now)
     except _RowsMoved:
         return False
     return True

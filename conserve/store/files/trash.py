@@ -25,8 +25,11 @@ def folder(data: P) -> P:
     return cast("P", data / TRASH)
 
 
-def throw_away(data: P, path: P, *, now: float) -> P:
-    """Move a file or a folder into the trash; returns its path there."""
+def throw_away(data: P, path: P, *, now: float, lay_at: P | None = None) -> P:
+    """Move a file or a folder into the trash; returns its path there.
+
+    `lay_at` is where a folder on disk lay before it was renamed, if it was.
+    """
     thrown = folder(data) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}"
     if isinstance(path, ObjectPath):
         assert isinstance(data, ObjectPath)
@@ -34,7 +37,7 @@ def throw_away(data: P, path: P, *, now: float) -> P:
         assert isinstance(there, ObjectPath)
         throw_objects(path, there)
         return cast("P", there)
-    kept = Path(str(thrown)) / path.relative_to(str(data))
+    kept = Path(str(thrown)) / Path(str(lay_at or path)).relative_to(str(data))
     kept.parent.mkdir(parents=True)
     try:
         shutil.move(path, kept)  # not by renaming alone: the jobs may be on a disk of their own

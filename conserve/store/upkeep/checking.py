@@ -95,6 +95,12 @@ class JobAudit:
         return [start + int(position) for position in np.flatnonzero(self.times[start:])]
 
     @property
+    def positions(self) -> dict[int, places.Positions]:
+        """Positions in the shards that can be read, by the shards' ids."""
+        pairs = zip(self.shards, self.reads, strict=True)
+        return {shard.id: read.content.positions for shard, read in pairs}
+
+    @property
     def unreadable_shards(self) -> list[ShardFile]:
         """Shards that cannot be read or differ from their seals."""
         pairs = zip(self.shards, self.reads, strict=True)
@@ -179,7 +185,7 @@ def judged(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Da
         there = orphans.on_disk(store.data, job_id)
         with store.read() as tx:
             audited = audit(tx, store.data, job_id)
-            unnamed = orphans.among(tx, store.data, job_id, there)
+            unnamed = orphans.among(tx, store.data, job_id, there, audited.positions)
             wrong = records.differences(tx, job_id, mark) if mark is not None else []
     except JobNotFound:
         return []  # removed since its id was read

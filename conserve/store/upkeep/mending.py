@@ -62,18 +62,25 @@ class Mended(NamedTuple):
 
 
 def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
-    """Recover the results and the counters of a job; returns the changes in words."""
+    """Recover the results and the counters of a job; returns the changes in words.
+
+    Files are read before the transaction that changes rows, since others wait for its end.
+    """
     said = restore_from_trash(store, job_id)
     there = orphans.on_disk(store.data, job_id)
     known: dict[int, Read] = {}
     with store.read() as tx:
-        checking.audit(tx, store.data, job_id, known)  # reads the shards before anything is locked
+        audited = checking.audit(tx, store.data, job_id, known)
+        lying = orphans.among(tx, store.data, job_id, there, audited.positions)
+    lying = [orphan.sealed() for orphan in lying]
+    reads = {orphan.file: checking.read_shard(store.data, orphan.file) for orphan in lying}
     with store.write() as tx:
         leases.lock_with_job(tx, job_id)
-        said += orphans.take_in(tx, store.data, job_id, there, now=now)
+        taken = orphans.take_in(tx, store.data, job_id, lying, audited.positions, now=now)
+        known |= {shard_id: reads[orphan.file] for shard_id, orphan in taken.items()}
         mended = mend(tx, store.data, checking.audit(tx, store.data, job_id, known), now)
     throw_away_dropped(store, mended, now)
-    return said + mended.said
+    return said + orphans.told(taken.values()) + mended.said
 
 
 def throw_away_dropped(store: Store, mended: Mended, now: float) -> None:

@@ -6,32 +6,41 @@ them instead. Files that crashes leave are no orphans: their rows are in the jou
 failed rows are no orphans either, since `retry` drops such files; their rows are asked again.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 
 from conserve.store.books import leases, places, shards
 from conserve.store.books.places import Positions
+from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, schema
 from conserve.store.files import digests, home
 from conserve.store.files.objects import FilePath, ObjectPath, below, source
 from conserve.words import count
 
-journal, shard = schema.journal, schema.shard
+journal = schema.journal
 
 Done = np.ndarray[Any, np.dtype[np.bool_]]
+Known = Mapping[int, Positions]
+"""Positions of registered shards by the shards' ids; other shards are read."""
 
 
 class Orphan(NamedTuple):
-    """A shard that the database does not name."""
+    """A shard that the database does not name, and so has no id for; its seal is taken by `sealed`."""
 
+    file: ShardFile
     path: FilePath
     positions: Positions
+
+    def sealed(self) -> "Orphan":
+        """The orphan with its seal, for which its file is read to the end."""
+        return self._replace(file=replace(self.file, seal=digests.seal(self.path)))
 
 
 def on_disk(where: FilePath, job_id: str) -> list[FilePath]:
@@ -56,20 +65,47 @@ def modified_ns(path: Path) -> int:
         return 0
 
 
-def among(tx: Connection, where: FilePath, job_id: str, there: Sequence[FilePath]) -> list[Orphan]:
+def among(
+    tx: Connection, where: FilePath, job_id: str, there: Sequence[FilePath], known: Known
+) -> list[Orphan]:
     """Orphans among the shards that lay on disk before this transaction began."""
-    registered = shards.files(tx, [job_id])
-    names = {file.file for file in registered}
+    names = {file.file for file in shards.files(tx, [job_id])}
     unnamed = [path for path in there if below(path, where) not in names]
     if not unnamed:
         return []
+    row_indexes = asked(where, job_id)
+    found = []
+    for path in unnamed:
+        positions = answers(path, row_indexes)
+        file = ShardFile(
+            id=0, job_id=job_id, file=below(path, where), failed=False, num_rows=len(positions), seal=None
+        )
+        found.append(Orphan(file, path, positions))
+    return undone(tx, where, job_id, found, known)
+
+
+def undone(
+    tx: Connection, where: FilePath, job_id: str, lying: Sequence[Orphan], known: Known
+) -> list[Orphan]:
+    """Shards of answers, at least one of which the database lacks, and none of which is in a shard."""
     num_rows = int(tx.scalar(select(schema.job.c.num_rows).where(schema.job.c.id == job_id)) or 0)
     in_shards, in_journal = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
-    for file in registered:
-        mark(in_shards, places.content(where / file.file, file.seal).positions)
+    for file in shards.files(tx, [job_id]):
+        is_known = file.id in known
+        mark(
+            in_shards, known[file.id] if is_known else places.content(where / file.file, file.seal).positions
+        )
     found = tx.scalars(select(journal.c.position).where(journal.c.job_id == job_id))
     mark(in_journal, np.fromiter(found, np.int64))
-    return list(undone(unnamed, in_shards, in_journal, asked(where, job_id)))
+    left = []
+    for orphan in lying:
+        positions = orphan.positions
+        if not len(positions) or positions.min() < 0 or positions.max() >= num_rows:
+            continue
+        if not in_shards[positions].any() and not in_journal[positions].all():
+            in_shards[positions] = True
+            left.append(orphan)
+    return left
 
 
 def mark(done: Done, positions: Positions) -> None:
@@ -85,20 +121,6 @@ def asked(where: FilePath, job_id: str) -> Positions | None:
     except (OSError, pa.ArrowException):
         return None
     return np.asarray(requests["row_index"].to_numpy(), np.int64)
-
-
-def undone(
-    unnamed: Collection[FilePath], in_shards: Done, in_journal: Done, row_indexes: Positions | None
-) -> Iterator[Orphan]:
-    """Yield the shards of answers, at least one of which the database lacks, and none of which is in a shard."""
-    for path in unnamed:
-        positions = answers(path, row_indexes)
-        if not len(positions) or positions.min() < 0 or positions.max() >= len(in_shards):
-            continue
-        if in_shards[positions].any() or in_journal[positions].all():
-            continue
-        in_shards[positions] = True
-        yield Orphan(path, positions)
 
 
 def answers(path: FilePath, row_indexes: Positions | None) -> Positions:
@@ -125,29 +147,22 @@ def fits(positions: Positions, found: Positions, row_indexes: Positions) -> bool
 
 
 def take_in(
-    tx: Connection, where: FilePath, job_id: str, there: Sequence[FilePath], *, now: float
-) -> list[str]:
-    """Register the orphans of a job; returns the changes in words.
+    tx: Connection, where: FilePath, job_id: str, lying: Sequence[Orphan], known: Known, *, now: float
+) -> dict[int, Orphan]:
+    """Register those of a job's shards with their seals that are orphans still; returns them by their new ids.
 
     The job's leases end, and epochs go on from the present, because harvesters of the time that was lost may live.
     """
-    found = among(tx, where, job_id, there)
+    found = undone(tx, where, job_id, lying, known) if lying else []
     if not found:
-        return []
+        return {}
     leases.end(tx, list(tx.scalars(select(schema.lease.c.epoch).where(schema.lease.c.job_id == job_id))))
     counters.never_again(tx, now=now)
-    for orphan in found:
-        seal = digests.seal(orphan.path)
-        tx.execute(
-            insert(shard).values(
-                job_id=job_id,
-                file=below(orphan.path, where),
-                failed=False,
-                num_rows=len(orphan.positions),
-                created_at=now,
-                digest=seal.digest,
-                bytes=seal.bytes,
-            )
-        )
-    rows = sum(len(orphan.positions) for orphan in found)
-    return [f"{count(rows, 'answer that lay on disk was', 'answers that lay on disk were')} taken in"]
+    return {shards.add(tx, orphan.file, now=now): orphan for orphan in found}
+
+
+def told(taken: Collection[Orphan]) -> list[str]:
+    """Orphans that were taken in, in words."""
+    rows = sum(len(orphan.positions) for orphan in taken)
+    said = f"{count(rows, 'answer that lay on disk was', 'answers that lay on disk were')} taken in"
+    return [said] if taken else []

@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from conserve.config import Settings
 from conserve.errors import StoreError, StoreForbidden, StoreInUse
-from conserve.store.books import catalog
+from conserve.store.books import catalog, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.shards import ShardFile
@@ -216,22 +216,13 @@ def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> b
             return False
         if batch:
             add_missing_batches(tx)
-        known = {add_shard(tx, file, now): read for file, read in found}
+        known = {shards.add(tx, file, now=now): read for file, read in found}
         mended = mending.mend(tx, where, checking.audit(tx, where, job_id, known), now)
         counters.never_again(tx, now=now)
     marks.register(home.job_folder(where, job_id), store.id, record)
     mending.throw_away_dropped(store, mended, now)
     mending.restore_from_trash(store, job_id)
     return True
-
-
-def add_shard(tx: Connection, file: ShardFile, now: float) -> int:
-    """Name a file of results in the table `shard`; returns its id."""
-    assert file.seal is not None
-    values = {"job_id": file.job_id, "file": file.file, "failed": file.failed, "num_rows": file.num_rows}
-    seal = {"digest": file.seal.digest, "bytes": file.seal.bytes}
-    added = insert(shard).values(**values, **seal, created_at=now).returning(shard.c.id)
-    return int(tx.execute(added).scalar_one())
 
 
 def results_in(where: FilePath, job_id: str) -> Iterator[ShardFile]:

@@ -50,12 +50,17 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
 
     A record that cannot be mended is replaced: the job keeps its results and is cancelled.
     """
+    at_first = at_submit(store, job_id)
+    requests = num_requests(store.data, job_id)
+    known: dict[int, int] = {}
+    with store.read() as tx:
+        last_in_shards(tx, store.data, job_id, known)  # reads the shards before anything is locked
     with store.write() as tx:
         catalog.lock_job(tx, job_id)
         values = catalog.record(tx, job_id)
-        right = at_submit(store, job_id)
-        said = f"the record of job {job_id} was {'taken from its folder' if right else 'mended'}"
-        right |= numbers(tx, store.data, job_id, {**values, **right})
+        said = f"the record of job {job_id} was {'taken from its folder' if at_first else 'mended'}"
+        last = last_in_shards(tx, store.data, job_id, known)
+        right = at_first | numbers(tx, job_id, {**values, **at_first}, last, requests)
         if values["state"] not in tuple(JobState):
             right["state"] = JobState.QUEUED.value
         if not catalog.is_readable({**values, **right}):
@@ -98,23 +103,38 @@ def mend_mark(store: Store, job_id: str) -> str:
     return f"{below(folder / marks.MARK, store.data)} was written anew"
 
 
-def numbers(tx: Connection, where: FilePath, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
+def num_requests(where: FilePath, job_id: str) -> int | None:
+    """Number of a job's requests; None if they cannot be read."""
+    try:
+        with home.damage_apart(path := home.requests_file(where, job_id)):
+            return int(pq.read_metadata(source(path)).num_rows)
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def last_in_shards(tx: Connection, where: FilePath, job_id: str, known: dict[int, int]) -> int:
+    """Last position in the job's shards, -1 without any; those that are not `known` by id are read and added."""
+    files = shards.files(tx, [job_id])
+    for file in files:
+        if file.id not in known:
+            known[file.id] = int(places.content(where / file.file, file.seal).positions.max(initial=-1))
+    return max((known[file.id] for file in files), default=-1)
+
+
+def numbers(
+    tx: Connection, job_id: str, values: Mapping[str, Any], last: int, requests: int | None
+) -> dict[str, int]:
     """Number of rows as the requests have it, and what counters that are no numbers may be until they are counted.
 
-    The cursor is behind the last row that is in a place at once, since a harvester leases rows from there on.
+    `last` is the last position in a shard. The cursor is behind the last row that is in a place at once, since a
+    harvester leases rows from there on.
     """
     found = dict.fromkeys(("retries", *catalog.COUNTERS), 0)
     right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
-    contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
-    done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
     said = values["num_rows"] if isinstance(values["num_rows"], int) else 0
-    try:
-        with home.damage_apart(path := home.requests_file(where, job_id)):
-            right["num_rows"] = pq.read_metadata(source(path)).num_rows
-    except (OSError, pa.ArrowException):
-        right["num_rows"] = max(done, said)
+    right["num_rows"] = max(1 + last, said) if requests is None else requests
     if not isinstance(values["next_position"], int):
-        right["next_position"] = min(max(done, 1 + places.last(tx, job_id)), right["num_rows"])
+        right["next_position"] = min(1 + max(last, places.last(tx, job_id)), right["num_rows"])
     return right
 
 

@@ -84,7 +84,11 @@ def sweep_folders(store: Store, *, now: float) -> int:
 
 
 def sweep_folder(store: Store, folder: Path, now: float) -> bool:
-    """Move a job's folder if it is an orphan of this store; returns True if it was."""
+    """Move a job's folder if it is an orphan of this store; returns True if it was.
+
+    It is renamed under the lock, and moved behind: the trash may be on another disk, and copies take long.
+    """
+    aside = folder.with_name(f".swept-{folder.name}")
     with marks.seized(folder, store.id) as mark:
         if mark is None or mark.registered:
             return False
@@ -92,7 +96,12 @@ def sweep_folder(store: Store, folder: Path, now: float) -> bool:
             catalog.lock_ids(tx)
             if catalog.taken(tx, folder.name):
                 return False
-            trash.throw_away(store.local, folder, now=now)
+            folder.rename(aside)
+        try:
+            trash.throw_away(store.local, aside, now=now, lay_at=folder)
+        except OSError:
+            aside.rename(folder)
+            raise
     return True
 
 
