@@ -76,8 +76,9 @@ def prune(
     age_s = None if older_than is None else seconds(older_than)
     now = time.time()
     context.require_store()
+    ended_by = None if age_s is None else now - age_s
     with context.store_to_read() as store:
-        chosen = [] if age_s is None else removal.usage(store, removal.ended_by(now - age_s))
+        chosen = [] if ended_by is None else removal.usage(store, removal.ended_by(ended_by))
     places = {store.data, store.local}  # a bucket, and this machine
     thrown = [entry for place in places for entry in trash.contents(place)]
     if not agreed(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):
@@ -87,7 +88,8 @@ def prune(
     kept: list[StoreForbidden] = []
     if chosen:
         with context.store() as store:
-            removed, kept = removed_of(store, chosen, now=now, but=JobRefused)  # retried since it was shown
+            # A job that was retried since it was shown stays.
+            removed, kept = removed_of(store, chosen, now=now, ended_by=ended_by, but=JobRefused)
     kept += [StoreForbidden(trash.stays(entry)) for entry in thrown if trash.is_left(entry)]
     tell(removed, freed, kept, as_json=as_json)
 
@@ -98,6 +100,7 @@ def removed_of(
     *,
     now: float,
     force: bool = False,
+    ended_by: float | None = None,
     but: type[ConserveError] | tuple[()],
 ) -> "tuple[list[DiskUsage], list[StoreForbidden]]":
     """Remove jobs; returns those that went, with the bytes that are free now, and errors of those that may not go.
@@ -110,7 +113,7 @@ def removed_of(
     kept: list[StoreForbidden] = []
     for usage in chosen:
         try:
-            freed = removal.remove(store, usage.job_id, now=now, force=force)
+            freed = removal.remove(store, usage.job_id, now=now, force=force, ended_by=ended_by)
         except StoreForbidden as error:
             kept.append(error)
         except but:

@@ -189,6 +189,29 @@ def test_jobs_that_another_process_removes_or_retries_meanwhile_hold_up_no_other
     assert removal.remove(store, last, now=0.0) is None
 
 
+def test_prune_leaves_answers_that_are_newer_than_it_was_asked_for(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was shown may be retried, and end again, before the answer to the question."""
+    job_id = submit("REJECT")
+    run()
+    usage = removal.usage
+
+    def meanwhile(asked: Store, wanted: Any) -> list[removal.DiskUsage]:
+        found = usage(asked, wanted)
+        assert conserve("retry", job_id).returncode == 0
+        compute(store, job_id)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "usage", meanwhile)
+        done = conserve("prune", "--older-than", "0s", "--yes", "--json")
+    assert (done.returncode, json.loads(done.stdout)["jobs"]) == (0, [])
+    assert ids(store) == [job_id]
+    assert conserve("prune", "--older-than", "0s", "--yes").returncode == 0
+    assert ids(store) == []
+
+
 def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> None:
     """The folders that the sweep puts there just before go too."""
     job_id = submit()

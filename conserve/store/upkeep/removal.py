@@ -163,10 +163,13 @@ def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
     }
 
 
-def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int | None:
+def remove(
+    store: Store, job_id: str, *, now: float, force: bool = False, ended_by: float | None = None
+) -> int | None:
     """Forget a job and delete its files; returns the bytes freed, or None if another process has removed the job.
 
-    Raises `JobRefused` unless it is finished or `force` is given, `StoreForbidden` for a folder of another user, or
+    Raises `JobRefused` unless it is finished or `force` is given, and for one that ended after `ended_by`: it was
+    retried, and has other answers than before. Raises `StoreForbidden` for a folder of another user, or
     `StoreError` where no job's folder is there: the files on a disk that is not mounted would stay.
     """
     folder = home.job_folder(store.data, job_id)
@@ -179,6 +182,10 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
         if record["state"] not in REMOVABLE and not force:
             raise JobRefused(
                 f"job {job_id} is {record['state']} and not finished; add --force to remove it all the same"
+            )
+        if ended_by is not None and (record["finished_at"] or 0.0) > ended_by:
+            raise JobRefused(
+                f"job {job_id} was retried and has ended anew; to remove it, run: conserve rm {job_id}"
             )
         require_folders(tx, store.data)
         stack.enter_context(forsaken(store, folder, record))
