@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from sqlalchemy import Connection
 
 from conserve.cli.rm import seconds
 from conserve.cli.sizes import size
 from conserve.config import Settings
-from conserve.errors import JobRefused, UsageError
+from conserve.errors import JobRefused, StoreError, UsageError
 from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.database.store import Store
@@ -334,6 +336,36 @@ def test_a_removal_that_fails_leaves_the_folder_marked_as_the_jobs(
     assert marks.of(folder) == before
     assert before is not None
     assert before.registered
+
+
+def test_a_removal_whose_answer_was_lost_goes_on(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection broke after the commit; else `check --repair` would take the folder for a lost job."""
+    job_id = submit()
+
+    def lost_answer(tx: Connection) -> None:
+        tx.commit()
+        raise StoreError("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "wake", lost_answer)
+        done = conserve("rm", job_id, "--force", "--yes")
+    assert (done.returncode, ids(store), folders(store)) == (0, [], set())
+
+
+def test_a_removal_of_which_nothing_can_be_known_leaves_the_folder_to_the_sweep(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "wake", crash)
+        patch.setattr(removal, "is_there", Mock(side_effect=StoreError("the database is away")))
+        with pytest.raises(Crash):
+            removal.remove(store, job_id, now=0.0, force=True)
+    mark = marks.of(home.job_folder(store.home, job_id))
+    assert mark is not None
+    assert not mark.registered
 
 
 @pytest.mark.parametrize("words", [["rm"], ["prune", "--older-than", "0s"]], ids=["rm", "prune"])

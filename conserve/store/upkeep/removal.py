@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, delete, func, select, true
 
-from conserve.errors import JobRefused, StoreFull, StoreUnreachable
+from conserve.errors import JobRefused, StoreError, StoreFull, StoreUnreachable
 from conserve.store.books import catalog, leases
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.states import REMOVABLE, stored
@@ -200,10 +200,11 @@ def remove(
 
 @contextmanager
 def forsaken(store: Store, folder: FilePath, record: Mapping[str, Any]) -> Iterator[None]:
-    """Mark a folder as one that no database names, so that the sweep takes what a crash leaves; undone on an error.
+    """Mark a folder as one that no database names, so that the sweep takes what a crash leaves.
 
     The mark changes before the commit: a crash behind it would leave a folder that is never swept, and that
     `conserve check --repair` takes for a lost job. A crash before the commit leaves a job that is to be removed.
+    An error undoes it if the job is there still. If not, only the commit's answer was lost: the removal goes on.
     """
     before = marks.of(folder) or Mark(store_id=store.id, registered=True, record=record)
     no_folder = suppress(FileNotFoundError, NotADirectoryError)
@@ -211,10 +212,20 @@ def forsaken(store: Store, folder: FilePath, record: Mapping[str, Any]) -> Itera
         marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
     try:
         yield
-    except BaseException:
-        with suppress(OSError, StoreUnreachable):
-            marks.change(folder, before)
+    except BaseException as error:
+        with suppress(OSError, StoreError):
+            if is_there(store, folder.name):
+                marks.change(folder, before)
+            elif isinstance(error, StoreError):
+                return
         raise
+
+
+def is_there(store: Store, job_id: str) -> bool:
+    """True if the database names a job, once a removal that another connection began has ended."""
+    with store.write() as tx:
+        catalog.lock_ids(tx)
+        return catalog.taken(tx, job_id)
 
 
 def refusal(job_id: str, state: str) -> str:
