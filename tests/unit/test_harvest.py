@@ -1137,6 +1137,28 @@ def test_a_harvester_that_stays_up_sweeps_again(store: Store, monkeypatch: pytes
     assert swept[:2] == [store, store]
 
 
+def test_results_of_a_job_that_ends_early_go_to_a_file_while_the_harvester_stays_up(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "EVERY_S", 1.0)
+    job_id = queue_up("a", "b")
+
+    def journalled() -> int:
+        with store.read() as tx:
+            return int(tx.scalar(text("select count(*) from journal")) or 0)
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint(Script(request_ms=2000, capacity=1)))
+        await following.until(lambda: journalled() == 1)
+        with store.write() as tx:
+            catalog.move(tx, job_id, "cancel", now=0.0)
+        await following.until(lambda: journalled() == 0)
+        await following.end()
+
+    virtual_time.run(run())
+    assert len(results(store, job_id)) == 1
+
+
 def test_sweeps_begin_an_hour_after_the_last_one_has_begun(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,7 +380,8 @@ class Harvester:
             if self._ledger.recorder.behind:  # and no row may end, whose write would do it
                 await self._in_store(self._ledger.recorder.compact)
             await self._notes.look()
-            self._sweeps.look(now)
+            if self._sweeps.look(now):  # jobs may have ended early since, or under a harvester that died
+                await self._in_store(self._ledger.recorder.recover)
 
     async def _write(self, outcomes: Outcomes) -> None:
         await self._in_store(self._ledger.write, outcomes)

@@ -21,15 +21,18 @@ class Sweeps:
         self._next_at: float | None = None
         self._thread: threading.Thread | None = None
 
-    def look(self, now: float) -> None:
-        """Begin a sweep if the first look or the last sweep is long ago; `now` is of a monotonic clock."""
+    def look(self, now: float) -> bool:
+        """Begin a sweep if the first look or the last sweep is long ago, and return True; `now` is monotonic.
+
+        A sweep that is still at it is waited for.
+        """
         if self._next_at is not None and now < self._next_at:
-            return
+            return False
         first, self._next_at = self._next_at is None, now + EVERY_S
-        if first or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._thread = threading.Thread(target=self._sweep, name="sweep", daemon=True)
-        self._thread.start()
+        if not first and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._sweep, name="sweep", daemon=True)
+            self._thread.start()
+        return not first
 
     def _sweep(self) -> None:
         try:
