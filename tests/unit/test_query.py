@@ -246,6 +246,26 @@ def test_files_are_compared_with_their_digests_for_queries_that_read_them(
     assert {path.name if path.parent.name == job_id else path.parent.name for path in names} == read
 
 
+@pytest.mark.parametrize(
+    ("sql", "journalled", "live"),
+    [
+        ("select count(*) from jobs", 0, 0),
+        ("from inputs", 0, 0),
+        ("from results", 1, 0),
+        ("from requests", 1, 2),
+        ("show all tables", 1, 2),
+    ],
+)
+def test_rows_of_the_database_are_read_for_queries_that_have_them(
+    sql: str, journalled: int, live: int, settings: Settings, store: Store, write_input: WriteInput
+) -> None:
+    """After a retry of a million rows these take half a gigabyte."""
+    submit(store, str(write_input(q=["a", "b", "c"])), TASK)
+    finish(store, leased(store), of=[0])
+    taken = sql_query(settings, sql).taken
+    assert (taken.journal_rows.num_rows, taken.live_rows.num_rows) == (journalled, live)
+
+
 def test_answers_are_exported_without_a_look_at_the_files_of_questions(
     settings: Settings, store: Store, write_input: WriteInput
 ) -> None:

@@ -52,8 +52,9 @@ def snapshot(
 ) -> Snapshot:
     """Read the store in one transaction, so that no row is missed or seen twice.
 
-    Files of the views in `used` are compared with their digests, for which each is read once a day; those of all
-    views if it is None. It is read again where files are gone since a job was retried or removed meanwhile.
+    Of the views in `used`, or of all if it is None, files are compared with their digests, for which each is read
+    once a day, and rows of the journal and of the queue are read. The store is read again where files are gone
+    since a job was retried or removed meanwhile.
     """
     for _ in range(MOST_TRIES):
         found = read_once(store, now=now, only=only, used=used)
@@ -86,8 +87,8 @@ def read_once(store: Store, *, now: float, only: Sequence[str] | None, used: Set
         named = None if only is None else wanted  # a statement takes no more than 32,766 of them
         found = shards.files(tx, named)
         chosen = select(journal) if named is None else select(journal).where(journal.c.job_id.in_(named))
-        rows = tx.execute(chosen).all()
-        live = live_table(tx, named)
+        rows = tx.execute(chosen).all() if reads(used, "results", "requests") else []
+        live = live_table(tx, named) if reads(used, "requests") else LIVE.empty_table()
     those = set(wanted)
     ours = [entry for entry in entries if entry.id in those]
     damages = unreadable(store.data, ours, found, now=now, parts=parts)
@@ -103,6 +104,11 @@ def read_once(store: Store, *, now: float, only: Sequence[str] | None, used: Set
         live,
         [*damages, *damaged_rows(rows)],
     )
+
+
+def reads(used: Set[str] | None, *views: str) -> bool:
+    """True if a query that reads the views in `used`, or all, reads one of these."""
+    return used is None or not used.isdisjoint(views)
 
 
 def journal_table(rows: Sequence[Any]) -> pa.Table:
