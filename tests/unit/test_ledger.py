@@ -22,11 +22,13 @@ from conserve.errors import (
     StoreDamaged,
     StoreError,
     StoreForbidden,
+    StoreFull,
     StoreInUse,
     StoreUnreachable,
 )
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest import comparing, turned_away, workload
+from conserve.jobs.harvest import ledger as ledger_module
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
@@ -369,7 +371,7 @@ def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
     lease = leased(store)
     journalled = []
     for position in positions(lease):
-        recorder.write(outcomes_of(lease, [position]))
+        record(recorder, outcomes_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1, 0]
     assert select(store, "select num_rows, created_at from shard") == [(2, 1000.0), (2, 1000.0)]
@@ -385,10 +387,27 @@ def test_large_answers_of_a_job_fill_a_shard_by_their_bytes_while_it_runs(
     leases = {name: leased(store, only=[add_job(store, name, rows=6)]) for name in ("large", "other")}
     journalled = []
     for name, position in (("large", 0), ("other", 0), ("large", 1), ("large", 2), ("large", 3)):
-        recorder.write(outcomes_of(leases[name], [position]))
+        record(recorder, outcomes_of(leases[name], [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 2, 1, 2, 1]
     assert select(store, "select job_id, num_rows from shard") == [("large", 2), ("large", 2)]
+
+
+@pytest.mark.parametrize("share", [None, "jobs"])
+def test_results_are_counted_if_their_shard_cannot_be_written(
+    store: Store, job_id: str, monkeypatch: pytest.MonkeyPatch, share: str | None
+) -> None:
+    """The disk of CONSERVE_DATA may be full, and that of the database not."""
+    party = Party(store, share=share)
+    works = party.claim()
+    settled: list[Outcomes] = []
+    monkeypatch.setattr(ledger_module, "settle", lambda _, outcomes: settled.append(outcomes))
+    monkeypatch.setattr(shards, "compact", Mock(side_effect=StoreFull("no space left")))
+    with pytest.raises(StoreFull):
+        party.finish(*works)
+    assert (party.tally.succeeded, [*party.tally.completed]) == (4, [job_id])
+    assert len(settled) == (share is not None)
+    party.ledger.close()
 
 
 def test_results_of_several_harvesters_fill_a_shard_together(
@@ -399,7 +418,7 @@ def test_results_of_several_harvesters_fill_a_shard_together(
     lease = leased(store)
     journalled = []
     for recorder, position in zip(recorders, positions(lease), strict=False):
-        recorder.write(outcomes_of(lease, [position]))
+        record(recorder, outcomes_of(lease, [position]))
         journalled.append(select(store, "select count(*) from journal")[0][0])
     assert journalled == [1, 0, 1]
 
@@ -408,7 +427,7 @@ def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id:
     recorder = Recorder(store, Clock())
     lease = leased(store)
     for these, left in (([0, 1, 2], 3), ([3], 0)):
-        recorder.write(outcomes_of(lease, these))
+        record(recorder, outcomes_of(lease, these))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 
@@ -424,10 +443,10 @@ def test_shards_that_an_outage_kept_back_are_written_one_at_a_time(
     with monkeypatch.context() as away:
         away.setattr(shards, "compact_full", unreachable)
         for positions in ([0, 1], [2, 3], [4, 5, 6]):
-            recorder.write(outcomes_of(lease, positions))
+            record(recorder, outcomes_of(lease, positions))
     clock.now += 30.0
     for left in (5, 3, 1, 1):
-        recorder.write(Outcomes())
+        record(recorder, Outcomes())
         assert select(store, "select count(*) from journal") == [(left,)]
     assert not recorder.behind
 
@@ -452,7 +471,7 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     recorder = Recorder(store, clock, monotonic=clock)
     for name in ("theirs", "ours", "more"):
         add_job(store, name, rows=2)
-        recorder.write(outcomes_of(leased(store, only=[name]), range(2)))
+        record(recorder, outcomes_of(leased(store, only=[name]), range(2)))
     while recorder.compact():
         pass
     assert select(store, "select distinct job_id from journal") == [("theirs",)]
@@ -470,6 +489,12 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     assert len(caplog.records) == 1
 
 
+def record(recorder: Recorder, outcomes: Outcomes) -> None:
+    """Write outcomes, and one shard where enough results have gathered, as the ledger does."""
+    recorder.write(outcomes)
+    recorder.compact()
+
+
 def outcomes_of(lease: Lease, positions: Sequence[int]) -> Outcomes:
     """Answers to these rows."""
     return Outcomes(finished=[Finished(lease.epoch, lease.job_id, p, result(p)) for p in positions])
@@ -481,7 +506,7 @@ def test_a_completed_job_is_written_one_shard_at_a_time(
     monkeypatch.setattr(shards, "SHARD_ROWS", 2)
     recorder = Recorder(store, Clock())
     add_job(store, rows=5)
-    recorder.write(outcomes_of(leased(store), range(5)))
+    record(recorder, outcomes_of(leased(store), range(5)))
     assert job(store).state is JobState.COMPLETED
     for left in (3, 1, 0):
         assert select(store, "select count(*) from journal") == [(left,)]
@@ -497,12 +522,12 @@ def test_a_job_that_comes_back_before_its_last_shards_waits_for_full_ones(
     add_job(store, rows=6)
     lease = leased(store)
     ends = [Finished(lease.epoch, "job-1", p, result(p, failed=p == 5)) for p in range(6)]
-    recorder.write(Outcomes(finished=ends))
+    record(recorder, Outcomes(finished=ends))
     shards.retry_failed(store, "job-1", now=0.0)
     assert recorder.compact()
     assert not recorder.compact()
     assert select(store, "select position from journal") == [(4,)]
-    recorder.write(outcomes_of(leased(store), [5]))
+    record(recorder, outcomes_of(leased(store), [5]))
     assert select(store, "select count(*) from journal") == [(0,)]
 
 
@@ -937,13 +962,13 @@ def test_results_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
     monkeypatch.setattr(shards, "compact", away)
     recorder = Recorder(store, clock, monotonic=clock)
     lease = leased(store)
-    recorder.write(Outcomes(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
+    record(recorder, Outcomes(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
     assert [record.getMessage() for record in caplog.records] == [
         "results stay in the database for now: the bucket is away"
     ]
     for seconds, left in ((29.9, 4), (0.1, 0)):
         clock.now += seconds
-        recorder.write(Outcomes())
+        record(recorder, Outcomes())
         assert select(store, "select count(*) from journal") == [(left,)]
     assert tries == [1000.0, 1030.0]
 
@@ -1125,13 +1150,13 @@ def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store,
     recorder = Recorder(store, Clock())
     lease = leased(store)
     ends = [Finished(lease.epoch, job_id, p, result(p, failed=p > 1)) for p in range(4)]
-    recorder.write(Outcomes(finished=ends))
+    record(recorder, Outcomes(finished=ends))
     assert recorder.compact()
     assert select(store, "select count(*) from journal") == [(0,)]
     shards.retry_failed(store, job_id, now=0.0)
     lease = leased(store)
     for position, left in ((2, 1), (3, 0)):
-        recorder.write(outcomes_of(lease, [position]))
+        record(recorder, outcomes_of(lease, [position]))
         assert select(store, "select count(*) from journal") == [(left,)]
 
 
@@ -1240,9 +1265,7 @@ def test_an_observer_hears_of_results_that_moved_and_of_no_others(store: Store, 
         with pytest.MonkeyPatch.context() as patch:
             if ended == other:
                 patch.setattr(shards, "compact", lambda *_, **__: None)
-            recorder.write(
-                Outcomes(finished=[Finished(lease.epoch, ended, p, result(p)) for p in range(rows)])
-            )
+            record(recorder, outcomes_of(lease, range(rows)))
     assert heard == [(job_id, [0, 1, 2, 3])]
 
 

@@ -322,10 +322,14 @@ class Ledger:
         self._rebind = False
 
     def write(self, outcomes: Outcomes) -> None:
-        """Make outcomes durable and count them, even if the flush that asked for it was cancelled."""
+        """Make outcomes durable and count them, even if the flush that asked for it was cancelled.
+
+        Then move results to one shard where enough have gathered: if that fails, the outcomes are counted.
+        """
         self._tally.count(self.recorder.write(outcomes))
         if self._shares is not None:
             settle(self._shares, outcomes)
+        self.recorder.compact()
 
     def renew(self, epochs: set[int]) -> set[int]:
         """Renew these leases, then end the leases that are over; returns the epochs that still exist."""

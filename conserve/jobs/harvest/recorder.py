@@ -59,7 +59,7 @@ class Recorder:
             self._idle_since = self._monotonic()
 
     def write(self, outcomes: Outcomes) -> Committed:
-        """Write outcomes in one transaction, then one shard where enough results have gathered."""
+        """Write outcomes in one transaction; `compact` moves what has gathered by then."""
         now, at, since = self._clock(), self._monotonic(), time.perf_counter()
         with self._store.write() as tx:
             if outcomes.saved or outcomes.returned:
@@ -75,7 +75,6 @@ class Recorder:
         self._tokens += computed(committed)
         self._note(now, at)
         self._gather(committed)
-        self.compact()
         return committed
 
     def _lock(self, tx: Any, outcomes: Outcomes) -> None:
