@@ -68,6 +68,7 @@ from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.new_results import NewResults
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.results import encode
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.slots import HarvestedQuarter
@@ -623,7 +624,7 @@ def test_results_are_committed_with_their_count_unless_a_job_may_be_complete(
     finished = [Finished(lease.epoch, "job-1", position, result(position)) for position in range(ended)]
     with suppress(ZeroDivisionError), store.write() as tx:
         committed = journal.commit(tx, finished, now=5.0, ends=True)
-        assert committed.counted == [("job-1", ended, ended, 4)]
+        assert committed.counted == [("job-1", ended, ended, 4, ended * len(encode(result(0))))]
         assert committed.completed == ["job-1"] * (ended == 4)
         raise ZeroDivisionError
     assert (job(store).succeeded, len(live(store))) == ((2, 2) if ended == 2 else (0, 4))
