@@ -1,6 +1,7 @@
 """Results of one job as they become durable, each row once."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Sequence, Set
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from conserve.errors import StoreDamaged
 from conserve.store.books.catalog import JobRecord
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import Result, decode, from_arrow
-from conserve.store.books.shards import ShardFile, files
+from conserve.store.books.shards import DAMAGED_ROW, ShardFile, files
 from conserve.store.database import schema
 from conserve.store.database.bulk import along_indexes
 from conserve.store.database.connection import chunks
@@ -19,6 +20,7 @@ from conserve.store.database.store import Store
 from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import source
 
+log = logging.getLogger(__name__)
 journal = schema.journal
 
 
@@ -29,17 +31,26 @@ class NewResults:
         self._store, self._job = store, job
         self._seen = bytearray(job.num_rows)  # by position
         self._read: set[int] = set()  # ids of shards
+        self._damaged: set[int] = set()  # positions in the journal that were told
 
     def look(self) -> list[Result]:
         """Results of rows that had none at the last look."""
         with self._store.read() as tx:
             journalled = self._journalled(tx)
             shards = [shard for shard in files(tx, [self._job.id]) if shard.id not in self._read]
-        found = [decode(row.payload) for row in journalled if is_whole(row)]
-        self._mark([row.position for row in journalled])
+        whole = [row for row in journalled if is_whole(row)]
+        found = [decode(row.payload) for row in whole]
+        self._mark([row.position for row in whole])
+        self._tell_damaged({row.position for row in journalled} - {row.position for row in whole})
         for shard in shards:
             found += self._of_shard(shard)
         return found
+
+    def _tell_damaged(self, positions: Set[int]) -> None:
+        """Warn of damaged rows, once of each; a repair has them answered again, and then they are new."""
+        for position in sorted(positions - self._damaged):
+            log.warning(DAMAGED_ROW, position, self._job.id)
+        self._damaged |= positions
 
     def _journalled(self, tx: Connection) -> list[Any]:
         ours = journal.c.job_id == self._job.id
