@@ -684,6 +684,24 @@ def test_a_repair_that_is_interrupted_begins_again_and_loses_nothing(
     assert results(jobs.half) == jobs.expected[jobs.half]
 
 
+def test_a_process_that_waits_out_the_damage_does_not_open_the_half_made_database(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would claim rows of jobs that lack their answers, and take files of results for orphans."""
+    add_job(store)
+    store.close()  # as a harvester does in an outage
+    refill = rebuild.refill
+
+    def meanwhile(*given: Any, **named: Any) -> list[str]:
+        with pytest.raises(StoreError, match="is under way or was interrupted"):
+            claim(store)
+        return refill(*given, **named)
+
+    monkeypatch.setattr(rebuild, "refill", meanwhile)
+    rebuild.rebuild(settings, now=7.0)
+    assert claim(store) is not None
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("read", [True, False])
 def test_a_store_that_is_rebuilt_more_than_once_keeps_its_id(

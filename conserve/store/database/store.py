@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from conserve.config import Settings, is_backup
 from conserve.errors import StoreError
@@ -44,6 +46,7 @@ class Store:
         """Open the store that the settings name; make it if it is not there. Raises for a backup."""
         half_made.refuse(settings.sqlite_file)
         store = cls.opened(settings)
+        refuse_half_made(store.engine, settings.sqlite_file)
         store.note_id()
         return store
 
@@ -69,6 +72,7 @@ class Store:
             engine = connect_to_copy(settings.store_url)
         if engine is None:
             return cls.open(settings)
+        refuse_half_made(engine, settings.sqlite_file)
         with closed_on_error(engine):
             return cls.over(settings.home, engine, settings.data)
 
@@ -139,3 +143,17 @@ class Store:
     def close(self) -> None:
         """Close the database connections."""
         self.engine.dispose()
+
+
+def refuse_half_made(engine: Engine, path: Path | None) -> None:
+    """Have new connections refuse the database while it is made anew, as of a process that waits out its damage."""
+
+    def look(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+        try:
+            half_made.refuse(path)
+        except StoreError:
+            connection.close()
+            raise
+
+    if path is not None:
+        event.listen(engine, "connect", look, insert=True)
