@@ -1716,7 +1716,7 @@ def test_a_run_goes_on_behind_a_change_that_the_database_undid(
     sqlstate: str,
     goes_on: bool,
 ) -> None:
-    """PostgreSQL ends one of two transactions that wait for each other."""
+    """PostgreSQL ends one of two transactions that wait for each other. No answer is computed again for that."""
     job_id = queue_up("a", "b")
     commit, undone = journal.commit, list[bool]()
 
@@ -1730,8 +1730,36 @@ def test_a_run_goes_on_behind_a_change_that_the_database_undid(
 
     monkeypatch.setattr(journal, "commit", meets_others)
     with contextlib.nullcontext() if goes_on else pytest.raises(StoreError, match="deadlock detected"):
-        assert [*harvest(store, FakeEndpoint()).completed] == [job_id]
+        assert [*harvest(store, endpoint := FakeEndpoint()).completed] == [job_id]
+        assert endpoint.calls == 2
     assert undone
+
+
+def test_answers_are_not_late_whose_commit_had_no_answer(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection broke behind it; nothing is computed again."""
+    job_id = queue_up("a", "b")
+    commit, lost = journal.commit, list[bool]()
+    endpoint = FakeEndpoint()
+
+    def lost_answer(tx: Any, *arguments: Any, **named: Any) -> Any:
+        found = commit(tx, *arguments, **named)
+        if not lost:
+            lost.append(True)
+            tx.commit()
+            raise StoreError("the connection broke")
+        return found
+
+    async def run() -> Tally:
+        following = Following(store, endpoint)
+        await following.until(lambda: job(store, job_id).state is JobState.COMPLETED and bool(following.said))
+        await following.until(lambda: not following.harvester._recording.is_at_work)
+        return await following.end()
+
+    monkeypatch.setattr(journal, "commit", lost_answer)
+    assert virtual_time.run(run()).late == 0
+    assert endpoint.calls == 2
 
 
 def test_a_stop_during_an_outage_is_a_stop(store: Store, queue_up: Callable[..., str]) -> None:

@@ -1,6 +1,7 @@
 """The way of a row: its call, its result, and the decision after an error."""
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -554,6 +555,56 @@ def test_a_write_proves_that_the_store_works() -> None:
 
     assert asyncio.run(run()) == [1.0, 2.0, 4.0, 8.0, 1.0], "no outcome proves nothing"
     assert len(written) == 1
+
+
+def test_a_write_that_failed_is_repeated_once_before_newer_outcomes() -> None:
+    """It may have been durable. One that fails again is given up, since it may never succeed."""
+    written: list[tuple[bool, int]] = []
+    failing = {0, 2, 3}
+
+    async def write(outcomes: Outcomes) -> None:
+        written.append((outcomes.repeated, outcomes.finished[0].position))
+        if len(written) - 1 in failing:
+            raise StoreError("the connection broke")
+
+    async def run() -> None:
+        writer = WriteBehind(write, Outage(lambda _: None))
+        for position in range(3):
+            writer.outcomes.finished.append(Finished(5, "job-1", position, result(position)))
+            with contextlib.suppress(StoreError):
+                await writer.flush()
+        assert writer.is_at_work
+        await writer.flush()
+        assert not writer.is_at_work
+
+    asyncio.run(run())
+    assert written == [(False, 0), (True, 0), (False, 1), (True, 1), (False, 2)]
+
+
+def test_a_write_that_fails_under_a_stop_is_repeated() -> None:
+    written: list[Outcomes] = []
+    goes_on = asyncio.Event()
+
+    async def write(outcomes: Outcomes) -> None:
+        written.append(outcomes)
+        await goes_on.wait()
+        if len(written) == 1:
+            raise StoreError("the connection broke")
+
+    async def run() -> None:
+        writer = WriteBehind(write, Outage(lambda _: None))
+        writer.put_back(work(), RetryDecision())
+        flushing = asyncio.create_task(writer.flush())
+        await asyncio.sleep(0)
+        flushing.cancel()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await flushing
+        await writer.flush()
+
+    asyncio.run(run())
+    assert [outcomes.repeated for outcomes in written] == [False, True]
+    assert written[0].returned == written[1].returned
 
 
 def test_a_wait_says_whether_the_event_or_the_time_ended_it() -> None:

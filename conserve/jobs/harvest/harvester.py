@@ -264,8 +264,7 @@ class Harvester:
 
     async def _end_session(self, failed: BaseException | None) -> None:
         """Withdraw the rows in flight, save their tokens and give them back."""
-        # In an outage of the store outcomes wait for the next session. The outcomes in a write that failed are
-        # dropped, since they may have been written; rows whose outcome was not are done again.
+        # In an outage of the store outcomes wait for the next session, with those in a write that failed.
         self._calls.end()
         await self._flights.withdraw_all()
         self.ended_at = time.monotonic()

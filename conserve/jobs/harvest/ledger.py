@@ -326,7 +326,9 @@ class Ledger:
 
         Then move results to one shard where enough have gathered: if that fails, the outcomes are counted.
         """
-        self._tally.count(self.recorder.write(outcomes))
+        committed = self.recorder.write(outcomes)
+        # Of a repetition the late ones may be those that were durable before.
+        self._tally.count(committed._replace(late=[]) if outcomes.repeated else committed)
         if self._shares is not None:
             settle(self._shares, outcomes)
         self.recorder.compact()

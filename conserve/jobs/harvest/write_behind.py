@@ -3,9 +3,10 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from conserve.errors import StoreError
 from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.waiting import elapsed_or_set
@@ -26,6 +27,7 @@ class Outcomes:
     finished: list[Finished] = field(default_factory=list)
     returned: list[tuple[ReadyRow, RetryDecision]] = field(default_factory=list)
     saved: dict[tuple[str, int], SavedTokens] = field(default_factory=dict)
+    repeated: bool = False  # a write of them failed, and may have been durable all the same
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.returned or self.saved)
@@ -44,6 +46,7 @@ class WriteBehind:
     def __init__(self, write: Callable[[Outcomes], Coroutine[Any, Any, None]], outage: Outage) -> None:
         self._write, self._outage = write, outage
         self.outcomes = Outcomes()
+        self._failed: Outcomes | None = None  # in a write that failed
         self.full = asyncio.Event()
         self.unwritten_rows: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
         self.writing = asyncio.Lock()  # held for a write and until `unwritten_rows` knows of it
@@ -51,7 +54,7 @@ class WriteBehind:
     @property
     def is_at_work(self) -> bool:
         """True if outcomes are being written or wait for it."""
-        return bool(self.outcomes) or self.writing.locked()
+        return bool(self.outcomes or self._failed) or self.writing.locked()
 
     def finish(self, work: ReadyRow, result: Result) -> None:
         """Add the result of a row."""
@@ -82,20 +85,25 @@ class WriteBehind:
         """Write the outcomes; their rows are unwritten no more.
 
         A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
-        and its rows would be done again.
+        and its rows would be done again. After an error of the store the write is repeated once, at the next flush:
+        rows that were written are no longer under their leases, and stay as they are.
         """
         async with self.writing:
-            await self._flush()
+            failed, self._failed = self._failed, None
+            if failed:
+                await self._flush(failed)
+            outcomes, self.outcomes = self.outcomes, Outcomes()
+            if outcomes:
+                await self._flush(outcomes)
 
-    async def _flush(self) -> None:
-        outcomes, self.outcomes = self.outcomes, Outcomes()
-        if not outcomes:
-            return
+    async def _flush(self, outcomes: Outcomes) -> None:
         writing = asyncio.ensure_future(self._write(outcomes))
         try:
             await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.gather(writing, return_exceptions=True)
+        except BaseException:
+            (error,) = await asyncio.gather(writing, return_exceptions=True)
+            if isinstance(error, StoreError) and not outcomes.repeated:
+                self._failed = replace(outcomes, repeated=True)
             raise
         self._outage.forget()
         self.unwritten_rows.subtract(outcomes.epochs)
