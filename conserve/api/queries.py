@@ -3,17 +3,18 @@
 import os
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.config import Settings
-from conserve.errors import UsageError
+from conserve.errors import StoreError, UsageError
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
     from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.readable import LeftOut
+    from conserve.store.sql.snapshot import Snapshot
 
 
 def results_query(
@@ -51,6 +52,7 @@ def results_query(
         bounds=export_bounds(settings),
         sealed=False,
         wording=Tasks(taken.catalog),
+        changed=lambda: changed(settings, taken),
     )
 
 
@@ -84,7 +86,18 @@ def sql_query(
         bounds=bounds,
         wording=Tasks(taken.catalog),
         named=files,
+        changed=lambda: changed(settings, taken),
     )
+
+
+def changed(settings: Settings, taken: "Snapshot") -> set[str]:
+    """Jobs that were retried, repaired or removed since a snapshot; none if the store cannot be asked now."""
+    from conserve.store.database.store import Store
+    from conserve.store.sql.snapshot import changed_since
+
+    with suppress(StoreError), closing(Store.open_to_read(settings)) as store:
+        return changed_since(store, taken)
+    return set()
 
 
 def check_output(out: Path, job: "JobRecord") -> None:

@@ -598,6 +598,33 @@ def test_any_other_error_is_a_fault_of_ours(error: Exception) -> None:
     assert type(error).__name__ in str(found)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"job-1"}, "^the answer is not whole: job job-1: it was retried, .*; run the query again$"),
+        ({"job-2"}, "is gone; run: conserve check --repair$"),
+        (set(), "is gone; run: conserve check --repair$"),
+    ],
+)
+def test_an_answer_that_a_retry_ends_names_the_job(taken: Snapshot, changed: set[str], said: str) -> None:
+    question = SnapshotQuery(
+        taken=taken,
+        ask=lambda duck: ask(duck, "from results"),
+        uses=lambda empty: None,
+        bounds=FREE,
+        changed=lambda: changed,
+    )
+
+    def frames() -> Iterator[child.Frame]:
+        yield child.Frame(answer.ROWS, b"")
+        raise StoreError("/home/jobs/job-1/results/a.parquet is gone; run: conserve check --repair")
+
+    found = answer.by_cause(frames(), question)
+    assert next(found).kind == answer.ROWS
+    with pytest.raises(StoreError, match=said):
+        next(found)
+
+
 def test_a_child_that_ends_early_is_told_like_one_that_was_killed() -> None:
     with pytest.raises(QueryTooGreedy, match="process ended early, most likely for want of memory; narrow"):
         list(checked(iter([]), FREE))

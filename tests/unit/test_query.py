@@ -32,7 +32,7 @@ from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
-from conserve.store.sql import duplicates, export, query, scratch
+from conserve.store.sql import answer, duplicates, export, query, scratch
 from conserve.store.sql import snapshot as snapshots
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.duplicates import first_duplicate
@@ -42,6 +42,7 @@ from conserve.store.sql.input_parts import changed, parts_of
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, views, views_of
+from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.relation import relation
 from conserve.store.sql.scan import scanned
@@ -753,6 +754,39 @@ def test_a_store_that_is_changed_while_it_is_read_is_read_again(
     monkeypatch.setattr(snapshots, "unreadable", compared)
     found = snapshot(store, now=0.0)
     assert (found.damages, len(calls)) == ([], 2)
+
+
+@pytest.mark.parametrize("words", [["retry"], ["rm", "--yes"]], ids=["retry", "rm"])
+def test_files_that_are_deleted_under_a_query_are_no_damage(
+    settings: Settings, store: Store, write_input: WriteInput, words: list[str]
+) -> None:
+    job_id = submit(store, str(write_input(q=["a", "REJECT"])), TASK).job_id
+    drain(store)
+    asked = sql_query(settings, "select text from results where error_type is null")
+    assert commands.conserve(*words, job_id).returncode == 0
+    heard: list[LeftOut] = []
+    with answer.answered(asked, warn=heard.append) as rows:
+        assert len(list(rows.tuples())) == (words == ["retry"])
+    (gap,) = heard
+    assert gap.sentence == (
+        f"the view results leaves out rows of job {job_id}: it was retried, repaired or removed while the query "
+        "read its results; run the query again"
+    )
+    assert not gap.damaged
+
+
+def test_a_file_that_is_gone_from_a_job_that_stays_is_damage(
+    settings: Settings, store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    drain(store)
+    asked = sql_query(settings, "from results")
+    for path in (home.job_folder(store.home, job_id) / home.RESULTS).iterdir():
+        path.unlink()
+    heard: list[LeftOut] = []
+    with answer.answered(asked, warn=heard.append):
+        pass
+    assert [gap.damaged for gap in heard] == [True]
 
 
 def test_relations_can_be_made_in_threads(opened: Views) -> None:

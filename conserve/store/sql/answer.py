@@ -3,9 +3,9 @@
 import atexit
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from conserve import errors
 from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
+from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 from conserve.store.sql import child, mistakes, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
@@ -73,6 +74,8 @@ class PreparedDatabase:
 
 
 PREPARED = PreparedDatabase()
+CHANGED = "it was retried, repaired or removed while the query read its results"
+AGAIN = "run the query again"
 LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 
 
@@ -81,7 +84,8 @@ class SnapshotQuery:
     """A query over a snapshot.
 
     `ask` binds the query on a connection that has the views. `uses` is called on it before. Both are called in the
-    child process, so that this process starts no threads.
+    child process, so that this process starts no threads. `changed` names the jobs that have lost files since the
+    snapshot, and not by damage; it is called in this process where a file cannot be read.
     """
 
     taken: Snapshot
@@ -91,6 +95,7 @@ class SnapshotQuery:
     sealed: bool = True
     wording: Wording | None = None
     named: tuple[NamedFile, ...] = ()
+    changed: Callable[[], Set[str]] = frozenset
 
 
 @contextmanager
@@ -118,19 +123,40 @@ def answered(
             on_wait=on_wait,
         ) as frames,
     ):
-        said = checked(frames, bounds)
-        schema, documents = msgspec.msgpack.decode(begun(said, warn), type=tuple[bytes, list[str]])
+        said = by_cause(checked(frames, bounds), question)
+        start = begun(said, warn, question)
+        schema, documents = msgspec.msgpack.decode(start, type=tuple[bytes, list[str]])
         batches = (batch for frame in said for batch in from_ipc(frame.payload))
         yield RowBatches(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
 
 
-def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | bytearray:
+def with_cause(left_out: LeftOut, question: SnapshotQuery) -> LeftOut:
+    """Rows that are left out, as those of a job that has changed if that is why its file is not there."""
+    if not left_out.damaged or left_out.job_id not in question.changed():
+        return left_out
+    return replace(left_out, reason=CHANGED, fix=AGAIN)
+
+
+def by_cause(frames: Iterator[Frame], question: SnapshotQuery) -> Iterator[Frame]:
+    """Yield frames; an error that names a file of a job that has changed is told as that, not as damage."""
+    try:
+        yield from frames
+    except StoreError as error:
+        for job_id in question.changed():
+            if f"/{home.JOBS}/{job_id}/" in str(error):
+                raise StoreError(f"the answer is not whole: job {job_id}: {CHANGED}; {AGAIN}") from error
+        raise
+
+
+def begun(
+    said: Iterator[Frame], warn: Callable[[LeftOut], None], question: SnapshotQuery
+) -> bytes | bytearray:
     """Read frames up to the schema of the answer; warns of the left-out rows that come before it."""
     for frame in said:
         if frame.kind == SCHEMA:
             return frame.payload
         for left_out in msgspec.json.decode(frame.payload, type=list[LeftOut]):
-            warn(left_out)
+            warn(with_cause(left_out, question))
     raise AssertionError("an answer without a schema")
 
 

@@ -77,6 +77,15 @@ def is_outdated(store: Store, found: Snapshot) -> bool:
     )
 
 
+def changed_since(store: Store, taken: Snapshot) -> set[str]:
+    """Jobs that were retried, repaired or removed since a snapshot: the store has dropped files of theirs."""
+    with store.read() as tx:
+        jobs = set(catalog.ids(tx))
+        files = {file.file for file in shards.files(tx)}
+    removed = {job.id for job in taken.catalog} - jobs
+    return removed | {file.job_id for file in taken.shards if file.file not in files}
+
+
 def read_once(store: Store, *, now: float, only: Sequence[str] | None, used: Set[str] | None) -> Snapshot:
     """Read the store in one transaction, then compare its files."""
     parts = FILES if used is None else [part for view, part in PARTS.items() if view in used]
