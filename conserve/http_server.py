@@ -7,6 +7,8 @@ from http import HTTPStatus
 from itertools import count
 from typing import Any
 
+from conserve.openai_error import error_body, kind_of
+
 CONNECTIONS = 4096  # open at once
 RESERVED = 512  # file descriptors kept for other things than clients' connections
 RETRY_AFTER_S = 1
@@ -91,6 +93,6 @@ async def full(scope: Any, receive: Any, send: Any) -> None:
 
     said = "this server has as many connections as it may have (--max-connections); try again"
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    error = {"message": said, "type": "server_error", "param": None, "code": int(status)}
+    body = error_body(said, kind=kind_of(status), code=int(status))
     headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-    await JSONResponse({"error": error}, status, headers)(scope, receive, send)
+    await JSONResponse(body, status, headers)(scope, receive, send)

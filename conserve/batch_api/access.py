@@ -9,13 +9,14 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
-from conserve.batch_api import metrics, refusals
+from conserve.batch_api import metrics
 from conserve.batch_api.moved import MoveWatch
 from conserve.batch_api.reads import Reads
 from conserve.batch_api.state import CALLER, ApiCaller
 from conserve.errors import StoreError
 from conserve.hosts import host_in, is_loopback, is_proxied
 from conserve.http_server import CALLER_HEADER, WHO, SaidOf
+from conserve.openai_error import SERVER, error_body
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
 
@@ -97,7 +98,7 @@ class Access:
         try:
             answer = await self._caller(headers, scope["path"])
         except (StoreError, TimeoutError):
-            said = refusals.body("the store cannot be used now; try again", kind="server_error")
+            said = error_body("the store cannot be used now; try again", kind=SERVER)
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
             return
         if isinstance(answer, Response):
@@ -133,7 +134,7 @@ class StoreHere:
             await self._app(scope, receive, send)
             return
         said = str(moved) if CALLER in scope else SAID_TO_ALL
-        answer = JSONResponse(refusals.body(said, kind="server_error"), HTTPStatus.SERVICE_UNAVAILABLE)
+        answer = JSONResponse(error_body(said, kind=SERVER), HTTPStatus.SERVICE_UNAVAILABLE)
         await answer(scope, receive, send)
 
 
@@ -182,4 +183,4 @@ def keys_required() -> Response:
 def refusal(status: HTTPStatus, said: str, code: str) -> Response:
     """Answer to a caller whose key does not suffice."""
     headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
-    return JSONResponse(refusals.body(said, code=code), status, headers=headers)
+    return JSONResponse(error_body(said, code=code), status, headers=headers)

@@ -11,10 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from conserve.errors import ConserveError, StoreError, StoreMoved, one_line
+from conserve.openai_error import INVALID, SERVER, error_body, kind_of
 
 log = logging.getLogger(__name__)
-
-INVALID = "invalid_request_error"
 
 
 class Refused(Exception):
@@ -46,17 +45,10 @@ class Refused(Exception):
         return cls(HTTPStatus.NOT_FOUND, said, param="id", code=f"{what}_not_found")
 
 
-def body(
-    message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
-) -> dict[str, object]:
-    """OpenAI's error body."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 async def refused(request: Request, error: Exception) -> Response:
     """Answer for a request that was refused."""
     assert isinstance(error, Refused)
-    said = body(str(error), kind=error.kind, param=error.param, code=error.code)
+    said = error_body(str(error), kind=error.kind, param=error.param, code=error.code)
     return JSONResponse(said, error.status, headers=error.headers)
 
 
@@ -67,7 +59,7 @@ async def not_answered(request: Request, error: Exception) -> Response:
     lacks = f"this server does not answer {request.method} {path}; GET /openapi.json lists its routes"
     said = lacks if error.status_code in (404, 405) else str(error.detail)
     headers = {"Allow": ", ".join(methods(request))} if error.status_code == 405 else error.headers
-    return JSONResponse(body(said), error.status_code, headers=headers)
+    return JSONResponse(error_body(said), error.status_code, headers=headers)
 
 
 def methods(request: Request) -> list[str]:
@@ -84,11 +76,11 @@ async def failed(request: Request, error: Exception) -> Response:
     told = isinstance(error, StoreMoved) or not isinstance(error, StoreError)
     said = one_line(error) if told else "the store cannot be used now; try again"
     status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, StoreError) else HTTPStatus.BAD_REQUEST
-    return JSONResponse(body(said, kind="server_error" if status >= 500 else INVALID), status)
+    return JSONResponse(error_body(said, kind=kind_of(status)), status)
 
 
 async def broken(request: Request, error: Exception) -> Response:
     """Answer for a fault of this program; the cause is in the log alone."""
     log.error("%s %s", request.method, request.url.path, exc_info=error)
-    said = body("the server failed at this request; its log has the cause", kind="server_error")
+    said = error_body("the server failed at this request; its log has the cause", kind=SERVER)
     return JSONResponse(said, HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -367,7 +367,14 @@ def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> 
 
 def test_without_control_nothing_is_changed() -> None:
     client = EngineClient(control=False)
-    assert virtual_time.run(post(app_for(client), {"preemption": "off"})).status_code == 403
+    answer = virtual_time.run(post(app_for(client), {"preemption": "off"}))
+    assert answer.status_code == 403
+    assert answer.json() == {
+        "error": {
+            "message": "this engine keeps its policy and its SLO",
+            "type": "invalid_request_error", "param": None, "code": 403,
+        }
+    }  # fmt: skip
     assert client.asked == []
 
 

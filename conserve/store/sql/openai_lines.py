@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from conserve.openai_error import INVALID, SERVER, error_body
+
 
 def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
     """One line of an OpenAI Batch output file."""
@@ -30,8 +32,7 @@ BESIDE = ("tool_calls", "function_call", "refusal")  # in a message, beside its 
 
 def refusal(request_id: str, code: str, message: str) -> dict[str, Any]:
     """The response that a live request would have got, for clients that read its status alone."""
-    kind = "server_error" if code in FAULTS else "invalid_request_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    body = error_body(message, kind=SERVER if code in FAULTS else INVALID, code=code)
     return {"status_code": 500 if code in FAULTS else 400, "request_id": request_id, "body": body}
 
 

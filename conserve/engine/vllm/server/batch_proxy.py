@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from http import HTTPStatus
 from string import punctuation
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from conserve.engine.vllm.server.key_answers import ASKING_S, AUTHORIZATION, HER
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied
 from conserve.http_server import CALLER_HEADER, STALLED, SaidOf, parts
+from conserve.openai_error import error_body, kind_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -123,7 +124,7 @@ class BatchProxy:
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # which no client reads
         except TimeoutError:
-            return failure(HTTPStatus.REQUEST_TIMEOUT, STALLED, "invalid_request_error")
+            return failure(HTTPStatus.REQUEST_TIMEOUT, STALLED)
         given = {name: value for name, value in answer.headers.items() if name in GIVEN}
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, given, background=BackgroundTask(answer.aclose)
@@ -177,14 +178,12 @@ def path_of(scope: Scope) -> str:
 
 def unavailable() -> Response:
     """Answer while the Batch API starts: the same request may succeed later."""
-    said = "files and batches are not served just now; try again"
-    return failure(HTTPStatus.SERVICE_UNAVAILABLE, said, "server_error")
+    return failure(HTTPStatus.SERVICE_UNAVAILABLE, "files and batches are not served just now; try again")
 
 
-def failure(status: HTTPStatus, said: str, kind: str) -> Response:
+def failure(status: HTTPStatus, message: str) -> Response:
     """Answer to a request that did not reach the Batch API as a whole."""
-    error: Mapping[str, Any] = {"message": said, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse(error_body(message, kind=kind_of(status)), status)
 
 
 BATCH_PROXY = "conserve_batch_proxy"  # in the app's state

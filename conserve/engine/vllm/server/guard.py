@@ -34,6 +34,7 @@ from conserve.engine.vllm.server.privileges import (
     need,
 )
 from conserve.hosts import host_in, is_loopback
+from conserve.openai_error import error_body, kind_of
 
 GUARD = "conserve.vllm.Guard"  # for vLLM's --middleware
 # Attributes of the server's arguments, set by `conserve serve`.
@@ -41,10 +42,6 @@ LIMITS, KEYS = "conserve_limits", "conserve_keys"
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 1 << 20
-KINDS = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "server_error",
-}
 
 __getattr__ = former(__name__, {"Guard": "Guard"})  # its name in vLLM's flags until the next release
 
@@ -264,10 +261,4 @@ def too_large(most: int) -> JSONResponse:
 
 def error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
     """An error in the form of OpenAI's API."""
-    said = {
-        "message": message,
-        "type": KINDS.get(status, "invalid_request_error"),
-        "param": None,
-        "code": int(status),
-    }
-    return JSONResponse({"error": said}, status, headers=headers)
+    return JSONResponse(error_body(message, kind=kind_of(status), code=int(status)), status, headers=headers)

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 from collections.abc import Mapping
+from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
 from conserve.hosts import REPORT
+from conserve.openai_error import error_body, kind_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -61,7 +63,7 @@ async def show(request: Request) -> Response:
     reports: LastReports = request.app.state.conserve_reports
     report = await reports.within(request.app.state.engine_client, wait_s)
     if report is None:
-        return reply({"error": {"message": "the scheduler has not reported yet; ask again"}}, 503)
+        return refused(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler has not reported yet; ask again")
     return reply_with(request, report.said, age_s=round(report.age_s, 3))
 
 
@@ -79,7 +81,7 @@ async def change(request: Request) -> Response:
     client = request.app.state.engine_client
     section = client.vllm_config.additional_config.get(SECTION, {})
     if not section.get("control"):
-        return reply({"error": {"message": "this engine keeps its policy and its SLO"}}, 403)
+        return refused(HTTPStatus.FORBIDDEN, "this engine keeps its policy and its SLO")
     try:
         wanted = json.loads(await request.body())
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
@@ -95,12 +97,12 @@ async def change(request: Request) -> Response:
         slo = '{"ttft_ms": 1500, "tbt_ms": {"p50": 40, "p99": 150}, "harm": null}'
         example = f'{{"preemption": "off", "checkpoint": "on", "slo": {slo}}}'
         names = f"policies are {', '.join(BENCHED)}; rules of preemption are {', '.join((*LEAVE_RULES, OFF))}"
-        return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
+        return refused(HTTPStatus.BAD_REQUEST, f"send e.g. {example}; {names}")
     try:
         if slo and (said := await scheduler_says(client)) is not None:
             require_model(said, slo, section.get("command"))
     except ProfileMissing as missing:
-        return reply({"error": {"message": str(missing)}}, 409)
+        return refused(HTTPStatus.CONFLICT, str(missing))
     return await answer(request, wanted)
 
 
@@ -108,15 +110,15 @@ async def spill(request: Request) -> Response:
     """Write KV of rows in flight to disk; only for the process that started this server and is about to stop it."""
     secret, sent = os.environ.get(SUPERVISOR, ""), request.headers.get(SUPERVISOR, "")
     if not secret or not hmac.compare_digest(sent.encode(), secret.encode()):
-        return reply({"error": {"message": "only conserve serve may ask for that"}}, 403)
+        return refused(HTTPStatus.FORBIDDEN, "only conserve serve may ask for that")
     ask = request.app.state.engine_client.engine_core.call_utility_async
     said = await ask("conserve_spill", "begin")
     while said is not None and said["writing"]:
         await asyncio.sleep(LOOK_S)
         said = await ask("conserve_spill", "end")
     if said is None:
-        return reply({"error": {"message": "this engine has no checkpoints to spill"}}, 404)
-    return reply(said)
+        return refused(HTTPStatus.NOT_FOUND, "this engine has no checkpoints to spill")
+    return JSONResponse(said)
 
 
 async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:
@@ -131,11 +133,11 @@ async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response
 def reply_with(request: Request, said: Mapping[str, Any] | None, **more: float) -> Response:
     """The response with a report."""
     if said is None:
-        return reply({"error": {"message": "this engine runs with another scheduler"}}, 404)
+        return refused(HTTPStatus.NOT_FOUND, "this engine runs with another scheduler")
     client = request.app.state.engine_client
     caller = CALLER.get()
     at_start, weights = getattr(request.app.state, "conserve_identity", ""), said.get("weights")
-    return reply(
+    return JSONResponse(
         {
             "version": conserve.__version__,
             "resumes": caller is None or caller.role is Role.HARVESTER,
@@ -155,23 +157,17 @@ def remember(state: State, said: Mapping[str, Any]) -> None:
     setattr(state, SLO, said["slo"]["ttft_ms"])
 
 
-async def not_answered(request: Request, refused: Exception) -> Response:
-    """Answer for a missing route or method, as OpenAI's API words errors; vLLM's own answer has no explanation."""
-    assert isinstance(refused, HTTPException)
+async def not_answered(request: Request, error: Exception) -> Response:
+    """Answer for a missing route or method; vLLM's own answer has no explanation."""
+    assert isinstance(error, HTTPException)
     lacks = (
         f"this server does not answer {request.method} {request.url.path}; GET /openapi.json lists its routes"
     )
-    said = {
-        "message": lacks if refused.status_code in (404, 405) else refused.detail,
-        "type": "NotFoundError" if refused.status_code == 404 else "invalid_request_error",  # as vLLM's are
-        "param": None,
-        "code": refused.status_code,
-    }
-    return reply({"error": said}, refused.status_code, refused.headers)
+    message = lacks if error.status_code in (404, 405) else error.detail
+    return refused(error.status_code, message, error.headers)
 
 
-def reply(
-    document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """A JSON response."""
-    return JSONResponse(document, status, headers)
+def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as OpenAI's API words it, of vLLM's types."""
+    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else kind_of(status)
+    return JSONResponse(error_body(message, kind=kind, code=int(status)), status, headers)
