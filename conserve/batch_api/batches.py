@@ -19,6 +19,7 @@ from conserve.store.books import batches, keys, uploads
 from conserve.store.books.batch_state import BatchState
 from conserve.store.books.batches import BatchRecord, NewBatch
 from conserve.store.books.keys import ApiKey
+from conserve.store.database.store import Transaction
 
 MOST_BATCHES = 100  # in one page
 PAGE = 20
@@ -60,7 +61,7 @@ def add(api: ApiState, caller: ApiCaller, asked: CreateBatch, key: str | None) -
         return required(batches.get(tx, caller.project, batch_id), batch_id)
 
 
-def require_within(tx: Any, key: ApiKey, num_lines: int, *, now: float) -> None:
+def require_within(tx: Transaction, key: ApiKey, num_lines: int, *, now: float) -> None:
     """Raise `Refused` if so many more rows, or any, are beyond the limits of the key.
 
     Of two batches of the key at once, the second waits and counts the first.

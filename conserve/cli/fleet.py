@@ -2,7 +2,7 @@
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from conserve.errors import ServiceFailed, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conserve.store.database.store import Store
+    from conserve.store.database.store import Store, Transaction
 
 EXAMPLE = """
 conserve fleet
@@ -96,14 +96,16 @@ def undrain(ctx: typer.Context, host: Host) -> None:
         output.say(f"{url} gets rows again")
 
 
-def drained_now(tx: Any, host: str) -> list[str]:
+def drained_now(tx: "Transaction", host: str) -> list[str]:
     """Drain the servers of this name; returns their URLs."""
     from conserve.store.books import servers
 
     return servers.drain(tx, host, now=servers.moment(tx, time.time()))
 
 
-def under_both_names(store: "Store", host: str, change: "Callable[[Any, str], list[str]]") -> list[str]:
+def under_both_names(
+    store: "Store", host: str, change: "Callable[[Transaction, str], list[str]]"
+) -> list[str]:
     """Change the servers of this name, and those that are known by this machine's name too; returns their URLs.
 
     A store that moved to a database which machines share has a server at a loopback address under both.

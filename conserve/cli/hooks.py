@@ -11,9 +11,12 @@ from conserve.cli.context import Context
 from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from conserve.store.books.events import Event
     from conserve.store.books.hooks import Hook
     from conserve.store.books.outbox import MessageRecord
+    from conserve.store.database.store import Transaction
 
 EXAMPLE = """
 conserve hooks add https://example.com/batches --events completed,failed,expired
@@ -190,7 +193,7 @@ def resend(
     send_now(ctx, lambda tx, owner, now: outbox.again(tx, message, owner=owner, now=now))
 
 
-def send_now(ctx: typer.Context, held: Any) -> None:
+def send_now(ctx: typer.Context, held: "Callable[[Transaction, str, float], MessageRecord]") -> None:
     """Send the message that `held` gives, and say what came of it."""
     from conserve.jobs.hooks.courier import Courier
     from conserve.store.books import outbox

@@ -2,12 +2,15 @@
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
+
+if TYPE_CHECKING:
+    from conserve.store.books.keys import ApiKey
 
 EXAMPLE = """
 conserve keys add nightly --project search --batch --limit-rows 100000
@@ -98,12 +101,12 @@ def show(
     output.data("\n".join(output.columns(header, rows, right=(3, 4))))
 
 
-def uses(key: Any) -> str:
+def uses(key: "ApiKey") -> str:
     """Uses of a key in words."""
     return " ".join(name for name, may in (("live", key.live), ("batch", key.batch)) if may)
 
 
-def document(key: Any) -> dict[str, Any]:
+def document(key: "ApiKey") -> dict[str, Any]:
     """A key as JSON (docs/reference/json.md)."""
     kept = {name: value for name, value in asdict(key).items() if name not in ("seq", "hash")}
     return {**kept, "created_at": output.iso(key.created_at), "revoked_at": output.iso(key.revoked_at)}

@@ -1,11 +1,10 @@
 """Jobs that are bound to another model than the one that answers."""
 
 from collections.abc import Collection
-from typing import Any
 
 from conserve.jobs.harvest.tally import Tally
 from conserve.store.books import catalog, leases
-from conserve.store.database.store import Store
+from conserve.store.database.store import Store, Transaction
 
 STEP = "; give --model "
 """Between what such a sentence says and its next command, which is another one for a night."""
@@ -37,7 +36,7 @@ class BoundElsewhere:
                 catalog.unbind(tx)
                 self._switched = leases.holds_others(tx, self._owner, model)
 
-    def look(self, tx: Any, model: str | None, only: Collection[str] | None) -> None:
+    def look(self, tx: Transaction, model: str | None, only: Collection[str] | None) -> None:
         """Note which of these queued jobs, or of all, are bound elsewhere now."""
         found = catalog.of_other_models(tx, model, only) if model else {}
         for job_id in self._jobs - found.keys():

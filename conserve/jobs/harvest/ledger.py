@@ -26,7 +26,7 @@ from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
-from conserve.store.database.store import Store
+from conserve.store.database.store import Store, Transaction
 from conserve.store.database.store_file import StoreFile
 from conserve.store.upkeep.sweep import sweep
 from conserve.words import count
@@ -210,7 +210,13 @@ class Ledger:
                 return works
 
     def _lease(
-        self, tx: Any, window: GroupWindow, waiting: Sequence[Any], limit: int, suspect: bool, now: float
+        self,
+        tx: Transaction,
+        window: GroupWindow,
+        waiting: Sequence[Any],
+        limit: int,
+        suspect: bool,
+        now: float,
     ) -> tuple[Lease | None, Sequence[Any], bool]:
         """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
         terms = Terms(self.owner, now, self._lease_s, self.model)
@@ -221,7 +227,7 @@ class Ledger:
             return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
         return queue.claim(tx, terms, runnable, limit=limit, suspect=suspect, ends=True), jobs, windowed
 
-    def _runnable(self, tx: Any, group: Group | None = None) -> Sequence[Any]:
+    def _runnable(self, tx: Transaction, group: Group | None = None) -> Sequence[Any]:
         """Jobs that this harvester may take rows of: all, or those of a group."""
         one = None if group is None else group.job
         listed = queue.runnable_jobs(tx, self._only, self.model, seq=one, locked=False)
@@ -308,7 +314,7 @@ class Ledger:
             self._tally.waiting_for = "no server takes rows" if unleased else None
         return not (left.leased or left.waiting or unleased or compared)
 
-    def _backlog(self, tx: Any) -> queue.UnclaimableRows:
+    def _backlog(self, tx: Transaction) -> queue.UnclaimableRows:
         but = self._turned_away.waiting
         left = queue.backlog(tx, only=self._only, but=but, model=self.model)
         self._next_at = left.next_at
@@ -343,7 +349,7 @@ class Ledger:
             self._shares.lost(epochs - alive)
         return alive
 
-    def _end_silent(self, tx: Any) -> None:
+    def _end_silent(self, tx: Transaction) -> None:
         """End leases that are renewed no more; one of our own is that of a claim whose answer was lost."""
         leases.end_silent(tx, self._expiry.over(leases.signs(tx)), mine=self.owner)
 

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from conserve.errors import StoreError, StoreForbidden, StoreUnreachable
 from conserve.jobs.deadlines.work import computed_tokens
@@ -14,7 +13,7 @@ from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.store.books import catalog, harvested, journal, leases, queue, saved_tokens, shards, spans
 from conserve.store.books.journal import Committed, Counted
 from conserve.store.books.queue import Returned
-from conserve.store.database.store import Store
+from conserve.store.database.store import Store, Transaction
 
 log = logging.getLogger(__name__)
 NOTE_S = 1.0  # between two notes of harvested tokens, which then cost a row nothing
@@ -77,7 +76,7 @@ class Recorder:
         self._gather(committed)
         return committed
 
-    def _lock(self, tx: Any, outcomes: Outcomes) -> None:
+    def _lock(self, tx: Transaction, outcomes: Outcomes) -> None:
         """Lock the leases of outcomes whose kinds would lock some each, then their jobs if retries are counted."""
         spans.locked(tx, {*outcomes.epochs, *(saved.epoch for saved in outcomes.saved.values())})
         if any(decision.is_failure for _, decision in outcomes.returned):

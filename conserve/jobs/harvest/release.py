@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from conserve.errors import StoreInUse
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.store.books import leases
 from conserve.store.copying.move import named
+from conserve.store.database.store import Transaction
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ class Release:
     def __init__(self, *, lease_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._expiry = Expiry(lease_s, monotonic)
 
-    def require(self, tx: Any) -> None:
+    def require(self, tx: Transaction) -> None:
         """Raise `StoreInUse` while harvesters hold rows."""
         leases.abandon(tx, leases.dead_owners(tx))
         leases.end_silent(tx, self._expiry.over(leases.signs(tx)))

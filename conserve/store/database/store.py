@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -28,6 +29,9 @@ from conserve.store.files.objects import FilePath
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
 LOOK_S = 0.1  # between two tries to take one
+
+Transaction: TypeAlias = Connection
+"""An open transaction, by the name that rooms have for it which do not see SQLAlchemy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +118,11 @@ class Store:
         """Place of the database, as `lineage` names it."""
         return lineage.place(self.home, self.engine)
 
-    def write(self) -> AbstractContextManager[Connection]:
+    def write(self) -> AbstractContextManager[Transaction]:
         """Begin a transaction that may write; on SQLite it is the only one."""
         return transaction(self.engine)
 
-    def read(self) -> AbstractContextManager[Connection]:
+    def read(self) -> AbstractContextManager[Transaction]:
         """Begin a transaction that sees one moment and changes nothing."""
         return transaction(self.engine, read_only=True)
 
