@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
 
 from conserve import owners
 from conserve.endpoints.protocol import KvCache
@@ -15,7 +14,7 @@ from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turned_away import TurnedAway
-from conserve.jobs.harvest.turns import Turns
+from conserve.jobs.harvest.turns import RunnableJob, Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.window.group_window import GroupWindow
@@ -23,6 +22,7 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, leases, queue, servers
 from conserve.store.books.leases import Lease, Terms
+from conserve.store.books.looks import RunnableRow
 from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
@@ -213,11 +213,11 @@ class Ledger:
         self,
         tx: Transaction,
         window: GroupWindow,
-        waiting: Sequence[Any],
+        waiting: Sequence[RunnableRow],
         limit: int,
         suspect: bool,
         now: float,
-    ) -> tuple[Lease | None, Sequence[Any], bool]:
+    ) -> tuple[Lease | None, Sequence[RunnableJob], bool]:
         """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
         terms = Terms(self.owner, now, self._lease_s, self.model)
         runnable = self._turns.ordered(waiting, now=now, group=window.group)
@@ -227,7 +227,7 @@ class Ledger:
             return choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit), jobs, windowed
         return queue.claim(tx, terms, runnable, limit=limit, suspect=suspect, ends=True), jobs, windowed
 
-    def _runnable(self, tx: Transaction, group: Group | None = None) -> Sequence[Any]:
+    def _runnable(self, tx: Transaction, group: Group | None = None) -> Sequence[RunnableRow]:
         """Jobs that this harvester may take rows of: all, or those of a group."""
         one = None if group is None else group.job
         listed = queue.runnable_jobs(tx, self._only, self.model, seq=one, locked=False)
@@ -237,7 +237,7 @@ class Ledger:
         return [job for job in found if self._shares.weights.group_of(job) == group]
 
     def _claim_chosen(
-        self, window: GroupWindow, jobs: Sequence[Any], limit: int, identity: str
+        self, window: GroupWindow, jobs: Sequence[RunnableJob], limit: int, identity: str
     ) -> list[ReadyRow] | None:
         """Lease the rows that the window gives out, in its order; None if all of them were leased by others."""
         lookahead = window.lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)

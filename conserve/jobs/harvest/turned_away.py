@@ -1,13 +1,13 @@
 """Jobs that must not run: they fail for all harvesters, or wait for one that may read their files."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from conserve.errors import StoreError, StoreForbidden
 from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Workload
 from conserve.store.books import catalog, leases, spans
+from conserve.store.books.looks import RunnableRow
 from conserve.store.database.store import Store
 
 AGAIN_S = 60.0  # until files that this process may not read are tried again
@@ -71,7 +71,7 @@ class TurnedAway:
         now = self._monotonic()
         return {*self.compared, *(job_id for job_id, again_at in self._again_at.items() if now < again_at)}
 
-    def others(self, runnable: Sequence[Any], *, all_listed: bool = True) -> Sequence[Any]:
+    def others(self, runnable: Sequence[RunnableRow], *, all_listed: bool = True) -> Sequence[RunnableRow]:
         """These runnable jobs but for those that wait for another harvester, or are compared.
 
         If all are listed, those that run no more are forgotten.

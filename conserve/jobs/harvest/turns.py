@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
 from conserve.jobs.deadlines.rate import Rates
@@ -15,6 +15,7 @@ from conserve.jobs.deadlines.slack import (
 )
 from conserve.jobs.deadlines.work import RemainingWork, usual_row_tokens, work_of
 from conserve.store.books import harvested
+from conserve.store.books.looks import RunnableRow
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 
@@ -55,7 +56,7 @@ class Turns:
         self.pushing: frozenset[str] = frozenset()  # ids of jobs of the newest claim whose rows push
 
     def ordered(
-        self, runnable: Sequence[Any], *, now: float, group: Hashable | None = None
+        self, runnable: Sequence[RunnableRow], *, now: float, group: Hashable | None = None
     ) -> list[RunnableJob]:
         """Jobs in the order of this claim, which is of a group of its own, or of all jobs."""
         self._claims[group] += 1
@@ -65,7 +66,7 @@ class Turns:
         self.pushing = self._late & {job.id for job in found if job.pushes}
         return found
 
-    def is_to_foresee(self, runnable: Sequence[Any], now: float) -> bool:
+    def is_to_foresee(self, runnable: Sequence[RunnableRow], now: float) -> bool:
         """True if a forecast is due of which of all runnable jobs push: `LOOK_S` after the end of the last one.
 
         A job that comes meanwhile does not push before. With thousands of jobs a forecast takes seconds.
@@ -74,7 +75,7 @@ class Turns:
             return False
         return any(job.on_late == OnLate.PUSH and candidate(job, 0.0, now).pushes for job in runnable)
 
-    def foresee(self, runnable: Sequence[Any], now: float) -> None:
+    def foresee(self, runnable: Sequence[RunnableRow], now: float) -> None:
         """Find the jobs that would miss their deadline without a push, as the 90 % forecast has it.
 
         No transaction should be open meanwhile.
@@ -141,7 +142,7 @@ class Turns:
         return not self._look_at - LOOK_S <= now < self._look_at
 
 
-def candidate(job: Any, usual_tokens: float, now: float) -> RunnableJob:
+def candidate(job: RunnableRow, usual_tokens: float, now: float) -> RunnableJob:
     """A runnable job with its predicted work."""
     left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens)
     to_come = job.deadline is not None and job.deadline > now

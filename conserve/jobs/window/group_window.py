@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group
 from conserve.store.books import choice
+from conserve.store.books.looks import ClaimableJob
 from conserve.store.database.store import Transaction
 
 
@@ -18,7 +18,7 @@ class GroupWindow:
     lookahead: Lookahead | None = None  # once several jobs had rows to choose from
     only_job: str | None = None  # the one job with rows, if none of them was passed over
 
-    def is_to_choose(self, tx: Transaction, jobs: Sequence[Any]) -> bool:
+    def is_to_choose(self, tx: Transaction, jobs: Sequence[ClaimableJob]) -> bool:
         """True if the window chooses: several jobs have rows, or the only one has rows that were passed over."""
         if len(jobs) != 1:
             self.only_job = None

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.errors import JobNotFound, StoreError
@@ -15,6 +15,7 @@ from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.prompt_key import prompt_key
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.books import catalog, choice
+from conserve.store.books.looks import ClaimableJob
 from conserve.store.database.store import Store
 from conserve.store.files import home
 
@@ -23,6 +24,8 @@ BLOCKS = 1 << 20  # of their prompts, whichever comes first: long prompts must n
 MOST_JOBS = 32  # by deadline, then the oldest ones; each has a part of its request file in memory
 MOST_DATED = 28  # of them with a deadline, while there are jobs without one
 READ_ROWS = 256  # of one job at a time
+
+J = TypeVar("J", bound=ClaimableJob)
 
 
 class WindowPlace(NamedTuple):
@@ -77,7 +80,7 @@ class Feed:
         self._requests.close()
 
 
-def held(jobs: Sequence[Any], order: SlackOrder) -> list[Any]:
+def held(jobs: Sequence[J], order: SlackOrder) -> list[J]:
     """Jobs that the window holds rows of: by deadline, with places for jobs without one."""
     by_seq = {job.seq: job for job in jobs}
     dated = [by_seq.pop(seq) for seq in order.urgent if seq in by_seq]
@@ -114,7 +117,10 @@ class Lookahead:
         return self._cursor._replace(turn=self._window.turn).to_text()
 
     def follow(
-        self, jobs: Sequence[Any], refused: Callable[[str], bool], order: SlackOrder | None = None
+        self,
+        jobs: Sequence[ClaimableJob],
+        refused: Callable[[str], bool],
+        order: SlackOrder | None = None,
     ) -> None:
         """Choose among these jobs from now on; `refused` returns True for a new job that must not run.
 

@@ -8,9 +8,12 @@ its own.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.store.books.looks import ClaimableJob
 
 JOBS = "jobs"
 USUAL_TOKENS = 500.0  # of a row before any has ended
@@ -52,7 +55,7 @@ class Weights:
             found[priority] = parts
         return cls(found)
 
-    def group_of(self, job: Any) -> Group:
+    def group_of(self, job: "ClaimableJob") -> Group:
         """Group of a runnable job."""
         return Group(0, job.seq) if self.by_priority is None else Group(job.priority)
 
@@ -85,7 +88,7 @@ class Shares:
         self._in_flight: dict[RowKey, Charge] = {}
         self._ended: dict[Group, tuple[int, float]] = {}  # rows and their tokens
 
-    def groups(self, runnable: Iterable[Any]) -> list[Group]:
+    def groups(self, runnable: "Iterable[ClaimableJob]") -> list[Group]:
         """Groups of these jobs, in their order; the others have no rows from now on."""
         found = dict.fromkeys(map(self.weights.group_of, runnable))
         self._stay_busy(self._busy & found.keys())

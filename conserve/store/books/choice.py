@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Select, select, update
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
+from conserve.store.books.looks import ClaimableJob
 from conserve.store.books.queue import (
     JobEmptied,
     having,
@@ -31,8 +32,10 @@ job, request, meta = schema.job, schema.request, schema.meta
 
 PLACE = "window"  # its key in `meta`
 
+J = TypeVar("J", bound=ClaimableJob)
 
-def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
+
+def contenders(tx: Connection, runnable: Sequence[J]) -> list[J]:
     """Runnable jobs with rows that were never leased, all of the highest priority that has any."""
     left = {c.seq for c in runnable if c.next_position < c.num_rows}
     skipped = having(tx, [c for c in runnable if c.seq not in left], skipped_rows(), 0.0)
@@ -64,7 +67,7 @@ def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list
 
 
 def reclaim(
-    tx: Connection, runnable: Sequence[Any], priority: int, terms: Terms, *, limit: int
+    tx: Connection, runnable: Sequence[ClaimableJob], priority: int, terms: Terms, *, limit: int
 ) -> Lease | None:
     """Lease rows that came back, of the first runnable job with at least this priority that has any.
 
@@ -94,7 +97,7 @@ def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> l
     return [lease for lease in leases if lease is not None]
 
 
-def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Terms) -> Lease | None:
+def choose_of(tx: Connection, candidate: ClaimableJob, wanted: Sequence[int], terms: Terms) -> Lease | None:
     """Lease the chosen rows of one job; rows in front of them are passed over."""
     cursor = candidate.next_position
     known = set(still_waiting(tx, candidate.id, [position for position in wanted if position < cursor]))
@@ -124,7 +127,7 @@ def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iter
         yield from afresh(tx, known).scalars()
 
 
-def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Terms) -> None:
+def pass_over(tx: Connection, candidate: ClaimableJob, taken: Collection[int], terms: Terms) -> None:
     """Move the job's cursor past these positions; each position between them gets a waiting `request` row."""
     if not taken:
         begin_job(tx, candidate.id, terms.now, terms.model)

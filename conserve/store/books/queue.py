@@ -8,7 +8,7 @@ turns and commits by their ids, so one that kept the lock of a job without rows 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     Connection,
@@ -27,7 +27,7 @@ from sqlalchemy import (
 
 from conserve.store.books import losses, spans
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
-from conserve.store.books.looks import is_runnable, looks
+from conserve.store.books.looks import ClaimableJob, RunnableRow, is_runnable, looks
 from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.database import schema
@@ -99,7 +99,7 @@ class JobEmptied(Exception):
 def claim(
     tx: Connection,
     terms: Terms,
-    jobs: Sequence[Any],
+    jobs: Sequence[ClaimableJob],
     *,
     limit: int,
     suspect: bool = False,
@@ -134,7 +134,7 @@ def claim(
     return None
 
 
-def at_once(tx: Connection, candidate: Any, limit: int, terms: Terms, *, ends: bool) -> Lease | None:
+def at_once(tx: Connection, candidate: ClaimableJob, limit: int, terms: Terms, *, ends: bool) -> Lease | None:
     """Lease `limit` rows that were never leased in one statement; None if the job has fewer, or on SQLite.
 
     All harvesters of a job move its cursor. The lock on it is held for one answer to this process instead of three,
@@ -169,7 +169,7 @@ def runnable_jobs(
     *,
     seq: int | None = None,
     locked: bool = True,
-) -> Sequence[Any]:
+) -> Sequence[RunnableRow]:
     """Queued jobs by priority, then by age; with a model, only jobs that it may answer.
 
     With a `seq` there is only the job with that number, if it is one of them. `locked` is for a transaction
@@ -177,11 +177,11 @@ def runnable_jobs(
     """
     found, parameters = looks(only, model, seq=seq)
     if not locked:
-        return tx.execute(found.jobs, parameters).all()
+        return cast("Sequence[RunnableRow]", tx.execute(found.jobs, parameters).all())
     # As commits lock jobs, so that none deadlock.
     by_id = found.jobs.order_by(None).order_by(by_bytes(tx, job.c.id))
-    rows = tx.execute(by_id.with_for_update(key_share=True), parameters)
-    return sorted(rows, key=lambda row: (-row.priority, row.seq))
+    rows = tx.execute(by_id.with_for_update(key_share=True), parameters).all()
+    return sorted(cast("Sequence[RunnableRow]", rows), key=lambda row: (-row.priority, row.seq))
 
 
 def lock_runnable(tx: Connection, job_id: str, model: str | None) -> bool:
@@ -198,12 +198,12 @@ def rows_left(tx: Connection, only: Collection[str] | None, model: str | None = 
     return int(tx.scalar(left) or 0)
 
 
-def has_fresh(candidate: Any) -> bool:
+def has_fresh(candidate: ClaimableJob) -> bool:
     """True of a runnable job with rows that were never leased."""
-    return bool(candidate.next_position < candidate.num_rows)
+    return candidate.next_position < candidate.num_rows
 
 
-def having(tx: Connection, jobs: Sequence[Any], wanted: Select[Any], now: float) -> set[int]:
+def having(tx: Connection, jobs: Sequence[ClaimableJob], wanted: Select[Any], now: float) -> set[int]:
     """The `seq` of those of these jobs that have a row as `wanted`.
 
     One statement looks each of hundreds of jobs up: a claim holds up all writers of SQLite.
@@ -267,7 +267,7 @@ def due_at(now: float) -> dict[str, float]:
     return {"now": now, "set_back": now + LONGEST_WAIT_S}
 
 
-def fresh(tx: Connection, candidate: Any, now: float, limit: int, model: str | None = None) -> range:
+def fresh(tx: Connection, candidate: ClaimableJob, now: float, limit: int, model: str | None = None) -> range:
     """Take the next rows that were never leased; the job's cursor moves past them.
 
     The cursor moves from where it is at that moment, in one statement, since other harvesters move it too. With
@@ -288,7 +288,7 @@ def fresh(tx: Connection, candidate: Any, now: float, limit: int, model: str | N
     return range(row.next_position, row.num_rows)
 
 
-def moved_by(candidate: Any, now: float, rows: int, model: str | None) -> Update:
+def moved_by(candidate: ClaimableJob, now: float, rows: int, model: str | None) -> Update:
     """Statement that moves a job's cursor by so many rows, if as many are left and the job is runnable still."""
     beyond = job.c.next_position + rows
     ready = job.c.id == candidate.id, is_runnable(model), beyond <= job.c.num_rows

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 from math import inf
-from typing import Any
 
 from sqlalchemy import Connection, select
 
+from conserve.store.books.looks import RunnableRow
 from conserve.store.books.queue import IS_DUE, due_at, runnable_jobs
 from conserve.store.database import schema
 
@@ -34,7 +34,7 @@ def waiting(tx: Connection, *, now: float, suspect: bool) -> set[str]:
     return set(tx.scalars(select(request.c.job_id).distinct().where(*due), due_at(now)))
 
 
-def turn(job: Any, now: float) -> tuple[float, float]:
+def turn(job: RunnableRow, now: float) -> tuple[float, float]:
     """Place of a job among all: by priority, then by a deadline that is to come."""
     deadline = job.deadline if job.deadline is not None and job.deadline > now else inf
     return -job.priority, deadline
