@@ -97,43 +97,7 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     )  # fmt: skip
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("written", "stable"),
-    [
-        ("conserve.engine.vllm.CoServingScheduler", "Scheduler"),
-        ("conserve.engine.vllm.scheduler.CoServingScheduler", "Scheduler"),
-        ("conserve.engine.vllm.Worker", "Worker"),
-        ("conserve.engine.vllm.worker.Worker", "Worker"),
-        ("conserve.engine.vllm.CheckpointConnector", "CheckpointConnector"),
-        ("conserve.engine.vllm.connector.CheckpointConnector", "CheckpointConnector"),
-    ],
-)
-def test_vllm_resolves_former_names_with_a_warning(written: str, stable: str) -> None:
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from conserve import vllm
-
-    module, _, name = written.rpartition(".")
-    with pytest.warns(FutureWarning, match=rf"{module}\.{name} is now called conserve\.vllm\.{stable};"):
-        assert resolve_obj_by_qualname(written) is getattr(vllm, stable)
-    if stable == "CheckpointConnector":
-        flag = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
-        with pytest.warns(FutureWarning, match="now called"):
-            assert KVConnectorFactory.get_connector_class(flag) is vllm.CheckpointConnector
-
-
-def test_only_former_names_are_given() -> None:
-    import conserve.engine.vllm.worker as former
-    from conserve import vllm
-
-    assert not hasattr(former, "Scheduler")
-    assert not hasattr(vllm, "CoServingScheduler")
-
-
-def test_rows_leave_under_a_worker_of_a_former_name() -> None:
+def test_rows_leave_under_our_worker_alone() -> None:
     from conserve.engine.vllm.preemption.reasons import why_not
 
     def config(worker: str) -> SimpleNamespace:
@@ -149,7 +113,7 @@ def test_rows_leave_under_a_worker_of_a_former_name() -> None:
             kv_transfer_config=None,
         )
 
-    assert why_not(config("conserve.engine.vllm.worker.Worker")) == "the pipeline is parallel"
+    assert why_not(config("conserve.vllm.Worker")) == "the pipeline is parallel"
     assert "--worker-cls" in (why_not(config("other.Worker")) or "")
 
 

@@ -350,17 +350,10 @@ def test_one_key_for_both_does_not_open_the_server() -> None:
     assert Keys.of([""], {HARVEST_KEY: HARVESTER}).role(b"") is Role.HARVESTER  # no API key: as without any
 
 
-@pytest.mark.parametrize("place", ["conserve.engine.vllm.server.guard", "conserve.engine.vllm.guard"])
-def test_the_guard_is_found_under_a_former_name_with_a_warning(place: str) -> None:
-    module = import_module(place)
-    with pytest.warns(FutureWarning, match=rf"{place}\.Guard is now called conserve\.vllm\.Guard;"):
-        assert module.Guard is RequestGuard
-    assert not hasattr(module, "Warden")
-
-
-def test_the_name_of_the_guard_in_vllms_flags_leads_to_it_without_a_warning() -> None:
+def test_the_name_of_the_guard_in_vllms_flags_leads_to_it() -> None:
     module, _, name = GUARD.rpartition(".")
     assert (module, getattr(import_module(module), name)) == ("conserve.vllm", RequestGuard)
+    assert not hasattr(import_module(module), "RequestGuard")
 
 
 def test_a_caller_with_a_key_of_the_store_is_let_through_where_the_servers_only_key_is_the_harvesters() -> (

@@ -7,7 +7,7 @@ from typing import Any
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.launching.flags import ahead_under_v1, spans_machines
-from conserve.engine.vllm.settings import CONNECTOR, OUR_WORKERS
+from conserve.engine.vllm.settings import CONNECTOR, WORKER
 
 AHEAD_UNDER_V1 = "iterations are scheduled ahead under the V1 model runner (--async-scheduling)"
 
@@ -24,7 +24,7 @@ def why_not(config: Any) -> str | None:
     changed = lost_parts().get(Part.LEAVING)
     reasons = {
         f"vLLM has changed: {changed}": changed is not None,
-        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls not in OUR_WORKERS,
+        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "its workers may be on other machines": spans_machines(config),
         # Without experts, vLLM's data parallel engines are independent, and know of no others.

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from conserve.engine.runtime.api_limits import ApiLimits
-from conserve.engine.vllm import former
 from conserve.engine.vllm.server.batch_proxy import (
     BATCH_PROXY,
     BatchProxy,
@@ -42,8 +41,6 @@ LIMITS, KEYS = "conserve_limits", "conserve_keys"
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 1 << 20
-
-__getattr__ = former(__name__, {"Guard": "Guard"})  # its name in vLLM's flags until the next release
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

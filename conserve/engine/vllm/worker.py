@@ -1,5 +1,0 @@
-"""A former place of `conserve.vllm.Worker`, which flags of vLLM may name for one more release."""
-
-from conserve.engine.vllm import former
-
-__getattr__ = former(__name__, {"Worker": "Worker"})
