@@ -19,8 +19,7 @@ def this_process() -> str:
     """Name of this process: host:pid:start time:boot.nonce.
 
     The start time tells a recycled process id from the original. It counts from the named boot, so that it holds
-    when the clock is set. Names without a boot have a start time by the wall clock: on other systems than Linux,
-    and names that earlier versions gave.
+    when the clock is set. On other systems than Linux names have no boot, and a start time by the wall clock.
     """
     pid, nonce = os.getpid(), secrets.token_hex(3)
     if boot := this_boot():

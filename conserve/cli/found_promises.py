@@ -29,11 +29,10 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     expected: dict[str, float]  # harvest on simulated time
     confirmed: bool  # on the engine itself
     measured_at: float  # s since 1970
-    # Earlier versions kept none of these.
-    engine_flags: list[str] | None = None  # of vLLM, where the engine confirmed it; None if none was started
-    engine: str | None = None  # of the profile that the search was on, in words
-    profile: str | None = None  # the digest of that one
-    measured: dict[str, float] | None = None  # harvest of that engine beside the busiest blocks
+    engine_flags: list[str] | None  # of vLLM, where the engine confirmed it; None if none was started
+    engine: str  # of the profile that the search was on, in words
+    profile: str  # the digest of that one
+    measured: dict[str, float] | None  # harvest of that engine beside the busiest blocks
 
     @property
     def flags(self) -> str:
@@ -86,8 +85,9 @@ def tuned_promises(settings: Settings, words: list[str], *, given: tuple[str | N
     found = read(settings, words[0])
     day = time.strftime("%Y-%m-%d", time.localtime(found.measured_at))
     how = "on the engine" if found.confirmed else "simulated"
-    of = f": {found.engine}" if found.engine else ""
-    output.say(f"promised as tuned on {day} ({how}{of}) for {', '.join(found.kept)}: {found.flags}")
+    output.say(
+        f"promised as tuned on {day} ({how}: {found.engine}) for {', '.join(found.kept)}: {found.flags}"
+    )
     if found.engine_flags is not None and not are_alike(
         found.engine_flags, engine_flags(settings, words[1:])
     ):

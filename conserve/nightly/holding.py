@@ -109,7 +109,7 @@ def told(owner: str) -> str:
 def end(owner: str, evaluation: str) -> None:
     """Ask the holder to save its rows and to end; raises `JobRefused` if it is another machine's or user's."""
     pid = None
-    with contextlib.suppress(ValueError):  # no signature, or one of an earlier version
+    with contextlib.suppress(ValueError):  # no signature
         pid = owners.pid_here(owner)
     if pid is None:
         raise JobRefused(f"a run of {evaluation} is going in {told(owner)}; end it there first")

@@ -112,18 +112,10 @@ def install_crontab(schedule: Schedule) -> str:
     """Add the line to the user's crontab, in place of an earlier one that runs this file; returns a sentence."""
     known = ran(["crontab", "-l"], unless="no crontab for")
     known_lines = known.removesuffix("\n").split("\n") if known else []
-    kept = [line for line in known_lines if not runs_this(schedule, line)]
+    kept = [line for line in known_lines if not line.endswith(schedule.mark)]
     lines = [*kept, f"{crontab_line(schedule)} {schedule.mark}"]
     ran(["crontab", "-"], stdin="\n".join(lines) + "\n")
     return "added to your crontab; look with: crontab -l"
-
-
-def runs_this(schedule: Schedule, line: str) -> bool:
-    """True for a line of a crontab that runs this file; a mark of earlier versions has the name alone."""
-    words = f" {shlex.join(schedule.words[-3:])} >> ".replace("%", r"\%")
-    return line.endswith(schedule.mark) or (
-        line.endswith(f"# conserve eval {schedule.name}") and words in line
-    )
 
 
 def install_units(schedule: Schedule, folder: Path | None = None) -> str:
@@ -143,22 +135,7 @@ def install_units(schedule: Schedule, folder: Path | None = None) -> str:
     except (ConserveError, OSError):
         put_back(schedule, before)
         raise
-    remove_earlier(schedule, folder)
     return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer{until_logout()}"
-
-
-def remove_earlier(schedule: Schedule, folder: Path) -> None:
-    """Remove units of an earlier version, named by the evaluation alone, if they run this file."""
-    stem = f"conserve-{schedule.name}"
-    old = [folder / f"{stem}.service", folder / f"{stem}.timer"]
-    words = " ".join(quoted(word) for word in schedule.words[-3:])
-    if old[0].exists() and f" {words}\n" in old[0].read_text(encoding="utf-8"):
-        with suppress(ConserveError):
-            ran(["systemctl", "--user", "disable", "--now", f"{stem}.timer"])
-        for path in old:
-            path.unlink(missing_ok=True)
-        with suppress(ConserveError):
-            ran(["systemctl", "--user", "daemon-reload"])
 
 
 def until_logout() -> str:

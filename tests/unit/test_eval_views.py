@@ -62,7 +62,7 @@ def test_a_run_is_a_row_with_its_names_times_and_tokens(store: Store) -> None:
     ]
     keep(store, "small-1", day=1, suites=suites, ended_at=DAY_S + 60, work_s=2.5, error="none")
     keep(store, "small-0", day=0)
-    nights.names_file(store.home).write_text(json.dumps({"z": "small-1", "a": "small-1", "gone": "small-9"}))
+    nights.names_file(store.home).write_text(json.dumps({"small-1": ["z", "a"], "small-9": ["gone"]}))
     at, end = datetime(1970, 1, 2, tzinfo=UTC), datetime(1970, 1, 2, 0, 1, tzinfo=UTC)
     columns = "* replace (epoch(began_at) as began_at, epoch(ended_at) as ended_at)"
     assert rows(store, f"select {columns} from eval_runs order by run_id") == [

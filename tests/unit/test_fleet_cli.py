@@ -119,7 +119,7 @@ def test_a_narrow_terminal_shortens_tags_and_the_address_of_a_server(
 
 def on_this_machine(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
     """Let these servers run over the store."""
-    found = [services.RunningServer(url=url, owner="a:1:2:3") for url in urls]
+    found = [services.RunningServer(url=url, owner="a:1:2:3", network="", elsewhere="") for url in urls]
     monkeypatch.setattr(server_status, "running", lambda settings: found)
 
 

@@ -157,8 +157,8 @@ def test_a_server_is_found_while_it_serves(settings: Settings) -> None:
 def test_what_dead_servers_left_is_swept_up(settings: Settings) -> None:
     with services.announce(settings, "http://here"):
         folder = settings.home / services.FOLDER
-        dead = msgspec.json.encode(services.RunningServer(url="http://dead", owner=named(1, 1.0)))
-        (folder / "1.json").write_bytes(dead)
+        dead = services.RunningServer(url="http://dead", owner=named(1, 1.0), network="", elsewhere="")
+        (folder / "1.json").write_bytes(msgspec.json.encode(dead))
         (folder / "2.json").write_bytes(b"no record")
         (folder / "notes.txt").write_bytes(b"not ours")
         assert [found.url for found in services.running(settings)] == ["http://here"]
@@ -182,11 +182,11 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_servers_of_two_containers_are_both_found_and_asked_at_their_own_address(
     settings: Settings, enter: Callable[[str], None]
 ) -> None:
-    here, old = "http://127.0.0.1:8000", settings.home / services.FOLDER / "1.json"
+    here, bare = "http://127.0.0.1:8000", settings.home / services.FOLDER / "1.json"
     with ExitStack() as serving:
         enter("pod-a")
         serving.enter_context(services.announce(settings, here, elsewhere="http://10.0.0.1:8000"))
-        before = services.RunningServer(url=here, owner=owners.this_process())
+        nameless = services.RunningServer(url=here, owner=owners.this_process(), network="", elsewhere="")
         enter("pod-b")
         with services.announce(settings, here):
             assert sorted(found.url for found in services.running(settings)) == ["http://10.0.0.1:8000", here]
@@ -194,9 +194,9 @@ def test_servers_of_two_containers_are_both_found_and_asked_at_their_own_address
             seen = [found.url for found in services.running(settings)]
             assert sorted(seen) == ["http://10.0.0.1:8000", "http://pod-b:8000"]
         assert [found.url for found in services.running(settings)] == ["http://10.0.0.1:8000"]
-        old.write_bytes(msgspec.json.encode({"url": before.url, "owner": before.owner}))
+        bare.write_bytes(msgspec.json.encode(nameless))
         (found,) = {found.url for found in services.running(settings)} - {"http://10.0.0.1:8000"}
-        assert found == "http://pod-a:8000", "a record of an earlier version"
+        assert found == "http://pod-a:8000", "its network has no name"
 
 
 def test_a_server_of_another_container_that_was_killed_is_forgotten(
@@ -234,6 +234,6 @@ def test_of_another_container_with_this_hosts_name_nothing_is_known() -> None:
     assert namespace == owners.this_namespace()
     assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{nonce}")
     assert not owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}-{namespace}f")
-    assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}"), "of an earlier version"
+    assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}"), "its namespace has no name"
     assert owners.is_dead(f"{host}:{pid}:{started}:ff{token[2:]}-{namespace}f"), "of an earlier boot"
     assert not owners.is_dead(f"{host}:{pid}:{started}:ff{token[2:]}-{namespace}", one_machine=False)

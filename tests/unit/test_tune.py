@@ -50,6 +50,10 @@ TUNED = Tuned(
     expected={"rows_per_s": 2.0, "prompt_tokens_per_s": 900.0, "decode_tokens_per_s": 60.0},
     confirmed=True,
     measured_at=NOW,
+    engine_flags=[],
+    engine="H100; vllm 1; bfloat16; tp=1",
+    profile="1a2b3c",
+    measured=None,
 )
 
 
@@ -541,7 +545,10 @@ def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.Capt
     assert "2.00 rows/s, 7,200 an hour: 900 prompt tokens/s and 60 decode tokens/s" in said.out
     assert "kept for conserve serve a/model --tuned" in said.err
     assert tuned_promises(settings, ["a/model"], given=(None, None, None)) == {"harm": 0.23}
-    assert "(on the engine) for p99 TTFT +5%: --harm 23%" in capsys.readouterr().err
+    assert (
+        "(on the engine: H100; vllm 1; bfloat16; tp=1) for p99 TTFT +5%: --harm 23%"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SettingsError, match="leave out --ttft-slo, --tbt-slo and --harm"):
         tuned_promises(settings, ["a/model"], given=(None, "50ms", None))
 
@@ -561,16 +568,13 @@ def test_what_the_engine_harvested_is_told_beside_what_the_simulation_expects(
     )
 
 
-def test_a_result_of_an_earlier_version_is_promised_with_any_flags(
+def test_a_result_that_no_engine_confirmed_is_promised_with_any_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says neither its engine nor its flags."""
     settings = Settings(home=tmp_path)
-    path = found_promises.write(settings, TUNED)
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps({name: kept[name] for name in TUNED.__struct_fields__[:7]}))
+    found_promises.write(settings, structs.replace(TUNED, confirmed=False, engine_flags=None))
     assert tuned_promises(settings, ["a/model", "-tp", "4"], given=()) == {"harm": 0.23}
-    assert "(on the engine) for" in (said := capsys.readouterr().err)
+    assert "(simulated: H100; vllm 1; bfloat16; tp=1) for" in (said := capsys.readouterr().err)
     assert "warning" not in said
 
 

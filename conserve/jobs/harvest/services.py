@@ -17,13 +17,12 @@ STALE_S = 5 * TOUCH_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """A running `conserve serve`. Records of earlier versions have its address and its owner alone."""
+    """A running `conserve serve`. Its record is touched every `TOUCH_S`."""
 
     url: str  # at which its own machine reaches it
     owner: str  # its process, named as the owners of leases are
-    network: str = ""  # where that address holds, which other containers do not share
-    elsewhere: str = ""  # address for other machines; empty if it listens for its own alone
-    is_touched: bool = False  # its record is touched every `TOUCH_S`
+    network: str  # where that address holds, which other containers do not share; empty if it has no name
+    elsewhere: str  # address for other machines; empty if it listens for its own alone
 
     def from_here(self) -> "RunningServer":
         """The server by the address at which this machine may reach it."""
@@ -88,9 +87,7 @@ def announce(settings: Settings, url: str, *, elsewhere: str | None = None) -> I
     from conserve.hosts import this_network
     from conserve.owners import this_process
 
-    record = RunningServer(
-        url=url, owner=this_process(), network=this_network(), elsewhere=elsewhere or "", is_touched=True
-    )
+    record = RunningServer(url=url, owner=this_process(), network=this_network(), elsewhere=elsewhere or "")
     path = settings.home / FOLDER / f"{os.getpid()}-{secrets.token_hex(8)}.json"
     announced = Announcement(path, record)
     announced.write()
@@ -121,7 +118,7 @@ def lives(record: RunningServer, path: Path) -> bool:
 
     if is_dead(record.owner):
         return False
-    if not record.is_touched or pid_here(record.owner) is not None:
+    if pid_here(record.owner) is not None:
         return True
     try:
         return time.time() - path.stat().st_mtime < STALE_S

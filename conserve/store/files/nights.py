@@ -65,7 +65,7 @@ def state_of(home: Path, record_state: str, evaluation: str) -> str:
 
 
 def is_ended(owner: str) -> bool:
-    """True if this was a process of this machine; also for the signature of an earlier version."""
+    """True if this was a process of this machine; also for a signature that names none."""
     try:
         return owners.is_dead(owner)
     except ValueError:
@@ -85,11 +85,8 @@ def records(home: Path) -> Iterator[dict[str, Any]]:
 
 
 def names(home: Path) -> dict[str, list[str]]:
-    """Names that users gave to runs, by run. Files of earlier versions have the run of each name."""
-    found: dict[str, list[str]] = {}
+    """Names that users gave to runs, by run."""
     with suppress(OSError, ValueError, AttributeError):
-        for key, value in json.loads(names_file(home).read_bytes()).items():
-            pairs = [(str(value), key)] if not isinstance(value, list) else [(key, str(one)) for one in value]
-            for run_id, name in pairs:
-                found.setdefault(run_id, []).append(name)
-    return found
+        found = json.loads(names_file(home).read_bytes()).items()
+        return {run_id: [str(name) for name in given] for run_id, given in found if isinstance(given, list)}
+    return {}
