@@ -17,6 +17,7 @@ from conserve.profiles.worth import Worth
 
 PATH = "/metrics"
 ANSWER_S = 60.0
+LOOK_S = 0.5  # between two health checks
 
 
 class ServedTokens(NamedTuple):
@@ -147,14 +148,14 @@ def in_flight_s(answers: Sequence[LoadAnswer], duration_s: float) -> float:
     return busy_s
 
 
-async def until_ready(url: str, *, within_s: float, look_s: float = 0.5) -> None:
+async def until_ready(url: str, *, within_s: float) -> None:
     """Wait until a server answers its health check again; raises `EndpointUnusable` after `within_s`."""
     async with httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
-        for _ in range(max(1, round(within_s / look_s))):
+        for _ in range(max(1, round(within_s / LOOK_S))):
             try:
                 if (await client.get("/health")).status_code == httpx.codes.OK:
                     return
             except httpx.HTTPError:
                 pass
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(LOOK_S)
     raise EndpointUnusable(f"{url} does not answer {within_s:.0f} s after its turn began; see its log")

@@ -9,9 +9,7 @@ from scipy.stats import norm, t
 from conserve.evals.bootstrap import Floats, clustered_error
 
 
-def interval(
-    scores: Floats, clusters: NDArray[np.int64], confidence: float = 0.95
-) -> tuple[float, float, float]:
+def interval(scores: Floats, clusters: NDArray[np.int64], confidence: float) -> tuple[float, float, float]:
     """Mean with the bounds of its interval: Wilson's for independent right or wrong answers, else Student's.
 
     Errors are clustered: items of one source count together. One cluster alone says nothing about others, so its

@@ -13,6 +13,7 @@ from conserve.errors import StoreInUse
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.release import LOOK_S, Release, waited
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
@@ -52,8 +53,11 @@ class Machine:
             lease_s=LEASE_S,
             only=None,
             utility=0.9,
+            share=None,
+            rebind=False,
             clock=lambda: 1e9 + world.passed + self.ahead_s,
             monotonic=lambda: 500.0 + world.passed,
+            observer=Observer(),
         )
 
     def claim(self, limit: int = 8) -> list[int]:

@@ -2,18 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from conserve.evals import level
 from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, compared
 from conserve.evals.history import change_point, lasting_decline
-from conserve.evals.level import interval
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import HISTORY, MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.evals.verdict import Verdict
 from conserve.nightly.comparing import FAMILIES, LEVEL_NIGHTS, declines, mean
+
+interval = partial(level.interval, confidence=0.95)
 
 
 def noisy(rng: np.random.Generator, *levels: float) -> list[float]:

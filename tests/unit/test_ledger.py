@@ -108,8 +108,10 @@ class Party:
             only=None,
             utility=0.9,
             share=share,
+            rebind=False,
             clock=self.clock,
             monotonic=self.clock,
+            observer=Observer(),
         )
 
     def claim(self, limit: int = 8, *, suspect: bool = False) -> list[ReadyRow]:

@@ -21,6 +21,7 @@ from conserve.endpoints.protocol import model_of
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -61,7 +62,16 @@ def harvest(store: Store, model: str, *, stop_after_s: float | None = None, **na
 
 def ledger_of(store: Store, tally: Tally, *, model: str) -> Ledger:
     ledger = Ledger(
-        store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0, monotonic=lambda: 0.0
+        store,
+        tally,
+        lease_s=60.0,
+        only=None,
+        utility=0.9,
+        share=None,
+        rebind=False,
+        clock=lambda: 0.0,
+        monotonic=lambda: 0.0,
+        observer=Observer(),
     )
     ledger.model = model
     return ledger

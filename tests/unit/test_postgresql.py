@@ -40,6 +40,7 @@ from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.write_behind import Outcomes
@@ -122,7 +123,16 @@ def store(postgres: Settings) -> Iterator[Store]:
 def new_ledger(store: Store) -> Ledger:
     """The ledger of a harvester; its clock stands."""
     return Ledger(
-        store, Tally(), lease_s=9.0, only=None, utility=0.9, clock=lambda: 1.0, monotonic=lambda: 1.0
+        store,
+        Tally(),
+        lease_s=9.0,
+        only=None,
+        utility=0.9,
+        share=None,
+        rebind=False,
+        clock=lambda: 1.0,
+        monotonic=lambda: 1.0,
+        observer=Observer(),
     )
 
 

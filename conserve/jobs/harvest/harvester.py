@@ -122,7 +122,7 @@ class Harvester:
             rebind=rebind,
             clock=clock,
             monotonic=self.monotonic,
-            observer=observer,
+            observer=observer or Observer(),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         said = say if follow else log.warning  # a run that ends by itself says little else

@@ -45,11 +45,11 @@ class Ledger:
         lease_s: float,
         only: Collection[str] | None,
         utility: float,
-        share: str | None = None,
-        rebind: bool = False,
+        share: str | None,
+        rebind: bool,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
-        observer: Observer | None = None,
+        observer: Observer,
     ) -> None:
         self.owner = owners.this_process()
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
@@ -65,8 +65,8 @@ class Ledger:
         self._turned_away = TurnedAway(
             store, tally, self._workload, owner=self.owner, clock=clock, monotonic=monotonic
         )
-        self._observer = observer or Observer()
-        self.recorder = Recorder(store, clock, self._observer, monotonic, owner=self.owner)
+        self._observer = observer
+        self.recorder = Recorder(store, clock, observer, monotonic, owner=self.owner)
         self._file: StoreFile | None = None
         self._last_claim_found_nothing = False
         # A look, which only reads, told that the last claim would find nothing again.
