@@ -32,7 +32,8 @@ class ExampleCommand(TyperCommand):
 
 
 PASSING_ON = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
-SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON, "tune": PASSING_ON}  # words behind MODEL go to vLLM
+SETTINGS = dict.fromkeys(("serve", "bench", "tune", "profile measure"), PASSING_ON)
+"""Settings of commands whose words behind MODEL go to vLLM."""
 
 
 class ExampleGroup(TyperGroup):
@@ -67,24 +68,8 @@ class LazyCommands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         entry = COMMANDS[name]
         module = entry.load()
-        if name == "profile":
-            return measuring(module, entry.summary)
-        if name == "store":
-            return grouped(name, module, entry.summary, size=module.show_size, **module.VERBS)
-        if name == "keys":
-            return grouped(
-                name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
-            )
-        if name == "fleet":
-            verbs = {"list": module.show, "drain": module.drain, "undrain": module.undrain}
-            return grouped(name, module, entry.summary, ListingGroup, **verbs)
-        if name == "eval":
-            return grouped(name, module, entry.summary, **module.COMMANDS)
-        if name == "hooks":
-            verbs = {"add": "add", "list": "show"}
-            verbs |= {verb: verb for verb in ("remove", "log", "test", "resend", "deliver")}
-            named = {verb: getattr(module, function) for verb, function in verbs.items()}
-            return grouped(name, module, entry.summary, **named)
+        if hasattr(module, "VERBS"):
+            return group_of(name, module, entry.summary)
         example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
@@ -106,61 +91,48 @@ class LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class MeasuringGroup(ExampleGroup):
-    """`conserve profile MODEL` is short for `conserve profile measure MODEL`."""
+class VerbGroup(ExampleGroup):
+    """A command with verbs; a line without one means the default verb, if there is any."""
+
+    default_verb: str | None = None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.commands, "-h", "--help"):
-            args = ["measure", *args]
+        if self.default_verb is not None and self._means(self.default_verb, args):
+            args = [self.default_verb, *args]
         return super().parse_args(ctx, args)
 
-
-def measuring(module: Any, summary: str) -> Any:
-    """`conserve profile`, a group of its own."""
-    profiles = typer.Typer(
-        name="profile",
-        cls=MeasuringGroup,
-        help=f"{summary[:-1]}; `profile MODEL` measures.",
-        short_help=summary,
-        epilog=module.EXAMPLE,
-        rich_markup_mode=None,
-        add_completion=False,
-    )
-    profiles.command("measure", cls=ExampleCommand, epilog=module.EXAMPLE, context_settings=PASSING_ON)(
-        module.measure
-    )
-    profiles.command("show", cls=ExampleCommand, epilog=module.SHOW_EXAMPLE)(module.show)
-    return typer.main.get_command(profiles)
+    def _means(self, default_verb: str, args: list[str]) -> bool:
+        """True if these words are the default verb's: flags, or a first argument if it takes any."""
+        if not args or args[0] in (*self.commands, "-h", "--help"):
+            return not args
+        takes_words = any(param.param_type_name == "argument" for param in self.commands[default_verb].params)
+        return takes_words or args[0].startswith("-")
 
 
-class ListingGroup(ExampleGroup):
-    """`conserve fleet` is short for `conserve fleet list`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-def grouped(
-    name: str, module: Any, summary: str, cls: type[ExampleGroup] = ExampleGroup, /, **commands: Any
-) -> Any:
-    """`conserve store`, `keys`, `hooks`, `fleet` or `eval`, a group of its own."""
+def group_of(name: str, module: Any, summary: str) -> Any:
+    """The command of a module with `VERBS`, perhaps with a `DEFAULT_VERB` and `HELP` longer than its summary."""
+    default_verb = getattr(module, "DEFAULT_VERB", None)
     group = typer.Typer(
         name=name,
-        cls=cls,
-        help=summary,
+        cls=VerbGroup,
+        help=getattr(module, "HELP", summary),
         short_help=summary,
         epilog=module.EXAMPLE,
         rich_markup_mode=None,
         add_completion=False,
-        no_args_is_help=cls is ExampleGroup,
+        no_args_is_help=default_verb is None,
     )
-    group.callback()(lambda: None)  # makes typer keep a group also where it has one command
     examples = getattr(module, "EXAMPLES", {})
-    for verb, function in commands.items():
-        group.command(verb, cls=ExampleCommand, epilog=examples.get(verb, module.EXAMPLE))(function)
-    return typer.main.get_command(group)
+    for verb, function in module.VERBS.items():
+        group.command(
+            verb,
+            cls=ExampleCommand,
+            epilog=examples.get(verb, module.EXAMPLE),
+            context_settings=SETTINGS.get(f"{name} {verb}"),
+        )(function)
+    made: Any = typer.main.get_command(group)
+    made.default_verb = default_verb
+    return made
 
 
 app = typer.Typer(

@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 class CommandEntry(NamedTuple):
-    """One command. The module has a function of the command's name; the summary fits on a line of 80."""
+    """One command. Its module has a function of its name, or `VERBS`; the summary fits on a line of 80."""
 
     module: str
     summary: str

@@ -150,7 +150,7 @@ def name(
         output.warn(f"it is a trial with {found.overrides['limit']} items of each suite (--limit)")
 
 
-COMMANDS = {
+VERBS = {
     "run": run,
     "report": report,
     "compare": compare,

@@ -148,3 +148,7 @@ def until_empty(store: "Store", urls: list[str], within_s: float) -> None:
                 f"rows are still in flight after {within_s:g} s ({said}); wait on, or stop it anyway"
             )
         time.sleep(LOOK_S)
+
+
+VERBS = {"list": show, "drain": drain, "undrain": undrain}
+DEFAULT_VERB = "list"

@@ -226,3 +226,14 @@ def deliver(ctx: typer.Context) -> None:
     output.say(
         f"{output.count(courier.delivered, 'message')} delivered, {courier.failed:,} not; run: conserve hooks log"
     )
+
+
+VERBS = {
+    "add": add,
+    "list": show,
+    "remove": remove,
+    "log": log,
+    "test": test,
+    "resend": resend,
+    "deliver": deliver,
+}

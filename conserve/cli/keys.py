@@ -110,3 +110,6 @@ def document(key: "ApiKey") -> dict[str, Any]:
     """A key as JSON (docs/reference/json.md)."""
     kept = {name: value for name, value in asdict(key).items() if name not in ("seq", "hash")}
     return {**kept, "created_at": output.iso(key.created_at), "revoked_at": output.iso(key.revoked_at)}
+
+
+VERBS = {"add": add, "list": show, "revoke": revoke}

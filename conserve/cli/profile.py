@@ -32,6 +32,8 @@ conserve profile show
 conserve profile show smollm2-demo --plot predicted.png
 conserve profile show llama-3.1-8b-h100 --json
 """
+EXAMPLES = {"show": SHOW_EXAMPLE}
+HELP = "Measure how long the engine's iterations take, and show it; `profile MODEL` measures."
 BUDGET_S = 180.0
 LINE_S = 10.0
 
@@ -254,3 +256,7 @@ def line_now_and_then() -> "Callable[[SessionProgress], None]":
             output.say(f"{batches}, {progress.seconds:.0f} of {progress.expected_s:.0f} s")
 
     return on_progress
+
+
+VERBS = {"measure": measure, "show": show}
+DEFAULT_VERB = "measure"

@@ -23,7 +23,6 @@ EXAMPLES = {
     "backup": backups.BACKUP_EXAMPLE,
     "restore": backups.RESTORE_EXAMPLE,
 }
-VERBS = {"move": moving.move, "backup": backups.backup, "restore": backups.restore}
 
 
 def show_size(
@@ -54,3 +53,11 @@ def show_size(
             output.data(f"{output.coloured(f'{name:<9}', 'bright_black')} {size(number):>10}")
     if found.trash_bytes:
         output.say("empty the trash with: conserve prune")
+
+
+VERBS = {
+    "size": show_size,
+    "move": moving.move,
+    "backup": backups.backup,
+    "restore": backups.restore,
+}

@@ -30,7 +30,7 @@ conserve top --once --json
 """
 ANSWER_S = 2.5  # for servers, with --once
 WAIT_S = 1.0  # between two frames at most
-VERBS = {"p": "pause", "r": "resume"}
+STEERING = {"p": "pause", "r": "resume"}
 
 
 def top(
@@ -197,8 +197,8 @@ def pressed(key: str, choice: "ScreenState", seen: "Overview | None", context: C
     if step := {"up": -1, "k": -1, "down": 1, "j": 1}.get(key):
         index = ids.index(choice.job) + step if choice.job in ids else 0
         return replace(choice, job=ids[max(0, min(index, len(ids) - 1))] if ids else None)
-    if key in VERBS and choice.job is not None:
-        return steered(choice, choice.job, VERBS[key], context)
+    if key in STEERING and choice.job is not None:
+        return steered(choice, choice.job, STEERING[key], context)
     return choice
 
 

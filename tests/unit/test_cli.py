@@ -482,6 +482,30 @@ def test_help_names_the_command_that_there_is_not() -> None:
     assert "there is no command 'run x'; run: conserve help run" in conserve("help", "run", "x").stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "verb"),
+    [
+        ("fleet", "list"),
+        ("fleet --json", "list"),
+        ("fleet drain gpu-3", "drain"),
+        ("profile", "measure"),
+        ("profile smollm2-demo", "measure"),
+        ("profile --seed 1", "measure"),
+        ("profile show", "show"),
+    ],
+)
+def test_a_group_with_a_default_verb_may_be_called_without_it(words: str, verb: str) -> None:
+    name, *rest = words.split()
+    command = typer.main.get_group(app).commands[name]
+    context = typer.Context(command)
+    command.parse_args(context, rest)
+    assert [*context._protected_args, *context.args] == [*([] if verb in rest else [verb]), *rest]
+
+
+def test_a_mistyped_verb_is_no_argument_of_a_default_verb_that_takes_none() -> None:
+    assert "No such command 'drian'" in conserve("fleet", "drian", "gpu-3").stderr
+
+
 @pytest.mark.usefixtures("no_library")
 def test_doctor_names_the_fix(tmp_path: Path) -> None:
     done = conserve("doctor", "--json", CONSERVE_MODEL=str(tmp_path / "nowhere"))
