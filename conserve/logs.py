@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
-VARIABLE = "CONSERVE_LOG_FORMAT"
+from conserve.variables import LOG_FORMAT
+
 JSON = "json"
 PROGRAM = "conserve"
 FIELDS = ("event", "job", "row")  # of a record's `extra`
@@ -41,7 +42,7 @@ def take_over() -> None:
 
 def wanted_by(environ: Mapping[str, str]) -> bool:
     """True if the environment asks for JSON."""
-    return environ.get(VARIABLE) == JSON
+    return environ.get(LOG_FORMAT) == JSON
 
 
 def document(*, level: str, logger: str, message: str, at: float | None = None, **fields: Any) -> str:

@@ -15,6 +15,7 @@ from conserve.errors import SettingsError
 from conserve.hosts import about_login, without_login
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import GOING
+from conserve.variables import FAKE
 from conserve.words import count, duration
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from conserve.store.database.store import Store
 
 REMOVED = "removed"  # in the place of a job's state
-FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
 
 
 class ProfileFlags(NamedTuple):

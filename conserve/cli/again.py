@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from conserve.hosts import split_login, without_login
+from conserve.variables import GIVEN
 
-GIVEN = "CONSERVE_GIVEN"  # variable of processes that a command starts: that command
 PASSWORDS = re.compile(r"(^[\w+.-]+://[^/?#@:]*:)[^/?#]*(?=@)|([?&]\w*password=)[^&]*", re.IGNORECASE)
 SECRETS = ("-key", "-token", "-secret", "-password")  # ends of flags whose values are not shown
 SUGGESTED = re.compile(r"(?<!^conserve: )(?<!^warning: )(?:(?<=: )|(?<=`))conserve (?=[a-z])")

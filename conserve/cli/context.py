@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
-from conserve.cli.again import GIVEN
 from conserve.config import Settings, database_elsewhere, load
 from conserve.errors import SettingsError
+from conserve.variables import GIVEN
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.again import GIVEN, again
+from conserve.cli.again import again
 from conserve.cli.context import Context
 from conserve.cli.found_promises import recorded, tuned_promises
 from conserve.cli.listening import require_free
@@ -44,11 +44,12 @@ from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, traits
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
-from conserve.engine.runtime.api_limits import BODY_BYTES, HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import BODY_BYTES, ApiLimits
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
 from conserve.http_server import CONNECTIONS
 from conserve.jobs.harvest.services import announce
+from conserve.variables import ENGINE_LOG, GIVEN, HARVEST_KEY, SERVED
 
 if TYPE_CHECKING:
     from conserve.engine.service import ProcessCommand, Service
@@ -311,7 +312,7 @@ def server_command(
     """Command of vLLM's server with ConServe's plug-in."""
     from conserve.engine.service import ProcessCommand, python
 
-    log = os.environ.get("CONSERVE_ENGINE_LOG")
+    log = os.environ.get(ENGINE_LOG)
     limits = json.dumps((front or ApiLimits()).document())
     words = (settings.engine_model, str(settings.models_folder), json.dumps(section), limits, *flags)
     return ProcessCommand(
@@ -319,7 +320,7 @@ def server_command(
         words=python("conserve.engine.vllm.server.process", *words),
         # Keys go into the environment: every user of the machine can read a command line.
         environment={
-            "CONSERVE_SERVED": "1",
+            SERVED: "1",
             VLLMS_KEY: settings.api_key or "",
             HARVEST_KEY: settings.harvest_key or "",
             **servers_logging(),

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.cli.again import GIVEN, again
+from conserve.cli.again import again
 from conserve.config import Settings
-from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.errors import SettingsError, StoreError
 from conserve.hosts import is_loopback
+from conserve.variables import BATCH_API, GIVEN
 
 if TYPE_CHECKING:
     from conserve.engine.service import ProcessCommand
@@ -68,7 +68,7 @@ def batch_api(
         yield ProcessCommand(
             name="Batch API",
             words=python("conserve", "--home", str(settings.home), "api", "--socket", socket, *limits),
-            environment={"CONSERVE_STORE": settings.store_url, SOCKET: socket, GIVEN: again()},
+            environment={"CONSERVE_STORE": settings.store_url, BATCH_API: socket, GIVEN: again()},
         )
 
 
@@ -76,4 +76,4 @@ def told_of(beside: "ProcessCommand | None", server: "ProcessCommand") -> "Proce
     """Command of the server, which passes files and batches on if there is a process for them."""
     if beside is None:
         return server
-    return replace(server, environment={**server.environment, SOCKET: beside.environment[SOCKET]})
+    return replace(server, environment={**server.environment, BATCH_API: beside.environment[BATCH_API]})

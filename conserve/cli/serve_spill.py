@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from conserve.api.servers import bearer
 from conserve.cli import output
 from conserve.config import Settings
+from conserve.variables import SUPERVISOR
 
 if TYPE_CHECKING:
     from conserve.engine.service import ProcessCommand
 
-SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # limit for writing the KV of rows in flight
 
 

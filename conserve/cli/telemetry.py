@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.cli import output
 from conserve.config import UNSET, Settings
 from conserve.errors import SettingsError
+from conserve.variables import LOG_FORMAT
 
 if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
@@ -23,7 +24,7 @@ def begin_logging(settings: Settings) -> Settings:
         from conserve import logs
 
         logs.begin()
-        os.environ[logs.VARIABLE] = logs.JSON
+        os.environ[LOG_FORMAT] = logs.JSON
     return settings
 
 

@@ -12,8 +12,9 @@ import sys
 
 import uvicorn
 
-from conserve.engine.runtime.api_limits import BATCH_API, ApiLimits
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server import process
+from conserve.variables import BATCH_API
 
 
 def main(port: int, path: str, *flags: str) -> None:

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server.privileges import FREE, SLO
+from conserve.variables import HARVEST_KEY
 from tests.installed import needs
 
 from .table import report

@@ -21,6 +21,7 @@ from conserve.engine.vllm.launching.environment import engine_log
 from conserve.engine.vllm.launching.phases import told
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
+from conserve.variables import FORK_SERVER
 from tests.warned import OF_VLLM
 
 T = TypeVar("T")
@@ -446,7 +447,7 @@ def test_a_bad_engine_flag_is_one_sentence(
 def test_cancelling_the_start_leaves_no_process(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(fork_server.SWITCH)
+    monkeypatch.delenv(FORK_SERVER)
 
     async def cancel_start() -> None:
         endpoint = EmbeddedEndpoint(str(tiny_llama), cache_dir=tmp_path)
@@ -486,7 +487,7 @@ class TestForked:
     ) -> None:
         forked, answer = self.run(tiny_llama, tmp_path)
         fork_server.SERVER.stop()
-        monkeypatch.setenv(fork_server.SWITCH, fork_server.OFF)
+        monkeypatch.setenv(FORK_SERVER, fork_server.OFF)
         spawned, same = self.run(tiny_llama, tmp_path)
         assert {cores for cores in spawned if len(cores) == 1} == {
             cores for cores in forked if len(cores) == 1

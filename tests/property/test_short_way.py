@@ -16,11 +16,12 @@ from starlette.applications import Starlette
 
 from conserve.batch_api.app import application
 from conserve.config import Settings
-from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server import batch_proxy
 from conserve.engine.vllm.server.guard import GUARD, LIMITS, RequestGuard
 from conserve.store.books import batches, keys
 from conserve.store.database.store import Store
+from conserve.variables import BATCH_API, HARVEST_KEY
 from tests.commands import until
 from tests.conftest import examples
 from tests.unit.test_batch_proxy import HARVESTER, OWN, served
@@ -42,7 +43,7 @@ class Ways:
         self.names = [add(store, project) for project in ("default", "ann", "bob")]
         with store.write() as tx:
             keys.revoke(tx, "revoked", now=0.0)
-        os.environ[batch_proxy.SOCKET] = str(path)
+        os.environ[BATCH_API] = str(path)
         self.fronts = {
             (asked, short): self.front(
                 [OWN, HARVESTER] if asked else None, [GUARD] if short else [MINE, GUARD]
@@ -94,7 +95,7 @@ def ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     listening.bind(str(folder / "s"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HARVEST_KEY, HARVESTER)
-        patch.setenv(batch_proxy.SOCKET, "")
+        patch.setenv(BATCH_API, "")
         found = Ways(store, folder / "s")
         if not request.param:
             with store.write() as tx:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from conserve import http_server
 from conserve.batch_api.app import application
-from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server import batch_proxy, key_answers
 from conserve.engine.vllm.server.batch_connection import Reply
 from conserve.engine.vllm.server.guard import FORM_BYTES, LIMITS, RequestGuard
@@ -27,6 +27,7 @@ from conserve.engine.vllm.server.key_answers import KeyAnswers
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
+from conserve.variables import BATCH_API, HARVEST_KEY
 from tests import patient
 from tests.batch_rig import CHAT, answered, client, compute, create, quick_looks, reaches
 from tests.commands import until
@@ -70,7 +71,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(HARVEST_KEY, HARVESTER)
-    monkeypatch.setenv(batch_proxy.SOCKET, str(tmp_path / "s"))
+    monkeypatch.setenv(BATCH_API, str(tmp_path / "s"))
     return tmp_path / "s"
 
 

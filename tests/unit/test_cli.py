@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from conserve.api.running import outcome
-from conserve.cli.again import GIVEN, again, at_home, over_this_store
+from conserve.cli.again import again, at_home, over_this_store
 from conserve.cli.app import app
 from conserve.cli.run import report
 from conserve.cli.serve import harvester_command
@@ -27,6 +27,7 @@ from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
+from conserve.variables import GIVEN
 from tests.commands import conserve, ended, process, until
 from tests.conftest import StartForked, WriteInput
 

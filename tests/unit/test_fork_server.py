@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.fork_server import (
-    SWITCH,
     ForkServer,
     changed,
     differences,
@@ -25,6 +24,7 @@ from conserve.engine.vllm.launching.fork_server import (
     remember,
     variables,
 )
+from conserve.variables import FORK_SERVER
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = st.sampled_from(["OMP_NUM_THREADS", "LD_PRELOAD", "HOME", "LANG"])
@@ -100,7 +100,7 @@ def test_only_a_cpus_processes_are_forked(
 ) -> None:
     monkeypatch.setattr(fork_server, "installed_engine", lambda: engine)
     monkeypatch.setattr(fork_server, "pythons_server", lambda: SimpleNamespace(_forkserver_pid=None))
-    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setenv(FORK_SERVER, switch)
     assert ForkServer().allowed is allowed
 
 
@@ -122,7 +122,7 @@ def test_an_engine_starts_without_a_fork_server_that_fails(monkeypatch: pytest.M
 
 
 def test_processes_take_the_surroundings_of_their_starter_along(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    environment = {name: value for name, value in os.environ.items() if name != FORK_SERVER}
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a module of the current folder')")
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "tests.forking"],

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
-from conserve.engine.runtime.api_limits import HARVEST_KEY, ApiLimits
+from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.vllm.server.guard import GUARD, LIMITS, RequestGuard, with_own_key
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, why_not_allowed
+from conserve.variables import HARVEST_KEY
 
 CLIENT, HARVESTER = "sesame", "open"
 

@@ -11,14 +11,14 @@ import pytest
 
 from conserve.batch_api.serving import at_path
 from conserve.cli.serve import keyed
-from conserve.cli.serve_batches import SOCKET, batch_api, open_batches, told_of, with_store_keys
+from conserve.cli.serve_batches import batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_notices import batches_left_out
 from conserve.config import Settings, load
 from conserve.engine.service import ProcessCommand
-from conserve.engine.vllm.server import batch_proxy
 from conserve.errors import SettingsError
 from conserve.niceness import AUTOGROUP, BESIDE_NICE
 from conserve.store.database.store import Store
+from conserve.variables import BATCH_API
 from tests.commands import conserve
 
 
@@ -29,9 +29,9 @@ def test_the_plug_in_is_told_of_the_socket(settings: Settings) -> None:
     with batch_api(settings, 5, 6) as command:
         assert command is not None
         told = told_of(command, server).environment
-        assert told == {"a": "b", batch_proxy.SOCKET: command.environment[SOCKET]}
-        path = Path(command.environment[batch_proxy.SOCKET])
-        assert [SOCKET, str(path)] == [batch_proxy.SOCKET, command.words[command.words.index("--socket") + 1]]
+        assert told == {"a": "b", BATCH_API: command.environment[BATCH_API]}
+        path = Path(command.environment[BATCH_API])
+        assert str(path) == command.words[command.words.index("--socket") + 1]
         assert path.parent.stat().st_mode & 0o77 == 0, "no other user reaches it"
     assert not path.parent.exists()
 

@@ -26,6 +26,7 @@ from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.errors import ProfileMissing
 from conserve.hosts import REPORT
+from conserve.variables import SUPERVISOR
 from tests import virtual_time
 from tests.installed import needs
 
@@ -394,14 +395,14 @@ class SpillingEngine(EngineClient):
 def test_only_who_started_the_server_has_kv_written(
     secret: str, sent: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(routes.SUPERVISOR, secret)
+    monkeypatch.setenv(SUPERVISOR, secret)
     client = SpillingEngine()
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app_for(client)), base_url="http://server"
         ) as http:
-            return await http.post(routes.SPILL_PATH, headers={routes.SUPERVISOR: sent.encode()})
+            return await http.post(routes.SPILL_PATH, headers={SUPERVISOR: sent.encode()})
 
     answered = virtual_time.run(ask())
     assert answered.status_code == status

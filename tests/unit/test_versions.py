@@ -19,6 +19,7 @@ from conserve.engine.vllm.compat.trial import UnfitPart
 from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, VersionStanding
 from conserve.engine.vllm.launching.phases import server_step
 from conserve.errors import EndpointUnusable
+from conserve.variables import REHEARSED
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -262,14 +263,14 @@ def fitting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have(monkeypatch, "0.34.0")
     monkeypatch.setattr(trial, "faults", lambda version: iter([]))
     monkeypatch.setattr(rehearsal, "_file", lambda: tmp_path / "rehearsals.json")
-    monkeypatch.setenv(rehearsal.OUTCOME, "")  # so that it is gone behind the test
-    monkeypatch.delenv(rehearsal.OUTCOME)
+    monkeypatch.setenv(REHEARSED, "")  # so that it is gone behind the test
+    monkeypatch.delenv(REHEARSED)
     trial.first_causes.cache_clear()
 
 
 def start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sentences of the start of a server, whose environment is its own."""
-    monkeypatch.delenv(rehearsal.OUTCOME, raising=False)
+    monkeypatch.delenv(REHEARSED, raising=False)
     said: list[str] = []
     trial.require(Part.ENGINE, Part.SCHEDULER, say=said.append)
     return said
@@ -354,7 +355,7 @@ def test_an_engine_without_our_scheduler_rehearses_nothing(monkeypatch: pytest.M
 def test_a_run_without_rows_that_leave_tells_of_no_fault_and_of_no_rehearsal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(rehearsal.OUTCOME, "2 of 4 answers differ")
+    monkeypatch.setenv(REHEARSED, "2 of 4 answers differ")
     said: list[str] = []
     trial.require(Part.ENGINE, Part.EMBEDDED, say=said.append)
     assert said[0].endswith("names that ConServe uses are there")

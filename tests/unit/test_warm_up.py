@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from conserve import variables
 from conserve.engine.vllm.profiling.warm_up import (
     FLOOR_TOKENS,
     GROUP_SHARE,
@@ -15,7 +16,6 @@ from conserve.engine.vllm.profiling.warm_up import (
     LEAST_PREFILLS,
     LEAST_SAMPLES,
     LONGEST_PROMPT,
-    SECONDS,
     WARM_UP_S,
     Growth,
     WarmUp,
@@ -70,13 +70,13 @@ class FakeEngine:
 
 def test_the_user_may_ask_for_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds_asked_for() == WARM_UP_S
-    monkeypatch.setenv(SECONDS, "2.5")
+    monkeypatch.setenv(variables.WARM_UP_S, "2.5")
     assert seconds_asked_for() == 2.5
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon", ""])
 def test_what_is_no_time_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECONDS, asked)
+    monkeypatch.setenv(variables.WARM_UP_S, asked)
     with pytest.raises(SettingsError) as refused:
         seconds_asked_for()
     assert str(refused.value) == (

@@ -7,8 +7,6 @@ from conserve.http_server import CONNECTIONS
 
 BODY_BYTES = 64 << 20  # images travel in bodies, as base64
 FILE_BYTES = 200_000_000  # as OpenAI has it
-HARVEST_KEY = "CONSERVE_HARVEST_KEY"  # variable that holds the harvester's key
-BATCH_API = "CONSERVE_BATCH_API"  # variable that names the socket of the Batch API's process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

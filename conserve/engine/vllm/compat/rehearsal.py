@@ -18,12 +18,11 @@ from pathlib import Path
 from conserve import __version__
 from conserve.engine.runtime.start_cache import keep, kept_in
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_version
+from conserve.variables import REHEARSED
 
 WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")
 SAME, FAULT, FAILED = "rehearsed: same", "rehearsed: fault: ", "rehearsed: failed: "
 """Beginnings of the line that the process prints: a verdict, or the cause for which there is none."""
-OUTCOME = "CONSERVE_REHEARSED"
-"""Variable with the outcome, for this process and those that it starts: empty, or why no row may leave."""
 LAUNCHERS = ("VLLM_DP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")  # of processes to wait for
 CHOICES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ATTENTION_BACKEND")  # variables that decide what runs
 REHEARSAL_S = 240.0  # it takes some 12 s of processor time, and a minute on a busy machine
@@ -39,7 +38,7 @@ def is_known(engine: InstalledEngine) -> bool:
 
 def fault_of(engine: InstalledEngine) -> str | None:
     """Why no row may leave an iteration of this vLLM; None if their tokens were the same."""
-    told = os.environ.get(OUTCOME)
+    told = os.environ.get(REHEARSED)
     if told is None:
         told = kept_in(_file(), type_=str).get(_key(engine), NEVER)
     return told or None
@@ -53,7 +52,7 @@ def rehearse(engine: InstalledEngine) -> None:
         keep(_file(), _key(engine), fault, type_=str)
     else:
         fault = f"{REHEARSING} failed ({said.removeprefix(FAILED)}); run: conserve doctor"
-    os.environ[OUTCOME] = fault
+    os.environ[REHEARSED] = fault
 
 
 def _said() -> str:
@@ -66,7 +65,7 @@ def _said() -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=REHEARSAL_S,
-            env={**environment, OUTCOME: ""},  # there rows leave
+            env={**environment, REHEARSED: ""},  # there rows leave
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from conserve.engine.runtime.machine import BINDING, RESERVED, Cores, cores
 from conserve.http_server import KEEP_ALIVE_S
+from conserve.variables import ENGINE_LOG
 
-LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
 JSON_LOGGING = Path(__file__).with_name("json_logging.json")  # for VLLM_LOGGING_CONFIG_PATH
 TAIL_BYTES = 65_536
 OUTPUTS = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
@@ -30,7 +30,7 @@ CONSEQUENCES = ("initialization failed", "EngineDeadError")  # of one process af
 def prepare_environment(*, offline: bool, served: bool = False) -> None:
     """Set quiet, private defaults for variables that the user did not set; `offline` if the model is a folder."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(ENGINE_LOG) else "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM's default, stdout, is for data
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if served:
@@ -119,7 +119,7 @@ def last_error(log: str) -> str | None:
 @functools.cache
 def engine_log() -> EngineLog:
     """The engine log of this process. There is one, since vLLM's loggers keep it open to the end."""
-    path = os.environ.get(LOG_VARIABLE)
+    path = os.environ.get(ENGINE_LOG)
     return EngineLog(Path(path).expanduser() if path else None)
 
 
@@ -127,7 +127,7 @@ def why_not_started(model: str, error: Exception) -> str:
     """One sentence for the user on a failed start, with the cause that the engine's processes logged."""
     own = " ".join(str(error).split()) or type(error).__name__
     cause = engine_log().last_error() if "initialization failed" in own else None
-    fix = f"set {LOG_VARIABLE}=engine.log to keep its log"
+    fix = f"set {ENGINE_LOG}=engine.log to keep its log"
     return f"the engine cannot start with {model}: {gist(cause or own)}; {fix}"
 
 

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 from conserve.engine.runtime.start_cache import keep, kept_in
 from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.launching.watchdog import Watchdog
+from conserve.variables import FORK_SERVER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
 IMPORTED = "conserve.engine.vllm.launching.imported"
-SWITCH = "CONSERVE_FORK_SERVER"
-OFF, KEEP = "0", "keep"  # values of the switch: spawn as vLLM does; stay for the next engine of this process
+OFF, KEEP = "0", "keep"  # values of FORK_SERVER: spawn as vLLM does; stay for the next engine of this process
 # Prefixes of variables that no library reads while it is loaded, and one that only the fork server has.
 READ_LATER = ("CONSERVE_", "PYTEST_", "XDG_CONFIG_HOME", "LINES", "COLUMNS", "PYTHONSAFEPATH")
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # in names of variables that are not remembered
@@ -105,7 +105,7 @@ class ForkServer:
         if engine is None or not engine.computes_on_cpu:
             return False
         others = self.environment is None and pythons_server()._forkserver_pid is not None
-        return os.environ.get(SWITCH) != OFF and not others
+        return os.environ.get(FORK_SERVER) != OFF and not others
 
 
 SERVER = ForkServer()
@@ -174,7 +174,7 @@ def release(user: Hashable) -> None:
     """End the fork server when an engine was closed, unless another uses it or the user keeps it."""
     with SERVER.lock:
         SERVER.users.discard(user)
-        if os.environ.get(SWITCH) != KEEP and not SERVER.users and not SERVER.in_use:
+        if os.environ.get(FORK_SERVER) != KEEP and not SERVER.users and not SERVER.in_use:
             SERVER.stop()
 
 

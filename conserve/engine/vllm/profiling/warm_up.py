@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from conserve import variables
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch
 from conserve.profiles.conserve import ConServeModel
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 PREFIX = "conserve-warm-up-"
 WARM_UP_S = 12.0
-SECONDS = "CONSERVE_WARM_UP_S"  # variable: another time than that
 LONGEST_PROMPT = 3000
 MOST_TOGETHER = 32
 LEAST_SAMPLES = 4 * len(ConServeModel.terms)
@@ -49,11 +49,13 @@ def is_warm_up(request_id: str) -> bool:
 
 def seconds_asked_for() -> float:
     """Seconds of the warm-up; raises `SettingsError` where the user's are none."""
-    asked = os.environ.get(SECONDS, str(WARM_UP_S))
+    asked = os.environ.get(variables.WARM_UP_S, str(WARM_UP_S))
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(asked)) < math.inf:
             return seconds
-    raise SettingsError(f"{SECONDS} takes seconds above 0, not {asked!r}; leave it out for {WARM_UP_S:g}")
+    raise SettingsError(
+        f"{variables.WARM_UP_S} takes seconds above 0, not {asked!r}; leave it out for {WARM_UP_S:g}"
+    )
 
 
 class WarmUp:

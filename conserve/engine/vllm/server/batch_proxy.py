@@ -20,13 +20,13 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from conserve.engine.runtime.api_limits import BATCH_API as SOCKET
 from conserve.engine.vllm.server.batch_connection import BatchConnections
 from conserve.engine.vllm.server.key_answers import ASKING_S, AUTHORIZATION, HERE, KeyAnswers
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 from conserve.hosts import is_loopback, is_proxied
 from conserve.http_server import CALLER_HEADER, STALLED, SaidOf, parts
 from conserve.openai_error import error_body, kind_of
+from conserve.variables import BATCH_API
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -197,7 +197,7 @@ async def backlog(state: Any) -> bytes:
 
 def attach(app: FastAPI) -> None:
     """Add the routes of files and batches, if a Batch API runs beside this server."""
-    path = os.environ.get(SOCKET)
+    path = os.environ.get(BATCH_API)
     if not path:
         return
     proxy = BatchProxy(path)

@@ -29,6 +29,7 @@ from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_prio
 from conserve.engine.vllm.server.privileges import permitting
 from conserve.engine.vllm.settings import AUTO, SECTION
 from conserve.request_fields import RESUME_ARGUMENT
+from conserve.variables import SERVED
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 log = logging.getLogger("vllm.conserve")
-SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
 # Attribute of what our hooks have replaced; tracing agents wrap vLLM's methods, too.
 HOOKED = "conserve_hooked"
 COUNTING = "batched_count_greater_than"  # counts the tokens that are likelier than a sample

@@ -17,9 +17,9 @@ from math import inf
 from typing import Any, NoReturn, Self
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.runtime.api_limits import HARVEST_KEY
 from conserve.hosts import REPORT
 from conserve.request_fields import PUSH_ARGUMENT, RESUME_ARGUMENT, TTFT_ARGUMENT
+from conserve.variables import HARVEST_KEY
 
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
 CLASS_HEADER = b"x-conserve-class"  # names the class of a live request

@@ -28,6 +28,7 @@ from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
 from conserve.hosts import REPORT
 from conserve.openai_error import error_body, kind_of
+from conserve.variables import SUPERVISOR
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 SPILL_PATH = f"{REPORT}/spill"
 WITHIN = "within_s"  # parameter of GET: seconds after which the last report will do
-SUPERVISOR = "CONSERVE_SUPERVISOR"  # variable and header of a secret that only `conserve serve` knows
 LOOK_S = 0.05  # between two checks of the writing workers
 
 

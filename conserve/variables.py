@@ -1,0 +1,27 @@
+"""Variables of the environment beside those of the settings, which `conserve.config` names by their fields."""
+
+# Users may set these.
+ENGINE_LOG = "CONSERVE_ENGINE_LOG"
+"""File that keeps vLLM's log."""
+FORK_SERVER = "CONSERVE_FORK_SERVER"
+"""Whether processes of an engine are forked off one that has imported vLLM, and whether that one stays."""
+HARVEST_KEY = "CONSERVE_HARVEST_KEY"
+"""Key of the harvester: a setting, and of a user's own `vllm serve` too."""
+LOG_FORMAT = "CONSERVE_LOG_FORMAT"
+"""`text` or `json`: a setting, which processes read that load no settings."""
+WARM_UP_S = "CONSERVE_WARM_UP_S"
+"""Seconds of a server's warm-up without a profile."""
+BATCH_API = "CONSERVE_BATCH_API"
+"""Socket of the Batch API's process; `conserve serve` sets it, and users do for a `vllm serve` of their own."""
+FAKE = "CONSERVE_FAKE"
+"""1 where rows may be answered with made-up words: in tests."""
+
+# Processes of ours set these for one another.
+GIVEN = "CONSERVE_GIVEN"
+"""Command line of the command that started this process."""
+REHEARSED = "CONSERVE_REHEARSED"
+"""Outcome of the rehearsal, for a process and those that it starts: empty, or why no row may leave."""
+SERVED = "CONSERVE_SERVED"
+"""1 in the server that `conserve serve` started."""
+SUPERVISOR = "CONSERVE_SUPERVISOR"
+"""Secret that only `conserve serve` and its server know; a request's header has the same name."""
