@@ -14,7 +14,7 @@ import numpy as np
 from conserve.bench.compare import one_turn
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
-from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
+from conserve.bench.names import ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
 from conserve.bench.simulate_online import EngineModel, Request, play, share_of
@@ -23,6 +23,7 @@ from conserve.bench.sizing import Sized
 from conserve.bench.slo_search import Found, Promise, RunLatencies, TestRun, excess, search
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
+from conserve.names import HYGEN, HYGEN_STAR
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LinearModel, smallest_ms
 

@@ -10,8 +10,9 @@ from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
 from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates, compare
-from conserve.bench.names import CONSERVE, alone_of
+from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
+from conserve.names import CONSERVE
 
 RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
 

@@ -15,11 +15,12 @@ from conserve.bench.baseline_parameters import ROWS, TERMS, TuningWorkload, sent
 from conserve.bench.beside import rows_beside
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
-from conserve.bench.names import HYGEN, HYGEN_STAR, SARATHI_P
+from conserve.bench.names import SARATHI_P
 from conserve.bench.promise_search import latencies
 from conserve.bench.simulated import Simulator
 from conserve.bench.slo_search import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
 from conserve.bench.traces import Trace
+from conserve.names import HYGEN, HYGEN_STAR
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.hygen import HyGenModel

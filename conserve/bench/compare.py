@@ -12,8 +12,9 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import Field, Turn
 from conserve.bench.load import LoadPlan, play, play_apart
 from conserve.bench.measure import Block, by_policy, online_only_p99s, percentiles
-from conserve.bench.names import OFF, alone_of, is_stock
+from conserve.bench.names import alone_of, is_stock
 from conserve.bench.traces import Trace
+from conserve.names import OFF
 
 STARTING_S = 2.0  # of the load generator's process, about
 LEAD_S = 0.5  # from when it is ready to the first moment of a block

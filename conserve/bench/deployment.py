@@ -14,11 +14,12 @@ from conserve.bench.answers import LoadAnswer
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.field import LOOK_S, Turn, readings
 from conserve.bench.load import LoadTarget
-from conserve.bench.names import HYGENS, OFF, regime_of, runs_offline, wanted
+from conserve.bench.names import HYGENS, regime_of, runs_offline, wanted
 from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ConserveError, EndpointUnusable
 from conserve.hosts import REPORT, bearer, split_login
+from conserve.names import OFF
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 

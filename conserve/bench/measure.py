@@ -12,8 +12,9 @@ import numpy as np
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
 from conserve.bench.attainment import Attainment, LatencyLimits, attainments
 from conserve.bench.harm import Harm, harm
-from conserve.bench.names import ALL, PRIORITY, SARATHI_P, alone_of, most_of
+from conserve.bench.names import ALL, SARATHI_P, alone_of, most_of
 from conserve.bench.restless import StepTimes, step_times
+from conserve.names import PRIORITY
 
 ORDER = (*ALL, PRIORITY)
 LATE_MS = 5.0  # a request sent later than this was held up by the generator

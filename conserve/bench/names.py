@@ -5,11 +5,21 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-CONSERVE = "conserve"
-ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P = "online-only", "non-preemptive", "sarathi-p"
-PRIORITY = "priority"
+from conserve.names import (
+    CONSERVE,
+    DEFAULT_HARM,
+    HYGEN,
+    HYGEN_STAR,
+    NON_PREEMPTIVE,
+    OFF,
+    ON,
+    ONLINE_ONLY,
+    PRIORITY,
+    SARATHI_PP,
+)
+
+SARATHI_P = "sarathi-p"
 DISTSERVE_P = "distserve-p"  # on several engines at once, which are simulated
-SARATHI_PP, HYGEN_STAR, HYGEN = "sarathi++", "hygen-star", "hygen"
 PLUGGED = "planned"  # variant of a stock policy: its counterpart under our scheduler plug-in
 ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED = f"{ONLINE_ONLY}/{PLUGGED}", f"{NON_PREEMPTIVE}/{PLUGGED}"
 STOCK = (ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)  # each on a stock vLLM server of its own
@@ -18,9 +28,8 @@ TUNED = (SARATHI_P, HYGEN_STAR, HYGEN)  # each has a parameter that its authors 
 USUAL = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)
 ALL = (*USUAL, *HYGENS)
 ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)  # of `--endpoint`, where two are `PLUGGED`
-RECOMPUTE, OFF = "recompute", "off"
-PROMPT = "prompt"  # preemption of `conserve` where none is named
-HARM, HARM_PERCENT = "harm", 10  # `conserve/harm` promises what `conserve serve` does without an SLO
+RECOMPUTE = "recompute"
+HARM, HARM_PERCENT = "harm", round(100 * DEFAULT_HARM)  # `conserve/harm` promises the default
 
 PROMISED = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}  # entry of the section for each
 
@@ -116,9 +125,9 @@ def wanted(
     if leaving:
         said["preemption"] = regime.preemption or preemption
     if checkpoints:
-        said["checkpoint"] = "on" if regime.checkpoint else OFF
+        said["checkpoint"] = ON if regime.checkpoint else OFF
     if batches:
-        said["batching"] = "on" if regime.full_batches else OFF
+        said["batching"] = ON if regime.full_batches else OFF
     return said
 
 

@@ -12,7 +12,7 @@ from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
 from conserve.bench.load import LoadTarget
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, SARATHI_P, TUNED, regime_of
+from conserve.bench.names import SARATHI_P, TUNED, regime_of
 from conserve.bench.presets import Preset
 from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, Sized, judge, size
@@ -23,6 +23,7 @@ from conserve.config import Settings
 from conserve.endpoints.roster import server_url
 from conserve.errors import EndpointUnusable, InputError
 from conserve.hosts import without_login
+from conserve.names import CONSERVE
 
 VOCABULARY = (100, 20_000)  # token ids of prompts
 RESTORE_S = 5.0  # time-out for giving a server its policy back

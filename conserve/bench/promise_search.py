@@ -13,11 +13,12 @@ from typing import NamedTuple
 from conserve.bench.beside import rows_beside
 from conserve.bench.bound import Mix
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY, promise_entries, promise_flags
+from conserve.bench.names import HARM, promise_entries, promise_flags
 from conserve.bench.simulated import Simulator
 from conserve.bench.slo_search import Promise, RunLatencies, excess, search
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
+from conserve.names import CONSERVE, ONLINE_ONLY
 
 HARMS = (0.01, 1.0)  # share of an iteration
 SCALES = (0.25, 4.0)  # times online-only's P99s

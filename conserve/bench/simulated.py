@@ -11,8 +11,9 @@ from conserve.bench.deployment import SchedulerCounters
 from conserve.bench.disaggregated import BestSplit, EngineSplit, best_split, pooled
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY, PRIORITY, PROMPT, SARATHI_P, regime_of
+from conserve.bench.names import DISTSERVE_P, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
+from conserve.names import CONSERVE, ONLINE_ONLY, PRIORITY, PROMPT
 
 ROWS = 4096  # different rows of a simulation, over and over
 

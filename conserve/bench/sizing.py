@@ -22,18 +22,11 @@ from conserve.bench.compare import (
     turns,
 )
 from conserve.bench.measure import Block
-from conserve.bench.names import (
-    NON_PREEMPTIVE,
-    NON_PREEMPTIVE_PLANNED,
-    ONLINE_ONLY,
-    ONLINE_ONLY_PLANNED,
-    PRIORITY,
-    SARATHI_P,
-    SARATHI_PP,
-)
+from conserve.bench.names import NON_PREEMPTIVE_PLANNED, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.presets import Preset
 from conserve.bench.simulate_online import BlockForecast, EngineModel, p99s_ms, play
 from conserve.errors import InputError, Overloaded
+from conserve.names import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, SARATHI_PP
 
 BUSY = 0.52  # share of the time; the idle half is for offline rows, and lets bursts end
 BUSIEST = 0.9  # share of the time; above it, queues grow for as long as requests arrive

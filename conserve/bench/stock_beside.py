@@ -6,8 +6,9 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.deployment import OneServer
 from conserve.bench.field import Turn
 from conserve.bench.load import LoadTarget
-from conserve.bench.names import ONLINE_ONLY, ONLINE_ONLY_PLANNED
+from conserve.bench.names import ONLINE_ONLY_PLANNED
 from conserve.bench.stock import StockServer
+from conserve.names import ONLINE_ONLY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

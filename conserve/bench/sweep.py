@@ -18,11 +18,12 @@ from conserve.bench.cell_baselines import CellAim, tuned_cell
 from conserve.bench.compare import limits
 from conserve.bench.leftover import left_by_policy
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, DISTSERVE_P, ONLINE_ONLY
+from conserve.bench.names import DISTSERVE_P
 from conserve.bench.points import Cell
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
+from conserve.names import CONSERVE, ONLINE_ONLY
 from conserve.words import count, duration
 
 MOST_BLOCKS = 16

@@ -28,9 +28,9 @@ from conserve.cli.serve_flags import refuse_ours
 from conserve.cli.signals import told_to_stop
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
-from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.errors import ConserveError, SettingsError
+from conserve.names import CONSERVE
 
 if TYPE_CHECKING:
     from conserve.bench.playing import Measurement

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from conserve.cli.serve_flags import milliseconds
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.errors import SettingsError
+from conserve.names import ONLINE_ONLY, PROMPT
 
 if TYPE_CHECKING:
     from conserve.bench.attainment import LatencyLimits
@@ -93,8 +94,7 @@ def make_design(
 ) -> "Design":
     """Design of the comparison, from the flags."""
     from conserve.bench.compare import Design
-    from conserve.bench.names import ONLINE_ONLY, alone_of
-    from conserve.engine.vllm.settings import PREEMPTION
+    from conserve.bench.names import alone_of
 
     if slo_scale <= 0:
         raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")
@@ -109,6 +109,6 @@ def make_design(
         slo=slo,
         slo_scale=slo_scale,
         seed=seed,
-        preemption=PREEMPTION,
+        preemption=PROMPT,
         load_cores=preset.other_cores,
     )

@@ -5,17 +5,13 @@ from typing import Any
 
 from conserve.bench.names import (
     ALL,
-    CONSERVE,
     DISTSERVE_P,
     HARM,
     HYGENS,
     MECHANISMS,
-    NON_PREEMPTIVE,
     NON_PREEMPTIVE_PLANNED,
     ON_ONE_SERVER,
-    ONLINE_ONLY,
     ONLINE_ONLY_PLANNED,
-    PRIORITY,
     RECOMPUTE,
     SARATHI_P,
     USUAL,
@@ -26,8 +22,9 @@ from conserve.bench.names import (
 )
 from conserve.config import Settings
 from conserve.engine.policy.policies import BENCHED
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.errors import SettingsError
+from conserve.names import CONSERVE, NON_PREEMPTIVE, OFF, ONLINE_ONLY, PRIORITY
 
 KNOWN = (*ALL, DISTSERVE_P, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)
 VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE, HARM)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.cli import exits, output
-from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.runtime.machine import compute_threads, cpu_model, gpu_models
 from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.errors import ConserveError
+from conserve.names import CONSERVE
 
 if TYPE_CHECKING:
     from conserve.bench.attainment import LatencyLimits

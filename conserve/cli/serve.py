@@ -40,15 +40,13 @@ from conserve.cli.signals import told_to_stop
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
-from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING, traits
-from conserve.engine.policy.preemption import OFF
-from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.api_limits import BODY_BYTES, ApiLimits
 from conserve.errors import SettingsError
 from conserve.hosts import url_elsewhere, url_of
 from conserve.http_server import CONNECTIONS
 from conserve.jobs.harvest.services import announce
+from conserve.names import DEFAULT_HARM, OFF
 from conserve.variables import ENGINE_LOG, GIVEN, HARVEST_KEY, SERVED
 
 if TYPE_CHECKING:
@@ -87,8 +85,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help=f"Rows add at most about this share to live latencies, e.g. 5%; {HARM:.0%} for a latency "
-            "without an SLO, or off.",
+            help="Rows add at most about this share to live latencies, e.g. 5%; "
+            f"{DEFAULT_HARM:.0%} for a latency without an SLO, or {OFF}.",
         ),
     ] = None,
     classes: Annotated[
@@ -149,7 +147,7 @@ def serve(
         typer.Option(
             metavar="POLICY",
             help="Which KV blocks of rows are copied to host memory, to go on from after losing the engine's: "
-            f"{', '.join(CHECKPOINTS)}, {NO_CHECKPOINTS}, or a class of yours; {ADAPTIVE} where rows give way.",
+            f"{', '.join(CHECKPOINTS)}, {OFF}, or a class of yours; {ADAPTIVE} where rows give way.",
         ),
     ] = None,
     kv_host_memory: Annotated[
@@ -259,7 +257,7 @@ def serve(
         section["classes"] = named
     url = url_of(host, port)
     flags = vllms_flags(settings, words[1:])
-    checkpoint = kv_checkpoint or (ADAPTIVE if leaves else NO_CHECKPOINTS)
+    checkpoint = kv_checkpoint or (ADAPTIVE if leaves else OFF)
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:

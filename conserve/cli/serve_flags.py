@@ -9,12 +9,12 @@ from conserve.api.running import engine_flags, flags_as_given
 from conserve.api.sizes import size_bytes
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import HOST_BYTES
-from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import files_of, given_flags, names_of, value_of, words_of_file
 from conserve.errors import SettingsError
+from conserve.names import OFF
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
@@ -131,7 +131,7 @@ def checkpointing(
     from conserve.engine.vllm.launching.flags import engines_of
 
     refuse_engines(flags, spill)
-    if policy == NO_CHECKPOINTS:
+    if policy == OFF:
         if host_memory is not None:
             raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
         if spill is not None:
@@ -203,7 +203,7 @@ def shares(
 
 def share(flag: str, text: str, *, most: float = inf) -> float | None:
     """Parse a share such as 10%, of which the flag takes so much at most; None for off."""
-    if text.strip() == "off":
+    if text.strip() == OFF:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
     if found is None or not float(found[1]):

@@ -5,9 +5,9 @@ from typing import Any
 from conserve.api.servers import bearer
 from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
-from conserve.engine.policy.policies import CONSERVE, traits
-from conserve.engine.policy.preemption import OFF
+from conserve.engine.policy.policies import traits
 from conserve.hosts import REPORT, is_loopback
+from conserve.names import CONSERVE, OFF
 
 
 def open_to_all(host: str, settings: Settings) -> list[str]:

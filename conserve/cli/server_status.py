@@ -95,7 +95,7 @@ def yielding(server: dict[str, Any]) -> list[str]:
     if not late:
         return []
     from conserve.cli.too_tight import why_broken
-    from conserve.engine.policy.promises import HARM
+    from conserve.names import DEFAULT_HARM as HARM
 
     said, others, pausing = list[str](), list[str](), list[str]()
     for latency in late:

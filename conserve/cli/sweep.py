@@ -21,6 +21,7 @@ from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.runtime.machine import compute_threads
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.errors import SettingsError
+from conserve.names import CONSERVE, ONLINE_ONLY
 
 if TYPE_CHECKING:
     from conserve.bench.disaggregated import EngineSplit
@@ -156,7 +157,7 @@ def plan_on_servers(settings: Settings, flags: list[str], wanted: SweepFlags, si
 
 def policies_of(wanted: SweepFlags) -> list[str]:
     """Policies of the sweep; raises `SettingsError` if their yardsticks are not among them."""
-    from conserve.bench.names import CONSERVE, HARM, HYGENS, ONLINE_ONLY, USUAL
+    from conserve.bench.names import HARM, HYGENS, USUAL
 
     if wanted.policies is None:
         more = HYGENS if wanted.simulated or wanted.size == "full" else ()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conserve import names
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks scheduling"
@@ -114,7 +115,7 @@ def configured(folder: Path, *, ours: bool) -> Any:
 
     from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
     from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
-    from conserve.engine.vllm.settings import PREEMPTION, WORKER
+    from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import engine_config
 
     sizes: dict[str, Any] = {
@@ -127,7 +128,7 @@ def configured(folder: Path, *, ours: bool) -> Any:
     _, connector = with_checkpoints([], {"policy": ADAPTIVE, "host_bytes": HOST_BYTES})
     transfer = KVTransferConfig(**json.loads(connector))
     slo = {"ttft_slo_ms": LONG_MS, "tbt_slo_ms": LONG_MS}
-    section = {"policy": "conserve", "preemption": PREEMPTION, **slo}
+    section = {"policy": "conserve", "preemption": names.PROMPT, **slo}
     config = engine_config(folder, section=section, kv_transfer_config=transfer, **sizes)
     config.parallel_config.worker_cls = WORKER
     return config

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conserve.names import PROMPT
 from tests.warned import OF_VLLM
 
 pytestmark = [pytest.mark.engine, *OF_VLLM]
@@ -218,9 +219,8 @@ def test_rows_that_left_are_looked_at_again(
     make: Callable[..., Looks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from conserve.engine.vllm.iteration import IterationOutcome, put
-    from conserve.engine.vllm.settings import PREEMPTION
 
-    looks = make(preemption=PREEMPTION)
+    looks = make(preemption=PROMPT)
     rows = [looks.engine.add(40, 200, offline=True) for _ in range(4)]
     gone, result, left = rows[-1].request_id, looks.engine.result, frozenset[str]()
 

@@ -8,10 +8,10 @@ import pytest
 
 from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design
-from conserve.bench.names import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.presets import CPU
 from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Sized, size
+from conserve.names import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER
 from tests.warned import OF_VLLM

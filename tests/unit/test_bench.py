@@ -47,8 +47,9 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench_flags import lengths
 from conserve.cli.bench_names import rows_leave, which
 from conserve.cli.bench_report import facts
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
+from conserve.names import OFF
 from tests import virtual_time
 from tests.commands import HANGS_S
 from tests.conftest import WriteInput

@@ -15,7 +15,6 @@ from conserve.engine.policy.checkpointing import (
     CHECKPOINTS,
     FEW,
     LITTLE,
-    OFF,
     Adaptive,
     Eager,
     Marked,
@@ -27,6 +26,7 @@ from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
 from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints, without_checkpoints
 from conserve.errors import SettingsError
+from conserve.names import OFF
 
 OFFLINE = [Marked(f"row{n}", 10) for n in range(8)]
 ONLINE = [Marked("live", 10, online=True)]

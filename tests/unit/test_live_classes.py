@@ -11,10 +11,11 @@ from conserve.cli import serve_notices, server_status
 from conserve.cli.serve_classes import live_classes, require_keys
 from conserve.config import load
 from conserve.engine.policy.classes import ClassRefused, LiveClass, LiveClasses, promises_no_more
-from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import DEFAULT_CLASS
 from conserve.engine.runtime.traffic import Traffic
 from conserve.errors import SettingsError
+from conserve.names import DEFAULT_HARM
 from conserve.store.books import keys
 from conserve.store.database.store import Store
 from tests.commands import conserve
@@ -177,7 +178,7 @@ def test_the_class_follows_from_the_key_then_the_project_then_the_model(
 
 
 def test_a_class_without_a_promise_has_the_usual_harm() -> None:
-    assert LiveClass.of({"keys": ["n"]}).promises == Promises(harm=HARM)
+    assert LiveClass.of({"keys": ["n"]}).promises == Promises(harm=DEFAULT_HARM)
     off = LiveClass.of({"harm": None})
     assert not off.promises.any
     assert LiveClass.of(off.document()) == off

@@ -20,7 +20,6 @@ from conserve.bench.leftover import left_ms
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
 from conserve.bench.measure import Block
-from conserve.bench.names import PROMPT
 from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulate_online import play
@@ -40,7 +39,6 @@ from conserve.cli.sweep import (
     usual_folder,
 )
 from conserve.config import Settings
-from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
@@ -248,7 +246,6 @@ def test_an_arm_goes_without_the_mechanisms_that_it_names_alone(name: str, simul
 
     replace(simulator(), simulate=noted).play(name, [trace_of((0.0, 10, 2))], LatencyLimits(100.0, 10.0))
     assert asked == [(simulated_as, name.startswith("conserve"))], "rows leave by the promise"
-    assert PROMPT == PREEMPTION
 
 
 def test_a_simulated_cell_has_every_figure() -> None:

@@ -9,8 +9,9 @@ from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Traits
-from conserve.engine.policy.policies import BENCHED, CONSERVE, POLICIES, SERVING, traits
+from conserve.engine.policy.policies import BENCHED, POLICIES, SERVING, traits
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Image, Slo
+from conserve.names import CONSERVE
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
 

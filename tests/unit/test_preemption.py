@@ -12,7 +12,6 @@ import pytest
 
 from conserve.engine.policy.preemption import (
     LEAVE_RULES,
-    OFF,
     PATIENCE,
     WASTE,
     AllOffline,
@@ -27,6 +26,7 @@ from conserve.engine.policy.preemption import (
 )
 from conserve.engine.runtime import safepoint
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag, check_us
+from conserve.names import OFF
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from conserve.cli import serve_flags, serve_notices, server_status
-from conserve.engine.policy.promises import HARM, Promises, rank
+from conserve.engine.policy.promises import Promises, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.settings import EngineSettings, RequestedSettings, written
 from conserve.errors import SettingsError
+from conserve.names import DEFAULT_HARM
 
 # torch's own while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -125,7 +126,7 @@ class TestWholePrompts:
 
     @pytest.mark.parametrize("model", [{"is_encoder_decoder": True}, {"runner_type": "pooling"}])
     def test_of_models_that_are_never_cut_no_tbt_is_promised(self, model: dict[str, Any]) -> None:
-        assert EngineSettings.read(self.config({}, **model)).promises.harm == HARM
+        assert EngineSettings.read(self.config({}, **model)).promises.harm == DEFAULT_HARM
         with pytest.raises(SettingsError, match="vLLM cuts none for this model; leave it out"):
             EngineSettings.read(self.config({"tbt_slo_ms": 100}, **model))
 
@@ -134,15 +135,15 @@ class TestDefault:
     """The promise where the user promises nothing."""
 
     def test_no_promise_is_a_harm_of_ten_percent(self) -> None:
-        assert written({}).promises == Promises(harm=HARM)
-        assert written({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(harm=HARM)
+        assert written({}).promises == Promises(harm=DEFAULT_HARM)
+        assert written({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(harm=DEFAULT_HARM)
 
     def test_the_latency_without_an_slo_has_the_default_harm(self) -> None:
         for said, other in (("ttft_slo_ms", "tbt_harm"), ("tbt_slo_ms", "ttft_harm")):
             promises = written({said: {"p50": 40, "p99": 1500}}).promises
             assert promises.harm is None
             harms = {"ttft_harm": promises.slo.ttft_harm, "tbt_harm": promises.slo.tbt_harm}
-            assert harms == {"ttft_harm": None, "tbt_harm": None, other: HARM}
+            assert harms == {"ttft_harm": None, "tbt_harm": None, other: DEFAULT_HARM}
             assert Promises.of(promises.document()) == promises
 
     def test_two_slos_or_a_harm_leave_no_default(self) -> None:

@@ -29,7 +29,6 @@ from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Turn
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement, require_gaps
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.servers.rows import rows_of_block
@@ -39,6 +38,7 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
 from conserve.cli.bench_report import played as played_facts
 from conserve.errors import EndpointUnusable, InputError, Overloaded, SettingsError
+from conserve.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER

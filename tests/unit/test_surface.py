@@ -17,7 +17,7 @@ from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve import __version__
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server import metrics, routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
@@ -26,6 +26,7 @@ from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.errors import ProfileMissing
 from conserve.hosts import REPORT
+from conserve.names import OFF
 from conserve.variables import SUPERVISOR
 from tests import virtual_time
 from tests.installed import needs

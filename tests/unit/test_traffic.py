@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo
 from conserve.engine.runtime.class_traffic import WINDOW_S
 from conserve.engine.runtime.ranked import Moment, Ranked, quantiles
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
+from conserve.names import DEFAULT_HARM
 
 PROMISES = Promises.of({"ttft_ms": 1000.0, "tbt_ms": 100.0})
 NO_PROMISES: dict[str, Any] = {"ttft_ms": {}, "tbt_ms": {}}
@@ -134,7 +135,7 @@ def test_latencies_that_are_late_too_often_are_reported_until_they_are_kept_agai
     report = traffic.report(now=3.0)
     assert report["online"]["held_back"] == report["classes"]["agents"]["held_back"] == ["tbt_ms"]
     assert report["classes"][DEFAULT_CLASS]["held_back"] == []
-    assert traffic.bounds(now=3.0).stand_in_tbt_harm == HARM
+    assert traffic.bounds(now=3.0).stand_in_tbt_harm == DEFAULT_HARM
     traffic.finished("a")
     assert traffic.report(now=63.0)["online"]["held_back"] == [], "no live request is there to be late"
     traffic.arrived("b", 10, at=63.0)
@@ -172,10 +173,10 @@ def test_a_p99_that_is_late_too_often_bounds_what_offline_tokens_add_until_it_is
     answer(traffic, "a", at=0.0, gaps_s=(0.2,) * 3)
     assert traffic.bounds(now=1.0) == kept, "a burst is no broken promise"
     answer(traffic, "b", at=1.0, gaps_s=(0.2,) * 2)
-    assert traffic.bounds(now=2.0) == replace(kept, stand_in_tbt_harm=HARM)
+    assert traffic.bounds(now=2.0) == replace(kept, stand_in_tbt_harm=DEFAULT_HARM)
     for number in range(5):
         answer(traffic, f"late{number}", at=2.0, ttft_s=1.5, gaps_s=(0.1,) * 50)
-    assert traffic.bounds(now=20.0) == replace(kept, stand_in_ttft_harm=HARM)
+    assert traffic.bounds(now=20.0) == replace(kept, stand_in_ttft_harm=DEFAULT_HARM)
 
 
 def test_a_report_covers_the_last_minute() -> None:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from conserve.bench import names
 from conserve.bench.cell import RATIOS, ratio
-from conserve.bench.names import CONSERVE, HARM_PERCENT
+from conserve.bench.names import HARM_PERCENT
 from conserve.bench.pages.report import times
 from conserve.bench.pages.sweep_report import FAILED, LATENCIES, interval
 from conserve.bench.points import TRACES, Cell
 from conserve.bench.sweep import documents, ranked
+from conserve.names import CONSERVE
 
 HARM = f"{CONSERVE}/{names.HARM}"  # the default promise
 HARM_TIMES = 1 + HARM_PERCENT / 100  # online-only's latencies, at most

@@ -7,12 +7,13 @@ from math import inf
 from typing import Any, NamedTuple
 
 from conserve.bench.cell import RATIOS, ratio, worst
-from conserve.bench.names import CONSERVE, runs_offline
+from conserve.bench.names import runs_offline
 from conserve.bench.pages.report import NOTHING, UNSTEADY, CellTable, percent, times
 from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
 from conserve.bench.restless import StepTimes
 from conserve.bench.sweep import ranked
+from conserve.names import CONSERVE
 from conserve.words import count
 
 FAILED = "failed"

@@ -8,7 +8,7 @@ from pathlib import Path
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.compare import Design
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED, promise_flags
+from conserve.bench.names import HARM, ONLINE_ONLY_PLANNED, promise_flags
 from conserve.bench.playing import Measurement, PlayWishes, Say, measure
 from conserve.bench.presets import Preset
 from conserve.bench.promise_search import TriedValue, Tuning, latencies
@@ -16,8 +16,8 @@ from conserve.bench.servers.servers import Servers
 from conserve.bench.servers.sweep import MakePlan
 from conserve.bench.sizing import Offered
 from conserve.bench.traces import together
-from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import ConserveError
+from conserve.names import CONSERVE, PROMPT
 
 SMALLER = 0.7  # factor on a value that the engine did not keep
 TRIES = 4
@@ -125,6 +125,6 @@ class Confirmation:
             block_s=self._preset.block_s,
             slo=slo,
             seed=self._seed,
-            preemption=PREEMPTION,
+            preemption=PROMPT,
             load_cores=self._preset.other_cores,
         )

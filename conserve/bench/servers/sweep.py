@@ -23,8 +23,8 @@ from conserve.bench.simulate_online import EngineModel
 from conserve.bench.sizing import Offered, size
 from conserve.bench.slo_search import DEFAULT, LEAST, MOST
 from conserve.bench.sweep import CellLedger, SweepPlan, sentence_on
-from conserve.engine.vllm.settings import PREEMPTION
 from conserve.errors import EndpointUnusable
+from conserve.names import PROMPT
 from conserve.words import duration
 
 MakePlan = Callable[[Sequence[str], Preset, Path], ServersPlan]
@@ -166,7 +166,7 @@ class OnServers:
             slo_scale=scale,
             slo_ahead=True,
             seed=self._plan.seed,
-            preemption=PREEMPTION,
+            preemption=PROMPT,
             load_cores=self._preset.other_cores,
             starts_servers=self._starts_in_turns,
         )

@@ -134,6 +134,6 @@ def first_blocks(rows: Sequence[Marked], most: int) -> Mapping[str, int]:
     return chosen
 
 
-CHECKPOINTS: Mapping[str, type[CheckpointPolicy]] = {"adaptive": Adaptive, "eager": Eager}
-ADAPTIVE, OFF = "adaptive", "off"
+ADAPTIVE = "adaptive"
+CHECKPOINTS: Mapping[str, type[CheckpointPolicy]] = {ADAPTIVE: Adaptive, "eager": Eager}
 HOST_BYTES = 4 << 30  # bytes of host memory without `--kv-host-memory`

@@ -3,16 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conserve.engine.policy.checkpointing import (
-    ADAPTIVE,
-    CHECKPOINTS,
-    OFF,
-    CheckpointPolicy,
-    Marked,
-    Pressure,
-)
+from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, CheckpointPolicy, Marked, Pressure
 from conserve.engine.policy.own_class import made
 from conserve.engine.policy.refusals import Refusals
+from conserve.names import OFF
 
 METHODS = {"wants_marks": "pressure", "checkpoint": "rows", "blocks_to_checkpoint": "pressure"}
 

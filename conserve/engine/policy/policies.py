@@ -12,20 +12,29 @@ from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy, Traits
 from conserve.engine.policy.priority import Priority
 from conserve.engine.policy.promises import HARMS
+from conserve.names import (
+    CONSERVE,
+    HYGEN,
+    HYGEN_STAR,
+    NON_PREEMPTIVE,
+    ONLINE_ONLY,
+    PACED,
+    PRIORITY,
+    SARATHI_PP,
+)
 
-CONSERVE, ONLINE_ONLY = "conserve", "online-only"
 POLICIES: dict[str, Callable[[], Policy]] = {
     CONSERVE: Conserve,
     ONLINE_ONLY: OnlineOnly,
-    "non-preemptive": NonPreemptive,
-    "priority": Priority,
-    "paced": Paced,
-    "sarathi++": sarathi_plus,
-    "hygen-star": hygen_star,
-    "hygen": hygen,
+    NON_PREEMPTIVE: NonPreemptive,
+    PRIORITY: Priority,
+    PACED: Paced,
+    SARATHI_PP: sarathi_plus,
+    HYGEN_STAR: hygen_star,
+    HYGEN: hygen,
 }
-SERVING = (CONSERVE, ONLINE_ONLY, "non-preemptive", "priority")  # policies for live traffic
-COMPARED = ("sarathi++", "hygen-star", "hygen")  # policies to compare with, which only `conserve bench` sets
+SERVING = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)  # policies for live traffic
+COMPARED = (SARATHI_PP, HYGEN_STAR, HYGEN)  # policies to compare with, which only `conserve bench` sets
 BENCHED = (*SERVING, *COMPARED)
 
 

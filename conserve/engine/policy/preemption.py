@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from conserve.names import PROMPT
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
@@ -95,12 +96,11 @@ class Never:
 
 
 LEAVE_RULES: dict[str, Callable[[], LeaveRule]] = {
-    "prompt": Promptly,
+    PROMPT: Promptly,
     "all-offline": AllOffline,
     "just-enough": JustEnough,
     "never": Never,
 }
-OFF = "off"
 
 
 def remaining_ms(under_way: UnderWay, model: LatencyModel, batch: Batch | None = None) -> float:

@@ -8,8 +8,8 @@ from math import inf
 from typing import Any, Self
 
 from conserve.engine.policy.view import Slo
+from conserve.names import DEFAULT_HARM
 
-HARM = 0.1  # promised where the user promises nothing
 ALONE = "p99"  # quantile that a time without a name bounds: 1 % of iterations exceed their plan
 MEAN = "mean"
 RANK = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
@@ -50,7 +50,7 @@ class Promises:
         """These promises of a user, and the default harm to each latency without one."""
         if self.harm is not None or (self.ttft_ms and self.tbt_ms):
             return self
-        return replace(self, default_harm=HARM) if self.any else replace(self, harm=HARM)
+        return replace(self, default_harm=DEFAULT_HARM) if self.any else replace(self, harm=DEFAULT_HARM)
 
     @property
     def slo(self) -> Slo:

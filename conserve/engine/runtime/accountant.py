@@ -8,10 +8,11 @@ earned and not spent is kept up to a limit, so that an hour of short gaps does n
 from collections.abc import Mapping
 from math import inf
 
-from conserve.engine.policy.promises import HARM, LATENCIES, MEAN, Promises, ceiling_ms, rank
+from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, ceiling_ms, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.credit import MeanAccount, QuantileAccount
 from conserve.engine.runtime.pausing import Pausing
+from conserve.names import DEFAULT_HARM
 
 SAVED_OF_LARGEST = 10.0  # the same as `SAVED` for the largest bound: nothing is planned by its credit
 LEAST_SHARE = 0.5  # of a promise that the engine has, however long the delay to clients is
@@ -84,7 +85,7 @@ class Accountant:
 
     @property
     def broken(self) -> list[str]:
-        """Latencies whose largest bound is not kept, so that rows are held to a harm of `HARM` to them."""
+        """Latencies whose largest bound is not kept, so that rows are held to `DEFAULT_HARM` of harm to them."""
         return [name for name, account in self._accounts.items() if account.broken]
 
     def paused_for(self, *, now: float) -> list[str]:
@@ -103,8 +104,8 @@ class Accountant:
             harm=slo.harm,
             largest_ttft_ms=self.ttft.ceiling_ms,
             largest_tbt_ms=self.tbt.ceiling_ms,
-            stand_in_ttft_harm=HARM if self.ttft.broken else slo.stand_in_ttft_harm,
-            stand_in_tbt_harm=HARM if self.tbt.broken else slo.stand_in_tbt_harm,
+            stand_in_ttft_harm=DEFAULT_HARM if self.ttft.broken else slo.stand_in_ttft_harm,
+            stand_in_tbt_harm=DEFAULT_HARM if self.tbt.broken else slo.stand_in_tbt_harm,
         )
 
 

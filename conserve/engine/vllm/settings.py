@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 from conserve.config import default_home
 from conserve.engine.policy.classes import LiveClasses
 from conserve.engine.policy.policies import named, traits
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.engine.policy.promises import HARMS, Promises
 from conserve.engine.runtime.pushing import LARGEST_SCALE, NEVER
 from conserve.engine.runtime.receipt import LARGEST_SHARE, SHARE
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
+from conserve.names import CONSERVE, OFF, PACED, PROMPT
 from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.hygen import HyGenModel
@@ -36,7 +37,6 @@ CONNECTOR_MODULE = "conserve.vllm"
 WORKER = "conserve.vllm.Worker"
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks left to live requests: usual, at most
-PREEMPTION = "prompt"  # default of `preemption`
 RECORDED = ("record_views", "record_arrivals")  # files of the section
 # Keys that a user may write into the section.
 WRITTEN = (
@@ -64,7 +64,7 @@ class RequestedSettings:
 
     folder: Path  # folder of profiles
     command: str  # command that makes a missing profile
-    policy: str = "paced"
+    policy: str = PACED
     promises: Promises = field(default_factory=Promises)
     # The promises are not the user's: an engine without a latency model starts with them.
     by_default: bool = False
@@ -161,13 +161,13 @@ class EngineSettings:
             section |= asked.source(config)
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
         require_chunks(config, [promises, *classes.values()])
-        policy = section.get("policy", "conserve")
+        policy = section.get("policy", CONSERVE)
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
         common: dict[str, Any] = {
             "policy": policy,
             "promises": promises,
             "receipt": receipt,
-            "preemption": section.get("preemption", OFF if traits(policy).treats_alike else PREEMPTION),
+            "preemption": section.get("preemption", OFF if traits(policy).treats_alike else PROMPT),
             "safepoint_every": section.get("safepoint_every"),
             "record_views": views,
             "record_arrivals": arrivals,
@@ -281,12 +281,12 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Reque
         promises = promises.with_default_harm()
     usual = 0.0 if section.get("control") else SHARE  # a benchmark is not paused
     receipt = share_of(section, "receipt", usual, most=LARGEST_SHARE)
-    policy = section.get("policy", "conserve")
+    policy = section.get("policy", CONSERVE)
     try:
         named(policy)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    preemption = section.get("preemption", PREEMPTION)
+    preemption = section.get("preemption", PROMPT)
     if preemption not in (*LEAVE_RULES, OFF):
         raise SettingsError(
             f"there is no rule of preemption {preemption!r}; there are {', '.join(LEAVE_RULES)}, {OFF}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
-from conserve.engine.policy.checkpointing import OFF, Marked, Pressure
+from conserve.engine.policy.checkpointing import Marked, Pressure
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
@@ -26,6 +26,7 @@ from conserve.engine.vllm.checkpoint.restores import Copy, Restores
 from conserve.engine.vllm.checkpoint.saved_rows import SavedRows
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 from conserve.engine.vllm.lane import has_kv, is_online, is_running
+from conserve.names import OFF
 
 log = logging.getLogger("vllm.conserve")
 SHARE = 0.05  # share of an iteration's time for the copies beside it, which lengthen it by 1.8 %

@@ -18,13 +18,14 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
+from conserve.engine.policy.preemption import LEAVE_RULES, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
 from conserve.engine.vllm.preemption.leave_counts import LeaveCounts
 from conserve.engine.vllm.preemption.reasons import why_not
+from conserve.names import OFF
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 

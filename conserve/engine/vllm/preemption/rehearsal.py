@@ -20,6 +20,7 @@ from conserve.engine.vllm.compat.rehearsal import FAILED, FAULT, SAME
 from conserve.engine.vllm.iteration import Stamp
 from conserve.engine.vllm.launching.environment import prepare_environment
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
+from conserve.names import CONSERVE
 from conserve.profiles.conserve import ConServeModel
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 128, 2, 256, 512
@@ -160,7 +161,7 @@ def tokens_of(answer: Any) -> list[Token]:
 def section(folder: Path) -> dict[str, Any]:
     """Our part of the engine's configuration."""
     return {
-        "policy": "conserve",
+        "policy": CONSERVE,
         "safepoint_every": 1,
         "model": LATENCY.name,
         "coefficients": LATENCY.coefficients,

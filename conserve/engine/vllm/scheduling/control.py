@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.promises import Promises
@@ -14,6 +13,7 @@ from conserve.engine.runtime.delivery_delay import Delays
 from conserve.engine.runtime.traffic import Pause
 from conserve.engine.vllm.scheduling.observation import keeps_kv
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
+from conserve.names import OFF
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.scheduling.scheduler import CoServing

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
+from conserve.names import OFF, ON
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
@@ -32,7 +32,7 @@ def report(scheduler: CoServing) -> dict[str, Any]:
         "slo": scheduler.traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
-        "batching": {"policy": "on" if scheduler.batches else OFF},
+        "batching": {"policy": ON if scheduler.batches else OFF},
         "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
         "max_num_batched_tokens": scheduler.most_tokens,
         "scheduling_ms": scheduler.own_time.ms,

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import ONLINE_ONLY, named
+from conserve.engine.policy.policies import named
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
@@ -47,6 +47,7 @@ from conserve.engine.vllm.scheduling.resets import resetting
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
 from conserve.engine.vllm.settings import EngineSettings
+from conserve.names import ONLINE_ONLY
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
@@ -57,8 +58,7 @@ LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: noth
 
 def arrived_at(request: Request) -> float:
     """Time of a request's arrival, in monotonic seconds: not to come, if the wall clock was set back since then."""
-    age_s: float = time.time() - request.arrival_time
-    return time.monotonic() - max(0.0, age_s)
+    return time.monotonic() - max(0.0, time.time() - float(request.arrival_time))
 
 
 class CoServing(VllmsAttributes):

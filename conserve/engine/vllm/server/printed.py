@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from conserve.config import default_home
-from conserve.engine.policy.policies import CONSERVE
-from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.machine import RESERVED
 from conserve.engine.runtime.vllm_flags import given_flags
 from conserve.engine.vllm.compat.installed import require_engine
@@ -30,6 +28,7 @@ from conserve.engine.vllm.server.privileges import API_KEY
 from conserve.engine.vllm.server.process import command_line, engine_config, parsed
 from conserve.engine.vllm.settings import AUTO, SCHEDULER, SECTION, WORKER, WRITTEN, written
 from conserve.errors import ConserveError, ProfileMissing
+from conserve.names import CONSERVE, OFF
 from conserve.variables import HARVEST_KEY
 
 VLLM = "vllm serve"

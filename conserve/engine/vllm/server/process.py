@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve import logs, open_files
-from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import given_flags, names_of
 from conserve.engine.vllm.checkpoint.kv_transfer import copies_bytes, without_checkpoints
@@ -48,6 +47,7 @@ from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
 from conserve.errors import ConserveError, ProfileMissing
 from conserve.http_server import affordable, bounded
+from conserve.names import OFF
 from conserve.variables import HARVEST_KEY
 
 if TYPE_CHECKING:

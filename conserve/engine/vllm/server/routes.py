@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 import conserve
 from conserve.engine.policy.policies import BENCHED, SERVING
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
@@ -27,6 +27,7 @@ from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
 from conserve.hosts import REPORT
+from conserve.names import OFF, ON
 from conserve.openai_error import error_body, kind_of
 from conserve.variables import SUPERVISOR
 
@@ -90,7 +91,7 @@ async def change(request: Request) -> Response:
         RowTerms.of(wanted.get("hygen", {}), now=0.0)
         known = set(wanted) <= {"policy", "preemption", "checkpoint", "batching", "slo", "hygen"}
         known = known and policy in (*BENCHED, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
-        known = known and {wanted.get("checkpoint", OFF), wanted.get("batching", OFF)} <= {"on", OFF}
+        known = known and {wanted.get("checkpoint", OFF), wanted.get("batching", OFF)} <= {ON, OFF}
     except (ValueError, TypeError, AttributeError):
         known = False
     if not known:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from conserve.engine.policy.policies import traits
-from conserve.engine.policy.preemption import OFF
-from conserve.engine.vllm.settings import PREEMPTION, WORKER
+from conserve.engine.vllm.settings import WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
 from conserve.engine.vllm.simulation.copies import HostCopies, SimulatedCopies, checkpointing
 from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEngine, handing_over
 from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
+from conserve.names import OFF, PROMPT
 from conserve.profiles.model import LinearModel
 
 SCATTER = 0.025  # of one batch around its own median, as measured
@@ -166,7 +166,7 @@ def _engine(
     with tempfile.TemporaryDirectory() as folder, clock.installed():
         section = {
             "policy": name,
-            "preemption": preemption or (PREEMPTION if traits(name).rows_may_leave else OFF),
+            "preemption": preemption or (PROMPT if traits(name).rows_may_leave else OFF),
             **known(machine.model, Path(folder)),
             **promises,
         }
