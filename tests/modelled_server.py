@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from conserve.endpoints.fake import WORDS, answer_tokens, num_tokens, request_text
-from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, KvCache, OnTokens
+from conserve.endpoints.protocol import Call, Choice, Completion, Endpoint, InFlight, KvCache, OnTokens
 from conserve.endpoints.roster import Given, Joined
 from conserve.errors import EndpointUnavailable, EndpointUnusable
 from conserve.jobs.fleet.fleet import Fleet
@@ -14,8 +14,11 @@ from conserve.jobs.window.prompt_key import prompt_key
 BLOCK_TOKENS = 16
 
 
-class ModelledServer:
+class ModelledServer(Endpoint):
     """Answers as the fake endpoint does; a token takes `1 / tokens_per_s`, computed or generated."""
+
+    capacity, model, identity = 8, "m", "m"
+    kv_cache, in_flight, notice = KvCache(), InFlight(), None
 
     def __init__(
         self,

@@ -151,6 +151,6 @@ class Engine:
 async def show_steps(display: SilentDisplay, endpoint: "Endpoint") -> None:
     """Show the steps of an endpoint's start until cancelled."""
     while True:
-        if (step := getattr(endpoint, "doing", None)) is not None:
+        if (step := endpoint.doing) is not None:
             display.step(step)
         await asyncio.sleep(SHOW_S)

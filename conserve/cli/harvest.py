@@ -256,7 +256,7 @@ class Announcer:
             await self._look()
 
     async def _look(self) -> None:
-        notice = getattr(self._harvester.endpoint, "notice", None)
+        notice = self._harvester.endpoint.notice
         if notice is not None and notice != self._notice:
             self._notice = notice
             output.say(notice)

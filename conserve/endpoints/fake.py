@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from conserve.endpoints.fake_logprobs import likeliest, logprobs_of
-from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens, Url
+from conserve.endpoints.protocol import Call, Choice, Completion, Endpoint, InFlight, OnTokens, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointFault,
@@ -60,8 +60,11 @@ class Script:
         return cls(**values)
 
 
-class FakeEndpoint:
+class FakeEndpoint(Endpoint):
     """The fake endpoint. `calls` counts its calls; `continued` lists the number of saved tokens in resumed ones."""
+
+    doing: str | None = "starting the fake endpoint"
+    in_flight = InFlight(0, 0)
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
@@ -70,8 +73,6 @@ class FakeEndpoint:
         self.deaths = 0
         self._excused: set[str] = set()
         self._in_flight: set[asyncio.Future[None]] = set()
-        self.doing: str | None = "starting the fake endpoint"
-        self.in_flight = InFlight(0, 0)
 
     @property
     def identity(self) -> str:

@@ -39,7 +39,7 @@ from conserve.endpoints.exchange import (
 from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
-from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url, model_of
+from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens, Url, model_of
 from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, streamed_body, trace_headers
@@ -73,13 +73,15 @@ PROXY_S = 12.0  # longer than AWS's balancer looks for a server (10 s); Envoy gi
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
 
-class HttpEndpoint:
+class HttpEndpoint(Endpoint):
     """The `Endpoint` protocol over HTTP.
 
     A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
     `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
     flight, `limits` each answer and all that are under way. `listed_only` is as of `discover`.
     """
+
+    notice: str | None = None
 
     def __init__(
         self,
@@ -96,15 +98,13 @@ class HttpEndpoint:
     ) -> None:
         url, login = split_login(base_url)
         self.base_url = server_root(url)
-        self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
         self._steady, self._listed_only = steady, listed_only
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
         self._server: ServerFacts | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
-        self._halved_at = -inf
-        self._streams = True
+        self._halved_at, self._streams = -inf, True
         self._in_flight, self._order = 0, SendingOrder()
         self._route = Url.CHAT  # of the row that was sent last
         self._streamed: set[AnswerPieces] = set()

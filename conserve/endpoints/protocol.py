@@ -104,11 +104,8 @@ OnTokens = Callable[[Sequence[int]], None]
 class Endpoint(Protocol):
     """Completes requests, many at a time, in one event loop.
 
-    An endpoint may have more attributes. `kv_cache: KvCache` is the size of its prefix cache. `model: str`
-    is the name of the model, which jobs are bound to; see `model_of`. For the display, `doing: str | None` is the
-    step it is at while it is not ready ("starting MODEL: loading the weights"), and `in_flight: InFlight` its
-    tokens; both are read a few times a second and must be cheap. A fleet of servers has `sightings()`, what it
-    sees of each, and `drain(urls)`. A server of a fleet may have `alive()` and `version()`.
+    Endpoints inherit what they do not tell. `doing` and `in_flight` are for the display: they are read a few times
+    a second and must be cheap.
 
     `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one that
     may; cancelling it withdraws the request.
@@ -125,8 +122,41 @@ class Endpoint(Protocol):
     def capacity(self) -> int:
         """Number of calls that keep the endpoint busy; more of them only wait. Known once started."""
 
+    @property
+    def model(self) -> str | None:
+        """Name of the model, which jobs are bound to (see `model_of`); None where the identity says it."""
+        return None
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """Size of the prefix cache. Known once started."""
+        return KvCache()
+
+    @property
+    def doing(self) -> str | None:
+        """Step that it is at while it is not ready, as "starting MODEL: loading the weights"."""
+        return None
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Tokens of the calls in flight."""
+        return InFlight()
+
+    @property
+    def notice(self) -> str | None:
+        """Sentence on the server for the user, once started."""
+        return None
+
     async def start(self) -> None:
         """Make ready, or raise `EndpointUnusable`."""
+
+    async def alive(self) -> bool:
+        """True unless the server of a fleet gives no sign of life."""
+        return True
+
+    async def version(self) -> str | None:
+        """Versions of what runs at the server, as far as it tells them."""
+        return None
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer one call; report tokens as they come if `on_tokens` is given and tokens can be seen."""
@@ -142,8 +172,7 @@ def model_of(endpoint: Endpoint) -> str:
 
 def said_model(endpoint: Endpoint) -> str:
     """Model as the endpoint says it, once started."""
-    model: str | None = getattr(endpoint, "model", None)
-    return model or endpoint.identity
+    return endpoint.model or endpoint.identity
 
 
 RESUMABLE_PARAMETERS = frozenset(

@@ -1,18 +1,13 @@
 """Endpoint around another one: a subclass changes what it is there for, and the rest goes through."""
 
-from typing import Any
-
-from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
+from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens
 
 
-class WrappedEndpoint:
+class WrappedEndpoint(Endpoint):
     """An endpoint that hands everything to another one."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._endpoint, name)
 
     @property
     def identity(self) -> str:
@@ -22,11 +17,37 @@ class WrappedEndpoint:
     def capacity(self) -> int:
         return self._endpoint.capacity
 
+    @property
+    def model(self) -> str | None:
+        return self._endpoint.model
+
+    @property
+    def kv_cache(self) -> KvCache:
+        return self._endpoint.kv_cache
+
+    @property
+    def doing(self) -> str | None:
+        return self._endpoint.doing
+
+    @property
+    def in_flight(self) -> InFlight:
+        return self._endpoint.in_flight
+
+    @property
+    def notice(self) -> str | None:
+        return self._endpoint.notice
+
     async def start(self) -> None:
         await self._endpoint.start()
 
     async def close(self) -> None:
         await self._endpoint.close()
+
+    async def alive(self) -> bool:
+        return await self._endpoint.alive()
+
+    async def version(self) -> str | None:
+        return await self._endpoint.version()
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         return await self._endpoint.complete(call, on_tokens)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import pyarrow.parquet as pq
 
 from conserve.config import load
-from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.endpoints.protocol import Call, Url
+from conserve.endpoints.wrapped import BorrowedEndpoint
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.requests.submit import submit
@@ -24,30 +25,6 @@ PAIRS = 3
 PARAMS = {"max_tokens": 64, "temperature": 0}
 EXAMPLE = REPOSITORY / "examples" / "gsm8k.parquet"
 COMMAND = "python -m tests.benchmarks real_engine"
-
-
-class Running:
-    """An endpoint that is started and closed elsewhere, so that several harvesters can use it."""
-
-    def __init__(self, endpoint: EmbeddedEndpoint) -> None:
-        self.endpoint = endpoint
-
-    @property
-    def identity(self) -> str:
-        return self.endpoint.identity
-
-    @property
-    def capacity(self) -> int:
-        return self.endpoint.capacity
-
-    async def start(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
-        return await self.endpoint.complete(call, on_tokens)
 
 
 class Metered(Harvester):
@@ -131,7 +108,7 @@ async def stored(endpoint: EmbeddedEndpoint, questions: list[str]) -> tuple[floa
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(load({"home": Path(folder) / "home"}))
         submit(store, str(EXAMPLE), Task(kind=Kind.PROMPT, template="{{ question }}", params=PARAMS))
-        harvester = Metered(store, Running(endpoint))
+        harvester = Metered(store, BorrowedEndpoint(endpoint))
         started = time.perf_counter()
         tally = await harvester.run(asyncio.Event())
         assert tally.succeeded == len(questions)

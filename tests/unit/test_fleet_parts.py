@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from conserve.endpoints.fake import answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
+from conserve.endpoints.protocol import Call, Choice, Completion, Endpoint, KvCache, Url
 from conserve.endpoints.roster import Joined
 from conserve.errors import (
     EndpointBusy,
@@ -346,7 +346,7 @@ def test_what_a_server_has_to_say_is_said_once_when_it_is_ready() -> None:
     async def run() -> list[str]:
         said: list[str] = []
         servers = [ModelledServer(A), ModelledServer(B)]
-        servers[1].notice = f"{B} is stock vLLM"  # type: ignore[attr-defined]
+        servers[1].notice = f"{B} is stock vLLM"
         fleet = fleet_of(*servers, say=said.append)
         await fleet.start()
         await fleet.start()
@@ -882,8 +882,11 @@ def test_a_server_that_owes_two_signs_of_life_is_out_of_reach_if_there_is_anothe
 
 
 def test_a_server_that_can_give_no_sign_of_life_owes_none() -> None:
+    class Mute(Endpoint):
+        capacity = 1
+
     async def run() -> None:
-        mute = Member(A, SimpleNamespace(capacity=1))  # type: ignore[arg-type]
+        mute = Member(A, Mute())
         for _ in range(3):
             await Cared(mute, member()).care.check(mute)
         assert mute.misses == 0

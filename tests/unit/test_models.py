@@ -17,7 +17,7 @@ from conserve.api.binding import Binding
 from conserve.cli.harvest import Announcer
 from conserve.config import Settings, load, model_name
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.endpoints.protocol import model_of
+from conserve.endpoints.protocol import Endpoint, model_of
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
@@ -357,10 +357,10 @@ def test_a_folder_is_one_model_wherever_it_is_named_from(
 
 
 def test_an_endpoint_without_a_name_goes_by_its_identity() -> None:
-    class Plain:
+    class Plain(Endpoint):
         identity = "plain@1"
 
-    assert model_of(Plain()) == "plain@1"  # type: ignore[arg-type]
+    assert model_of(Plain()) == "plain@1"
     assert model_of(FakeEndpoint(Script(model="named"))) == "named"
 
 

@@ -27,7 +27,8 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.metrics import ApiMetrics
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.endpoints.protocol import Call, Url
+from conserve.endpoints.protocol import Call, Endpoint, Url
+from conserve.endpoints.wrapped import WrappedEndpoint
 from conserve.errors import (
     EndpointBusy,
     EndpointUnusable,
@@ -242,6 +243,12 @@ def test_a_call_is_observed_with_its_moment_its_length_and_its_trace(error: Base
     with nullcontext() if error is None else pytest.raises(type(error)):
         assert virtual_time.run(asking) == "answer"
     assert heard == [("a", error or "answer", 1000.0, 5.0)]
+
+
+def test_a_wrapped_endpoint_tells_all_that_the_other_one_tells() -> None:
+    told = {name for name in vars(Endpoint) if not name.startswith("_")}
+    assert told >= {"identity", "model", "kv_cache", "doing", "in_flight", "notice", "alive", "version"}
+    assert vars(WrappedEndpoint).keys() >= told
 
 
 def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInput) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
+from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import OR_A_SERVER, require_engine
 from conserve.engine.vllm.compat.internals import Part
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 ROWS_PER_SLOT = 2  # calls in flight per sequence of the engine's batch: a freed slot is filled at once
 
 
-class EmbeddedEndpoint:
+class EmbeddedEndpoint(Endpoint):
     """One model on vLLM's AsyncLLM, unmodified, in this process and two child processes.
 
     `model` is a folder, a hub id or "smollm2-demo". `engine_flags` are vLLM's own and override our defaults. Where
@@ -60,6 +60,8 @@ class EmbeddedEndpoint:
     user why the start takes longer. If the engine dies, calls in flight raise `EngineDied` and the next call starts
     it again.
     """
+
+    kv_cache = KvCache()
 
     def __init__(
         self,
@@ -78,7 +80,6 @@ class EmbeddedEndpoint:
         self._running: asyncio.Task[_Engine] | None = None
         self._identity: str | None = None
         self._capacity = 0
-        self.kv_cache = KvCache()
         self._closed = False
         self._phases = Phases()
         self._phases.begin(IMPORTING)

@@ -68,8 +68,7 @@ class Care:
 
         Its rows stay if there is no other server.
         """
-        alive = getattr(member.endpoint, "alive", None)
-        if alive is None or await alive():
+        if await member.endpoint.alive():
             member.misses = 0
             if not member.running:
                 member.seen_at = asyncio.get_running_loop().time()

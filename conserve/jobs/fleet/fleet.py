@@ -48,7 +48,7 @@ MOST_REFUSALS = 3  # as busy, of one row, until the harvester lets it wait
 MOST_FAULTS = 3  # useless answers one after the other until a server is suspected
 
 
-class Fleet:
+class Fleet(Endpoint):
     """The `Endpoint` protocol over the servers of a list, which may change."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Fleet:
     @property
     def in_flight(self) -> InFlight:
         """Tokens that the servers tell of."""
-        told = [getattr(member.endpoint, "in_flight", None) or InFlight() for member in self.servers]
+        told = [member.endpoint.in_flight for member in self.servers]
         most = [one.most for one in told if one.most is not None]
         return InFlight(sum(one.computed for one in told), sum(most) if len(most) == len(told) else None)
 

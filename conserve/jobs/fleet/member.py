@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from conserve.endpoints.protocol import Call, Completion, Endpoint, KvCache, OnTokens, model_of, said_model
+from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens, model_of, said_model
 from conserve.errors import EndpointError, EndpointUnusable, one_line
 from conserve.hosts import split_login
 from conserve.jobs.fleet.pace import Pace
@@ -151,15 +151,13 @@ class Member:
         try:
             async with asyncio.timeout(START_S):
                 await self.endpoint.start()
-                if (ask := getattr(self.endpoint, "version", None)) is not None:
-                    self.version = await ask()
+                self.version = await self.endpoint.version()
         except (EndpointError, TimeoutError) as error:
             self.fail(error, now)
             return False
         self.ready, self.error, self.pace, self.misses = True, None, Pace(), 0
         self.seen_at = asyncio.get_running_loop().time()
-        cache: KvCache | None = getattr(self.endpoint, "kv_cache", None)
-        self.cached = CachedPrefixes(cache.num_blocks if cache else None)
+        self.cached = CachedPrefixes(self.endpoint.kv_cache.num_blocks)
         return True
 
     def fail(self, error: EndpointError | TimeoutError, now: float) -> None:

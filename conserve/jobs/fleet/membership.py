@@ -53,7 +53,7 @@ class Membership:
     @property
     def kv_cache(self) -> KvCache:
         """The largest prefix cache of all servers."""
-        caches = [getattr(member.endpoint, "kv_cache", None) or KvCache() for member in self.open()]
+        caches = [member.endpoint.kv_cache for member in self.open()]
         return max(caches, key=lambda cache: cache.num_blocks or 0, default=KvCache())
 
     def sightings(self, now: float) -> list[Sighting]:
@@ -114,7 +114,7 @@ class Membership:
             return False
         self._choose_model()
         if member.model == self.model:
-            self._say_once(member.url, getattr(member.endpoint, "notice", None) or f"{member.url} is ready")
+            self._say_once(member.url, member.endpoint.notice or f"{member.url} is ready")
         else:
             self._say_once(
                 member.url,

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from conserve import errors, open_files
 from conserve.config import UTILITY
-from conserve.endpoints.protocol import Endpoint, InFlight, KvCache, model_of
+from conserve.endpoints.protocol import Endpoint, model_of
 from conserve.errors import ConserveError, EndpointUnusable, StoreError, StoreMoved, StoreUnreachable
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.expiry import WallClock
@@ -163,11 +163,11 @@ class Harvester:
     @property
     def doing(self) -> str | None:
         """Step of the endpoint's start; None once it is ready, or if it does not say."""
-        return getattr(self.endpoint, "doing", None)
+        return self.endpoint.doing
 
     def progress(self, rows_left: int) -> QueueProgress:
         """Rows and tokens so far; `rows_left` rows of the queue have no durable result."""
-        tally, in_flight = self.tally, getattr(self.endpoint, "in_flight", None) or InFlight()
+        tally, in_flight = self.tally, self.endpoint.in_flight
         return QueueProgress(
             rows_done=tally.answered,
             rows_in_flight=tally.in_flight,
@@ -221,7 +221,7 @@ class Harvester:
                 await self.endpoint.start()
                 self._started, self._flights.unusable = True, None
             self.ready_at = self.ready_at or time.monotonic()
-            self._ledger.kv_cache = getattr(self.endpoint, "kv_cache", None) or KvCache()
+            self._ledger.kv_cache = self.endpoint.kv_cache
             self._ledger.model = model_of(self.endpoint)
             await self._in_store(self._ledger.reopen)
             await self._recording.flush()  # outcomes that an outage kept from the store

@@ -1,11 +1,12 @@
 """Notes in the store on the servers of a fleet, and the servers that the store says are drained."""
 
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from conserve.endpoints.protocol import Endpoint
 from conserve.hosts import is_loopback
 from conserve.store.books import servers
 from conserve.store.books.servers import Sighting
@@ -14,12 +15,23 @@ from conserve.store.database.store import Store
 NOTE_S = 5.0  # between two notes of the same states
 
 
+@runtime_checkable
+class ServerFleet(Protocol):
+    """An endpoint of many servers."""
+
+    def sightings(self) -> list[Sighting]:
+        """Observations of each server by this harvester."""
+
+    def drain(self, urls: Collection[str]) -> None:
+        """Give these servers no rows from now on, and all others rows again."""
+
+
 class ServerNotes:
     """Writes what a fleet sees at each change, and every `NOTE_S`; without a fleet there is nothing to write."""
 
     def __init__(
         self,
-        endpoint: Any,
+        endpoint: Endpoint,
         store: Store,
         owner: str,
         in_store: Callable[..., Awaitable[Any]],
@@ -27,7 +39,7 @@ class ServerNotes:
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._fleet = endpoint if hasattr(endpoint, "sightings") else None
+        self._fleet = endpoint if isinstance(endpoint, ServerFleet) else None
         self._store, self._owner, self._in_store = store, owner, in_store
         self._clock, self._monotonic = clock, monotonic
         self._noted: object = None
