@@ -150,12 +150,6 @@ class PolicyOutcome:
     late: Lateness
     spread: Mapping[str, Spread | None]
 
-    def document(self) -> dict[str, Any]:
-        """The outcome as JSON; `preempted` is the deprecated name of `left` and `evicted`, for one release."""
-        found = asdict(self)
-        left = dict(found["left"])
-        return {**found, "preempted": {"count": left.pop("iterations"), **left, **found["evicted"]}}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRates:
@@ -183,7 +177,7 @@ class PolicyComparison:
         return {
             "reference": _plain(self.reference),
             "policies": {
-                name: {**_plain(outcome.document()), **asdict(self.rows.get(name, RowRates()))}
+                name: {**_plain(asdict(outcome)), **asdict(self.rows.get(name, RowRates()))}
                 for name, outcome in self.policies.items()
             },
             "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},

@@ -50,10 +50,9 @@ BLOCKS = pa.schema(
         ("tokens_saved", pa.int64()),
         ("tokens_restored", pa.int64()),
         ("tokens_recomputed", pa.int64()),
-        ("preemptions", pa.int64()),  # deprecated: the former name of iterations_left, kept for one release
     ]
 )
-COUNTS = BLOCKS.names[1:-1]  # fields of a `Block`
+COUNTS = BLOCKS.names[1:]  # fields of a `Block`
 
 
 def table(answers: Sequence[LoadAnswer], *, policy: str, block: int) -> Any:
@@ -94,10 +93,7 @@ def write_blocks(blocks: Sequence[Block], path: Path) -> None:
 
 def write_counts(blocks: Sequence[Block], path: Path) -> None:
     """Write the engine's counts of each block, in their order; raises OSError."""
-    rows = [
-        {"block": n, "preemptions": block.iterations_left, **{name: getattr(block, name) for name in COUNTS}}
-        for n, block in enumerate(blocks)
-    ]
+    rows = [{"block": n, **{name: getattr(block, name) for name in COUNTS}} for n, block in enumerate(blocks)]
     pq.write_table(pa.Table.from_pylist(rows, schema=BLOCKS), path, compression="zstd")
 
 

@@ -69,7 +69,7 @@ def test_rows_leave_and_lose_their_memory(engine: Any, kind: str) -> None:
     engine.orders.follow(None)
     engine.assert_nothing_is_left()
     said = engine.scheduler.conserve()
-    assert said["preemption"]["preemptions"] > 20
+    assert said["preemption"]["iterations_left"] > 20
     assert said["preemption"]["rows_go_on"] == (kind not in ABANDONED_WHOLE)
     assert engine.lost > 5
     assert bool(said["checkpoint"]["tokens_restored"]) == (kind not in NOT_SAVED)

@@ -71,7 +71,7 @@ def test_rows_of_three_adapters_are_abandoned_and_lose_their_memory(
     engine.orders.follow(None)
     engine.assert_nothing_is_left()
     said = engine.scheduler.conserve()
-    assert said["preemption"]["preemptions"] > 5
+    assert said["preemption"]["iterations_left"] > 5
     assert not said["preemption"]["rows_go_on"]
     assert said["preemption"]["live_tokens_recomputed"] == 0
     assert engine.lost > 2

@@ -82,7 +82,7 @@ def test_vllms_own_worker(six_layers: Path) -> None:
     with checkpointed(six_layers, worker="auto") as engine:
         said = assert_undisturbed(engine, mixed())
     assert said["preemption"]["why_off"] == "the worker is not ConServe's (--worker-cls)"
-    assert said["preemption"]["preemptions"] == 0
+    assert said["preemption"]["iterations_left"] == 0
     assert said["checkpoint"]["why_off"] is None
     assert said["checkpoint"]["tokens_restored"]
 
@@ -194,7 +194,7 @@ def test_a_quantised_kv_cache(six_layers: Path) -> None:
 def assert_rows_leave_and_come_back(said: Mapping[str, Any]) -> None:
     """Check that rows left one by one, and that host memory brought KV back."""
     assert said["preemption"]["rows_go_on"]
-    assert said["preemption"]["preemptions"] > said["preemption"]["abandoned"] > 0
+    assert said["preemption"]["iterations_left"] > said["preemption"]["abandoned"] > 0
     assert said["checkpoint"]["tokens_restored"]
 
 
@@ -242,7 +242,7 @@ def test_a_model_that_hears(demo_model: Path, tmp_path: Path) -> None:
             for n, ask in enumerate(mixed())
         ]
         said = assert_undisturbed(engine, asked)
-    assert said["preemption"]["abandoned"] == said["preemption"]["preemptions"] > 0
+    assert said["preemption"]["abandoned"] == said["preemption"]["iterations_left"] > 0
     assert said["checkpoint"]["tokens_restored"]
 
 

@@ -138,7 +138,7 @@ class TestPieces(BetweenPieces):
             for layer in range(LAYERS):
                 before, replays = counts(engine), [piece.replays for piece in graphs.pieces]
                 assert engine.scripted(asked, {n: [(layer, 2)] for n in (1, 3, 4)}) == wanted
-                assert (counts(engine) - before)["preemptions"] == 3
+                assert (counts(engine) - before)["iterations_left"] == 3
                 replayed = [piece.replays - was for piece, was in zip(graphs.pieces, replays, strict=True)]
                 assert replayed == sorted(replayed, reverse=True)
                 assert (replayed[0] > replayed[-1]) == (layer > 0)

@@ -144,7 +144,7 @@ class Rows:
             before = counts(engine)
             assert engine.scripted(asked, {n: [(layer, ALL)] for n in (1, 2, 4)}) == wanted
             new = counts(engine) - before
-            assert new["preemptions"] == new["abandoned"] == 3
+            assert new["iterations_left"] == new["abandoned"] == 3
             assert new["layers_run"] == 3 * layer
 
     @pytest.mark.parametrize("rows", [1, 2, -1])
@@ -156,7 +156,7 @@ class Rows:
             orders = {1: [(layer, rows)], 3: [(layer, rows)], 4: [(layer, 1)]}
             assert engine.scripted(asked, orders) == wanted
             new = counts(engine) - before
-            assert new["preemptions"] == 3
+            assert new["iterations_left"] == 3
             assert not new["abandoned"]
             assert new["layers_run"] == 3 * layer
             assert new["rows"] == 2 * rows + 1 or (rows == -1 and new["rows"] > 5)
@@ -177,7 +177,7 @@ class Rows:
                 }
                 assert engine.scripted(asked, orders) == wanted
                 new = counts(engine) - before
-                assert new["preemptions"] == 4
+                assert new["iterations_left"] == 4
                 assert new["abandoned"] == 1
                 assert new["layers_run"] == 4 * first, (
                     "the first to leave wasted the least, and no row counts more"
@@ -207,7 +207,7 @@ class Rows:
             tokens = sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in asked)
             assert computed == [tokens] * LAYERS
             new = counts(engine) - before
-            assert new["preemptions"] == len(script)
+            assert new["iterations_left"] == len(script)
             assert not new["tokens_redone"]
             assert not new["tokens_wasted"]
 
@@ -274,7 +274,7 @@ class Rows:
         assert scheduler.parking.count - parked >= 4
         assert scheduler.offline_tokens.again == again
         new = counts(engine) - before
-        assert bool(new["preemptions"]) == bool(leaves)
+        assert bool(new["iterations_left"]) == bool(leaves)
         assert not new["tokens_redone"]
         assert not new["tokens_wasted"]
         engine.assert_nothing_is_left()
@@ -319,7 +319,7 @@ class Rows:
         asked = [*rows, Ask("on", prompt(20, seed, prefix), greedy(30), offline=False)]
         before = counts(engine)
         assert engine.undisturbed(asked) == engine.disturbed(asked, Dice(seed, LAYERS))
-        assert (counts(engine) - before)["preemptions"] > 5
+        assert (counts(engine) - before)["iterations_left"] > 5
 
     def test_logprobs_of_samples_and_prompts(self, engine: Any) -> None:
         from tests.preempted_engine import ALL, Ask, Dice, greedy, prompt
@@ -419,7 +419,7 @@ class TestWithPrefixCaching(Rows):
         for seed in range(2):
             before = counts(engine)
             assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
-            assert (counts(engine) - before)["preemptions"] > 3
+            assert (counts(engine) - before)["iterations_left"] > 3
 
     def test_a_flag_for_an_iteration_that_has_ended_says_nothing(self, engine: Any) -> None:
         asked = mixed(7)
@@ -433,11 +433,11 @@ class TestWithPrefixCaching(Rows):
                 if preemptions._iterations:
                     preemptions._flag.raise_for(preemptions._iterations)
             assert engine.drain() == wanted
-            assert counts(engine)["preemptions"] == before["preemptions"]
+            assert counts(engine)["iterations_left"] == before["iterations_left"]
             engine.add(*asked)
             preemptions._flag.raise_for(preemptions._iterations + 1, 2)  # and one for the next is obeyed
             assert engine.drain() == wanted
-            assert (counts(engine) - before)["preemptions"] == 1
+            assert (counts(engine) - before)["iterations_left"] == 1
 
     def test_arrivals_in_another_thread_preempt_the_iteration_under_way(self, engine: Any) -> None:
         """The whole way: vLLM's I/O thread, the monitor, the shared word, the worker, the rewinding."""
@@ -459,7 +459,7 @@ class TestWithPrefixCaching(Rows):
         assert answers == wanted
         new = counts(engine) - before
         assert coming.midway > 10, "of the arrivals, those in the middle of an iteration"
-        assert new["preemptions"] >= coming.midway // 2, new
+        assert new["iterations_left"] >= coming.midway // 2, new
         engine.assert_nothing_is_left()
         engine.forget()
 
@@ -535,7 +535,7 @@ class TestSeeds:
         for seed in range(3):
             before = counts(engine)
             assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
-            assert (counts(engine) - before)["preemptions"] > 3
+            assert (counts(engine) - before)["iterations_left"] > 3
 
     def test_so_are_those_of_a_row_under_shelter(self, engine: Any) -> None:
         """A sheltered row's iteration has no safepoints if the row is alone, and no row leaves it."""
@@ -609,7 +609,7 @@ class Attention:
             before = counts(engine)
             assert engine.scripted(asked, {n: [(call, 1)] for n in (1, 2, 4)}) == wanted
             new = counts(engine) - before
-            assert new["preemptions"] == new["abandoned"] == 3
+            assert new["iterations_left"] == new["abandoned"] == 3
             assert new["layers_run"] == 3 * call
 
     def test_no_online_request_is_computed_twice(self, engine: Any) -> None:
@@ -879,7 +879,7 @@ def storm(engine: Any, preemptions: int, *, kinds: int = 40, longest: int = 12, 
 
     # In few steps, as where each takes many preemptions, no request may be aborted or lose its memory.
     while (
-        (count := (counts(engine) - before)["preemptions"]) < preemptions
+        (count := (counts(engine) - before)["iterations_left"]) < preemptions
         or not aborted
         or (losing and engine.lost == lost)
     ):

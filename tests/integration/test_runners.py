@@ -232,7 +232,7 @@ class TestV2(Arriving):
             tokens = sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in asked)
             assert computed == [tokens] * LAYERS, "no layer computes a token twice"
             new = counts(engine) - before
-            assert [new["preemptions"], new["layers_run"]] == [3, 3 * layer]
+            assert [new["iterations_left"], new["layers_run"]] == [3, 3 * layer]
             assert not any(new[name] for name in ("abandoned", "tokens_redone", "live_tokens_recomputed"))
             joined = sum(one.outcome.joined for one in settled if one.outcome is not None)
             assert joined >= (3 if layer else 1), "before the first layer there is nothing to keep"
@@ -257,7 +257,7 @@ class TestV2(Arriving):
             answers = engine.disturbed(asked, decide)
             for ask in asked:
                 assert_alike(answers[ask.name], wanted[ask.name])
-        assert (counts(engine) - before)["preemptions"] > 20
+        assert (counts(engine) - before)["iterations_left"] > 20
 
     def test_rows_share_prefixes_with_those_that_left(self, engine: Any) -> None:
         answers, wanted = shared_prefixes(engine)
@@ -301,7 +301,7 @@ class TestV2WithCheckpoints:
         assert answers == wanted
         new = counts(engine) - counted
         assert new["abandoned"] > 5
-        assert new["preemptions"] - new["abandoned"] > 5
+        assert new["iterations_left"] - new["abandoned"] > 5
         assert after["blocks_saved"] > before["blocks_saved"]
         assert after["tokens_restored"] > before["tokens_restored"]
         engine.assert_nothing_is_left()

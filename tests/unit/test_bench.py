@@ -719,12 +719,11 @@ def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
     last = {
         "policy": "conserve/off",
         "iterations_left": 2,
-        "preemptions": 2,
         "live_tokens_recomputed": 9,
         "tokens_wasted": 7.5,
     }
     assert rows[-1].items() >= last.items()
-    assert (rows[0]["offline_tokens"], rows[0]["preemptions"]) == (800, 0)
+    assert (rows[0]["offline_tokens"], rows[0]["iterations_left"]) == (800, 0)
 
 
 def test_what_leaving_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
@@ -742,7 +741,6 @@ def test_what_leaving_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
         "live_tokens_recomputed": 10,
     }
     assert (found["left"], found["evicted"]) == ({"iterations": 6, **costs}, evicted)
-    assert found["preempted"] == {"count": 6, **costs, **evicted}
     table = report.table_rows(comparison)
     shown = dict(zip(table.header, table.rows[0], strict=True))
     assert (shown["TTFT max"], shown["iterations left"], shown["wasted"]) == ("250", "6", "0.33%")

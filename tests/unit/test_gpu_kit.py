@@ -615,7 +615,7 @@ REPORT: dict[str, Any] = {
     "version": "0.9", "policy": "conserve", "iterations": 90, "planned": 80, "overruns": 1, "busy_s": 8.0,
     "identity": "llama", "alone": None, "latency_model": None, "offline": {"tokens": 5000, "work": 900.0},
     "preemption": {"policy": "just-enough", "why_off": None, "rows_go_on": True, "iterations_left": 7,
-                   "preemptions": 7, "abandoned": 1, "rows": 30, "layers_run": 100, "tokens_redone": 4,
+                   "abandoned": 1, "rows": 30, "layers_run": 100, "tokens_redone": 4,
                    "tokens_wasted": 1.5, "live_tokens_recomputed": 0, "reaction_ms": {"p50": 1.0, "p99": 2.5}},
     "checkpoint": {"policy": "adaptive", "tokens_saved": 3200, "blocks_saved": 200,
                    "block_ms": {"to_host": 2.0, "to_device": 1.0}},
@@ -627,9 +627,7 @@ class TestWords:
         told = words.told(REPORT, f"INFO [worker] {words.V2_LINE}", "0.32.0")
         assert told["versions"] == {"conserve": "0.9", "vllm": "0.32.0"}
         assert (told["policy"], told["runner"]) == ("conserve", "V2")
-        assert told["preemption"] == {
-            name: value for name, value in REPORT["preemption"].items() if name != "preemptions"
-        }
+        assert told["preemption"] == REPORT["preemption"]
         assert told["checkpoint"]["tokens_saved"] == 3200
         assert told["checkpoint"]["why_off"] is None
 

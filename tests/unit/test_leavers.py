@@ -42,7 +42,6 @@ def test_an_iteration_that_rows_left_is_counted_with_what_they_lost() -> None:
     assert said.pop("reaction_ms").keys() == {"p50", "p99"}
     assert said == {
         "iterations_left": 2,
-        "preemptions": 2,
         "abandoned": 1,
         "rows": 3,
         "layers_run": 20,

@@ -46,8 +46,4 @@ class LeaveCounts:
 
     def report(self) -> dict[str, Any]:
         """The counts, and the time from the decision that rows leave, for JSON."""
-        return {
-            **asdict(self),
-            "preemptions": self.iterations_left,  # deprecated: its former name, kept for one release
-            "reaction_ms": quantiles(Ranked.of(self._reactions_ms)),
-        }
+        return {**asdict(self), "reaction_ms": quantiles(Ranked.of(self._reactions_ms))}
