@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from unittest import mock
 import pytest
 
 from conserve.bench.traces import Arrival
+from conserve.server_report import SpillReport
+from tests.server_reports import require_fit
 from tests.warned import OF_VLLM
 
 pytestmark = [
@@ -222,6 +225,34 @@ def test_a_server_measures_its_harm_in_pauses(make: Make) -> None:
     said = receipt.report()
     assert said["pauses"]
     assert said["tbt_ms"]["p50"]["with_ms"] > 5 * said["tbt_ms"]["p50"]["without_ms"]
+
+
+def test_a_report_is_what_its_readers_take_it_for(make: Make) -> None:
+    from conserve.engine.runtime.receipt import Receipt
+    from conserve.engine.vllm.requests.data_parallel import together
+
+    begun = make("off", rows=[]).scheduler.conserve()
+    require_fit(begun)
+    agents = {"tbt_slo_ms": {"p50": 400, "p99": 2000}, "models": ["agents"]}
+    engine = make("prompt", rows=[(900, 3)] * 400, copy_ms=0.5, classes={"agents": agents})
+    turns = mock.Mock(side_effect=cycle([0.0, 0.5]))  # a pause, then a slot for comparison
+    engine.scheduler.traffic.receipt = Receipt(share=0.2, dice=mock.Mock(random=turns))
+    engine.play([Arrival(0.6 * n, PROMPT, 5) for n in range(30)])
+    said = engine.scheduler.conserve()
+    read = require_fit(said)
+    assert read.classes is not None
+    assert read.harm.tbt_ms.p50 is not None
+    assert read.latency_model is not None
+    assert (read.checkpoint.block_ms, read.online.tbt_ms.p99) != (None, None)
+    require_fit(together([said, said]))
+    require_fit(together([begun, begun]))
+
+
+def test_the_report_of_a_spill_has_its_counts() -> None:
+    from conserve.engine.vllm.checkpoint.spill import SpillCounts
+
+    counts = {field.name for field in fields(SpillCounts)}
+    assert {*SpillReport.__struct_fields__} == {"why_off", "refused", *counts}
 
 
 def test_rows_pause_where_a_promise_leaves_no_time_for_them(make: Make) -> None:
