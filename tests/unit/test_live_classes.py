@@ -19,6 +19,7 @@ from conserve.names import DEFAULT_HARM
 from conserve.store.books import keys
 from conserve.store.database.store import Store
 from tests.commands import conserve
+from tests.server_reports import of_class, promised, report
 
 FILE = """
 [chat]
@@ -345,6 +346,30 @@ def test_the_default_class_keeps_its_own_ttft_beside_a_tighter_class() -> None:
     assert Traffic(own).ttft_ms(None) is None, "without classes all have the bounds of the next iteration"
 
 
+REPORT = report(
+    slo={"harm": 0.1},
+    online={
+        "requests": 5,
+        "ttft_ms": {"p50": 90.0, "p99": 900.0},
+        "tbt_ms": {"p50": 9.0, "p99": 30.0},
+        "attainment": 0.9,
+        "held_back": ["ttft_ms"],
+    },
+    classes={
+        "chat": of_class(
+            slo=promised("ttft_ms", p99=300.0),
+            requests=4,
+            attainment=0.975,
+            held_back=["ttft_ms"],
+            ttft_ms={"p50": 90.0, "p99": 280.0},
+            tbt_ms={"p50": 9.0, "p99": 30.0},
+            promises={"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0, "kept": True}}},
+            counts={"ttft_ms": {"all": 4, "late": 1}},
+        ),
+        "default": of_class(slo={"harm": 0.1}, requests=1),
+    },
+)
+
 SAID: dict[str, Any] = {
     "url": "http://s", "policy": "conserve", "slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1},
     "online": {"requests": 5, "ttft_ms": {"p50": 90.0, "p99": 900.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},
@@ -375,7 +400,7 @@ def test_metrics_have_the_label_class() -> None:
     pytest.importorskip("fastapi")
     from conserve.engine.vllm.server.metrics import Report
 
-    text = generate_latest(Report(SAID, {})).decode()  # type: ignore[arg-type]
+    text = generate_latest(Report(REPORT, {})).decode()  # type: ignore[arg-type]
     for line in (
         'conserve_online_requests_total{class="chat"} 4.0',
         'conserve_slo_attainment{class="default"} 1.0',

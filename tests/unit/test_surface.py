@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.warned import OF_VLLM
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conserve import __version__
 from conserve.engine.policy.preemption import LEAVE_RULES
+from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server import metrics, routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
@@ -25,19 +27,19 @@ from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.errors import ProfileMissing
-from conserve.hosts import REPORT
 from conserve.names import OFF
+from conserve.server_report import PATH, SPILL_PATH, read
 from conserve.variables import SUPERVISOR
 from tests import virtual_time
 from tests.installed import needs
+from tests.server_reports import MODEL, document, promised, told
 
-SAID: dict[str, Any] = {
-    "policy": "conserve",
-    "slo": {"ttft_ms": 1500.0, "tbt_ms": None, "harm": 0.1},
-    "live_prefixes": {"kept_blocks": 31, "prompt_tokens": 5000, "found_tokens": 1200, "lost_tokens": 160},
-    "pushing": {"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2, "tokens": 900},
-    "latency_model": {"name": "conserve"},
-    "online": {
+SAID: dict[str, Any] = document(
+    slo={**promised("ttft_ms", p99=1500.0), "harm": 0.1},
+    live_prefixes={"kept_blocks": 31, "prompt_tokens": 5000, "found_tokens": 1200, "lost_tokens": 160},
+    pushing={"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2, "tokens": 900},
+    latency_model=MODEL,
+    online={
         "requests": 12,
         "attainment": 0.75,
         "held_back": ["ttft_ms", "tbt_ms"],
@@ -47,34 +49,30 @@ SAID: dict[str, Any] = {
             "ttft_ms": {"p99": {"promised_ms": 1500.0, "seen_ms": None, "kept": True}},
             "tbt_ms": {"mean": {"promised_ms": 60.0, "seen_ms": 45.0, "kept": True}},
         },
+        "counts": {"ttft_ms": {"all": 12, "late": 3}},
+        "histograms": {"ttft_ms": {"bounds_ms": [500.0], "counts": [9, 3], "sum_ms": 4000.0}},
     },
-    "offline": {"tokens": 3456, "tokens_per_s": 7.0},
-    "iterations": 100,
-    "planned": 90,
-    "overruns": 1,
-    "standstills": 2,
-    "busy_s": 2.5,
-    "harm": {
+    offline={"tokens": 3456, "tokens_per_s": 7.0},
+    iterations=100,
+    planned=90,
+    overruns=1,
+    standstills=2,
+    busy_s=2.5,
+    harm={
         "pauses": 8,
-        "ttft_ms": {"p50": {"ratio": 1.05, "low": 0.9, "high": None}, "p99": None},
-        "tbt_ms": {"p50": None, "p99": None},
+        "ttft_ms": {"p50": {"with_ms": 210.0, "without_ms": 200.0, "ratio": 1.05, "low": 0.9, "high": None}},
     },
-    "preemption": {
-        "policy": "prompt",
-        "why_off": None,
+    preemption={
         "iterations_left": 4,
-        "preemptions": 4,
         "abandoned": 3,
         "rows": 9,
         "layers_run": 40,
         "tokens_redone": 512,
         "tokens_wasted": 128.5,
-        "live_tokens_recomputed": 0,
         "reaction_ms": {"p50": 5.0, "p99": 14.0},
     },
-    "checkpoint": {
+    checkpoint={
         "policy": "adaptive",
-        "why_off": None,
         "tokens_saved": 4096,
         "tokens_restored": 2048,
         "tokens_recomputed": 77,
@@ -82,15 +80,7 @@ SAID: dict[str, Any] = {
         "blocks_failed": 2,
         "blocks_refused": 6,
     },
-}
-
-FORMER_NAMES = {
-    "conserve_preemptions_total": 4,
-    "conserve_preempted_rows_total": 9,
-    "conserve_preempted_layers_total": 40,
-    "conserve_preemption_reaction_seconds/0.5": 0.005,
-    "conserve_preemption_reaction_seconds/0.99": 0.014,
-}
+)
 
 
 class EngineClient:
@@ -144,7 +134,7 @@ async def get(app: FastAPI, path: str) -> httpx.Response:
 async def post(app: FastAPI, content: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         body = content if isinstance(content, str) else json.dumps(content)
-        return await client.post(REPORT, content=body)
+        return await client.post(PATH, content=body)
 
 
 def ours(answer: httpx.Response, *, age: bool = False) -> dict[str, Any]:
@@ -166,8 +156,8 @@ pytestmark = [
 
 
 def test_no_counter_falls_where_rows_leave_an_iteration_that_counted() -> None:
-    said = iter([50, 40, 60])
-    app = app_for(EngineClient(lambda: {"offline": {"tokens": next(said)}}))
+    tokens = iter([50, 40, 60])
+    app = app_for(EngineClient(lambda: document(offline={"tokens": next(tokens)})))
 
     async def shown() -> list[float]:
         return [ours(await get(app, "/metrics"))["conserve_offline_tokens_total"] for _ in range(3)]
@@ -179,8 +169,18 @@ def test_no_counter_falls_where_rows_leave_an_iteration_that_counted() -> None:
 def test_weights_that_were_replaced_are_another_model(weights: str | None, identity: str) -> None:
     app = app_for(EngineClient(lambda: {**SAID, "weights": weights}))
     app.state.conserve_identity = "m@1"
-    answer = virtual_time.run(get(app, REPORT))
+    answer = virtual_time.run(get(app, PATH))
     assert answer.json()["identity"] == identity
+
+
+def test_an_answer_is_what_its_readers_take_it_for() -> None:
+    app = app_for(EngineClient())
+    app.state.conserve_identity = "m@1"
+    for query in ("", "?within_s=1"):
+        answer = virtual_time.run(get(app, f"{PATH}{query}"))
+        said = read(answer.content)
+        facts = msgspec.to_builtins(said.front_end)
+        assert told({**facts, **msgspec.to_builtins(said.scheduler)}) == told(answer.json())
 
 
 def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
@@ -231,7 +231,17 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_way_seconds/ttft/p99": 0.007,
         "conserve_leave_reaction_seconds/p50": 0.005,
         "conserve_leave_reaction_seconds/p99": 0.014,
-        **FORMER_NAMES,
+        "conserve_live_latencies_total/ttft": 12,
+        "conserve_live_latencies_total/tbt": 0,
+        "conserve_live_late_total/ttft": 3,
+        "conserve_live_late_total/tbt": 0,
+        "conserve_live_ttft_seconds_bucket/0.5": 9,
+        "conserve_live_ttft_seconds_bucket/+Inf": 12,
+        "conserve_live_ttft_seconds_count": 12,
+        "conserve_live_ttft_seconds_sum": 4,
+        "conserve_live_tbt_seconds_bucket/+Inf": 0,
+        "conserve_live_tbt_seconds_count": 0,
+        "conserve_live_tbt_seconds_sum": 0,
     }
     assert len(COUNTS) == 25
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
@@ -239,21 +249,22 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
     assert client.asked == [None]
 
 
-def test_metrics_leave_out_what_a_report_lacks() -> None:
-    said = {"iterations": 5, "preemption": {"iterations_left": 0, "reaction_ms": {"p50": None, "p99": None}}}
-    found = ours(virtual_time.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
-    assert found == {
-        f"conserve_build_info/serve/{__version__}": 1,
-        "conserve_iterations_total": 5,
-        "conserve_iterations_left_total": 0,
-        "conserve_preemptions_total": 0,
-    }
-
-
-def test_metrics_under_former_names_say_that_they_are_deprecated() -> None:
-    text = virtual_time.run(get(app_for(EngineClient()), "/metrics")).text
-    for name in {name.partition("/")[0] for name in FORMER_NAMES}:
-        assert f"# HELP {name} Deprecated: conserve_" in text
+def test_metrics_leave_out_what_was_not_measured() -> None:
+    found = ours(virtual_time.run(get(app_for(EngineClient(document)), "/metrics")))
+    names = {name.partition("/")[0] for name in found}
+    assert {name for name in names if not name.endswith("_total")} == {
+        "conserve_build_info",
+        "conserve_slo_attainment",
+        "conserve_rows_held_back",
+        "conserve_rows_paused",
+        "conserve_slo_scale",
+        "conserve_live_prefix_blocks",
+        *(
+            f"conserve_live_{latency}_seconds_{of}"
+            for latency in ("ttft", "tbt")
+            for of in ("bucket", "count", "sum")
+        ),
+    }, "no promise, harm, latency or reaction"
 
 
 def test_beside_another_scheduler_metrics_are_vllms() -> None:
@@ -269,25 +280,26 @@ def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_
 
         async def reply() -> Any:
             await slow.wait()
-            return {"iterations": len(client.asked)}
+            return document(iterations=len(client.asked))
+
+        async def iterations() -> float:
+            return ours(await get(app, "/metrics"))["conserve_iterations_total"]
 
         client = EngineClient(reply)
         app = app_for(client)
-        build = {f"conserve_build_info/serve/{__version__}": 1.0}
-        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 1}
+        assert await iterations() == 1
         slow.clear()
-        for answer in await asyncio.gather(*(get(app, "/metrics") for _ in range(3))):
-            assert ours(answer) == {**build, "conserve_iterations_total": 1}
+        assert await asyncio.gather(*(iterations() for _ in range(3))) == [1, 1, 1]
         assert len(client.asked) == 2
         await asyncio.sleep(metrics.STALE_S)
         assert ours(await get(app, "/metrics"), age=True) == {
-            **build,
+            f"conserve_build_info/serve/{__version__}": 1.0,
             "conserve_report_age_seconds": pytest.approx(metrics.STALE_S, abs=1.0),
         }, "figures that are a minute old are left out"
         assert len(client.asked) == 2
         slow.set()
         await asyncio.sleep(1.0)
-        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 3}, "asked anew"
+        assert await iterations() == 3, "asked anew"
 
     virtual_time.run(go())
 
@@ -301,16 +313,16 @@ def test_a_scheduler_in_the_middle_of_an_iteration_has_its_last_report_shown_wit
             return {**SAID, "iterations": len(client.asked)}
 
         client = EngineClient(reply)
-        app, path = app_for(client), f"{REPORT}?within_s=1"
+        app, path = app_for(client), f"{PATH}?within_s=1"
         assert (await get(app, path)).status_code == 503, "nothing was reported yet"
         over.set()
         assert (await get(app, path)).json()["age_s"] == 0
         over.clear()
         await asyncio.sleep(3)
-        said = (await get(app, path)).json()
-        assert (said["age_s"], said["iterations"], said["version"]) == (4.0, 1, __version__)
+        last = (await get(app, path)).json()
+        assert (last["age_s"], last["iterations"], last["version"]) == (4.0, 1, __version__)
         over.set()
-        assert (await get(app, REPORT)).json()["iterations"] == 3, "without the parameter it is waited for"
+        assert (await get(app, PATH)).json()["iterations"] == 3, "without the parameter it is waited for"
 
     virtual_time.run(go())
 
@@ -334,8 +346,7 @@ def test_preemption_is_changed_over_http(name: str) -> None:
     client = EngineClient()
     answer = virtual_time.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
     assert answer.status_code == 200
-    said = answer.json()["preemption"]
-    assert said["iterations_left"] == said["preemptions"] == 4
+    assert answer.json()["preemption"]["iterations_left"] == 4
     assert client.asked == [{"policy": "conserve", "preemption": name}]
 
 
@@ -403,7 +414,7 @@ def test_only_who_started_the_server_has_kv_written(
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app_for(client)), base_url="http://server"
         ) as http:
-            return await http.post(routes.SPILL_PATH, headers={SUPERVISOR: sent.encode()})
+            return await http.post(SPILL_PATH, headers={SUPERVISOR: sent.encode()})
 
     answered = virtual_time.run(ask())
     assert answered.status_code == status
@@ -449,13 +460,13 @@ def test_the_server_says_whether_rows_may_go_on_with_the_key_that_asks() -> None
         (Caller(role=Role.CLIENT), False),
     ):
         token = CALLER.set(caller)
-        assert virtual_time.run(get(app, REPORT)).json()["resumes"] is resumes
+        assert virtual_time.run(get(app, PATH)).json()["resumes"] is resumes
         CALLER.reset(token)
 
 
 def test_the_guard_knows_the_slo_as_it_is_now() -> None:
     app = app_for(EngineClient())
-    virtual_time.run(get(app, REPORT))
+    virtual_time.run(get(app, PATH))
     assert getattr(app.state, SLO) == 1500.0
 
 
@@ -531,19 +542,17 @@ def test_an_engine_that_learns_nothing_is_given_up_with_a_sentence(monkeypatch: 
 @pytest.mark.parametrize(
     ("slo", "limited"),
     [
-        ({"ttft_ms": 300.0, "tbt_ms": None, "harm": None, "default_harm": 0.1}, {"tbt": 0.1}),
-        ({"ttft_ms": None, "tbt_ms": 50.0, "harm": None, "default_harm": 0.1}, {"ttft": 0.1}),
-        ({"ttft_ms": 300.0, "tbt_ms": 50.0, "harm": None}, {}),
-        ({"ttft_ms": 300.0, "tbt_ms": None, "harm": None, "default_harm": None}, {}),
+        (Promises.of({"ttft_ms": 300.0, "default_harm": 0.1}), {"tbt": 0.1}),
+        (Promises.of({"tbt_ms": 50.0, "default_harm": 0.1}), {"ttft": 0.1}),
+        (Promises.of({"ttft_ms": 300.0, "tbt_ms": 50.0}), {}),
+        (Promises.of({"ttft_ms": 300.0}), {}),
     ],
 )
-def test_a_harm_limit_is_of_the_latency_that_it_bounds(
-    slo: dict[str, Any], limited: dict[str, float]
-) -> None:
-    client = EngineClient(lambda: {**SAID, "slo": slo})
+def test_a_harm_limit_is_of_the_latency_that_it_bounds(slo: Promises, limited: dict[str, float]) -> None:
+    client = EngineClient(lambda: {**SAID, "slo": slo.document()})
     found = ours(virtual_time.run(get(app_for(client), "/metrics")))
     limits = {name: value for name, value in found.items() if name.startswith("conserve_harm_limit")}
     assert limits == {f"conserve_harm_limit/{latency}": value for latency, value in limited.items()}
-    client = EngineClient(lambda: {**SAID, "slo": slo, "policy": "priority"})
+    client = EngineClient(lambda: {**SAID, "slo": slo.document(), "policy": "priority"})
     kept = ours(virtual_time.run(get(app_for(client), "/metrics")))
     assert kept == {name: value for name, value in found.items() if name not in limits}

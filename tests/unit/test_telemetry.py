@@ -48,6 +48,7 @@ from conserve.jobs.telemetry import otlp, queue_metrics
 from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, LABEL, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
+from conserve.server_report import of_engine
 from conserve.store.books import catalog, harvested, keys, queue
 from conserve.store.books.leases import Terms
 from conserve.store.books.states import JobState
@@ -59,6 +60,7 @@ from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import REPOSITORY, conserve, ended, until
 from tests.conftest import WriteInput
 from tests.otlp_receiver import OtlpReceiver
+from tests.server_reports import changed
 from tools.docs.generated import DOCS
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -459,24 +461,23 @@ def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None
     pytest.importorskip("vllm")
     from conserve.engine.runtime.traffic import Traffic
     from conserve.engine.vllm.server.metrics import Report, ReportAge
-    from tests.unit.test_surface import FORMER_NAMES, SAID
+    from tests.unit.test_surface import SAID
 
     traffic = Traffic()
     traffic.arrived("a", 10, at=0.0)
     traffic.tokens(["a"], at=0.1)
     traffic.tokens(["a"], at=0.2)
-    online = {**traffic.report(now=1.0)["online"], **SAID["online"]}
+    online = {name: traffic.report(now=1.0)["online"][name] for name in ("ttft_ms", "tbt_ms")}
     harvest = new_registry("run")
     HarvestMetrics(harvest)
     harvest.register(HarvesterCollector(Harvester(store, FakeEndpoint(Script()))))
     with store.write() as tx:
         harvested.note(tx, 900, since=1e9 - 900.0, now=1e9)
     api = ApiMetrics(StoreLook(load(), lambda: 1e9), []).registry
-    found = families(harvest, api, Report({**SAID, "online": online}, {}), ReportAge(0.0))
-    former = {name.partition("/")[0] for name in FORMER_NAMES}
+    said = of_engine(changed(SAID, {"online": online}))
+    found = families(harvest, api, Report(said, {}), ReportAge(0.0))
     page = (DOCS / "reference/metrics.md").read_text()
-    assert found == set(re.findall(r"conserve_[a-z_]+", page)) - former | (found & former)
-    assert former <= found
+    assert found == set(re.findall(r"conserve_[a-z_]+", page))
 
 
 def test_the_page_of_metrics_has_the_bounds_of_the_buckets() -> None:

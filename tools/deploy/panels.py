@@ -4,7 +4,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+from conserve.server_report import SchedulerReport, of_engine
+from tests.server_reports import SCHEDULER, changed, of_class
 from tools.deploy.dashboard import dashboard
 
 SCRAPE_S = 1
@@ -24,12 +26,9 @@ def page(seconds: float) -> str:
     """Metrics of a server with classes of live traffic, of a harvester and of the API, this long after a start."""
     from prometheus_client import generate_latest
 
-    from conserve.engine.vllm.server.metrics import COUNTS, Report
+    from conserve.engine.vllm.server.metrics import Report
 
-    said = report()
-    for number, count in enumerate(COUNTS, 1):
-        put(said, count.place, seconds * number)
-    return (generate_latest(Report(said, {})) + generate_latest(queue(seconds))).decode()  # type: ignore[arg-type]
+    return (generate_latest(Report(report(seconds), {})) + generate_latest(queue(seconds))).decode()  # type: ignore[arg-type]
 
 
 def queue(seconds: float) -> Any:
@@ -56,29 +55,31 @@ def queue(seconds: float) -> Any:
     return found
 
 
-def report() -> dict[str, Any]:
-    """The gauges of a scheduler's report."""
-    ratio = {"ratio": 1.04, "low": 0.98, "high": 1.1}
-    latencies = {"ttft_ms": {"p50": 90.0, "p99": 280.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0}}
-    chat = {
-        "requests": 4,
-        "attainment": 0.995,
-        "promises": {"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0}}},
-        **latencies,
-    }
-    return {
+def report(seconds: float) -> SchedulerReport:
+    """A scheduler's report this long after a start: gauges, and counts that grow."""
+    ratio = {"with_ms": 208.0, "without_ms": 200.0, "ratio": 1.04, "low": 0.98, "high": 1.1}
+    chat = of_class(
+        requests=4,
+        attainment=0.995,
+        promises={"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0, "kept": True}}},
+        ttft_ms={"p50": 90.0, "p99": 280.0},
+        tbt_ms={"p50": 9.0, "p99": 30.0},
+    )
+    gauges = {
         "slo": {"harm": 0.1},
         "harm": {"ttft_ms": {"p50": ratio, "p99": ratio}, "tbt_ms": {"p50": ratio}},
         "classes": {"chat": chat},
         "preemption": {"reaction_ms": {"p50": 2.0, "p99": 9.0}},
     }
+    return of_engine(changed(counted(SCHEDULER, int(100 * seconds)), gauges))
 
 
-def put(said: dict[str, Any], place: tuple[str, ...], value: float) -> None:
-    """Put a figure at its place of the report."""
-    for name in place[:-1]:
-        said = said.setdefault(name, {})
-    said[place[-1]] = value
+def counted(said: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A part of a report with this number in place of each count of nothing."""
+    found = {
+        name: counted(value, number) if isinstance(value, Mapping) else value for name, value in said.items()
+    }
+    return {name: number if value == 0 and value is not False else value for name, value in found.items()}
 
 
 def queries() -> Iterator[tuple[str, str]]:

@@ -1,19 +1,21 @@
 """Adds the scheduler's counters to vLLM's /metrics. Imported in API servers only."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from conserve.engine.policy.policies import kept_promises
-from conserve.engine.policy.promises import LATENCIES, Promises
+from conserve.engine.policy.policies import traits
+from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.server.batch_proxy import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.metrics_page import Build
+from conserve.server_report import SchedulerReport, of_engine
 
 PATH = "/metrics"
 WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
@@ -22,96 +24,115 @@ STALE_S = 60.0
 
 
 class Count(NamedTuple):
-    """A counter: its name without `_total`, its help text, and its place in the scheduler's report.
-
-    `was` is its former name, which is shown for one more release.
-    """
+    """A counter: its name without `_total`, its help text, and its place in the scheduler's report."""
 
     name: str
     says: str
-    place: tuple[str, ...]
-    was: str | None = None
+    of: Callable[[SchedulerReport], float]
 
 
-ONLINE_REQUESTS = ("online", "requests")
+ONLINE_REQUESTS = Count(
+    "conserve_online_requests", "Live requests that got a token.", lambda said: said.online.requests
+)
 COUNTS = (
-    Count("conserve_online_requests", "Live requests that got a token.", ONLINE_REQUESTS),
-    Count("conserve_offline_tokens", "Tokens computed for offline requests.", ("offline", "tokens")),
+    ONLINE_REQUESTS,
+    Count(
+        "conserve_offline_tokens", "Tokens computed for offline requests.", lambda said: said.offline.tokens
+    ),
     Count(
         "conserve_pushed_tokens",
         "Tokens computed beyond the usual limit for jobs that would miss their deadline.",
-        ("pushing", "tokens"),
+        lambda said: said.pushing.tokens,
     ),
     Count(
         "conserve_live_prompt_tokens",
         "Tokens of prompts of live requests that asked the prefix cache.",
-        ("live_prefixes", "prompt_tokens"),
+        lambda said: said.live_prefixes.prompt_tokens,
     ),
     Count(
         "conserve_live_prefix_tokens_found",
         "Of these, tokens that the cache had.",
-        ("live_prefixes", "found_tokens"),
+        lambda said: said.live_prefixes.found_tokens,
     ),
     Count(
         "conserve_live_prefix_tokens_lost",
         "Of these, tokens that a cache of the same size would have had without rows.",
-        ("live_prefixes", "lost_tokens"),
+        lambda said: said.live_prefixes.lost_tokens,
     ),
     Count(
         "conserve_receipt_pauses",
         "Pauses of offline work in which live latencies were measured.",
-        ("harm", "pauses"),
+        lambda said: said.harm.pauses,
     ),
-    Count("conserve_iterations", "Iterations that computed tokens.", ("iterations",)),
-    Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
-    Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
-    Count("conserve_standstills", "Iterations in which the process stood still.", ("standstills",)),
-    Count("conserve_busy_seconds", "Seconds spent in iterations.", ("busy_s",)),
+    Count("conserve_iterations", "Iterations that computed tokens.", lambda said: said.iterations),
+    Count("conserve_planned_iterations", "Iterations with a time limit.", lambda said: said.planned),
+    Count("conserve_overruns", "Iterations that took longer than their limit.", lambda said: said.overruns),
+    Count(
+        "conserve_standstills",
+        "Iterations in which the process stood still.",
+        lambda said: said.standstills,
+    ),
+    Count("conserve_busy_seconds", "Seconds spent in iterations.", lambda said: said.busy_s),
     Count(
         "conserve_iterations_left",
         "Iterations that offline rows left.",
-        ("preemption", "iterations_left"),
-        was="conserve_preemptions",
+        lambda said: said.preemption.iterations_left,
     ),
-    Count("conserve_abandoned_iterations", "Iterations that every row left.", ("preemption", "abandoned")),
     Count(
-        "conserve_rows_leaving",
-        "Times that a row left an iteration.",
-        ("preemption", "rows"),
-        was="conserve_preempted_rows",
+        "conserve_abandoned_iterations",
+        "Iterations that every row left.",
+        lambda said: said.preemption.abandoned,
     ),
+    Count("conserve_rows_leaving", "Times that a row left an iteration.", lambda said: said.preemption.rows),
     Count(
         "conserve_kv_tokens_saved",
         "Tokens whose KV was copied to host memory.",
-        ("checkpoint", "tokens_saved"),
+        lambda said: said.checkpoint.tokens_saved,
     ),
-    Count("conserve_kv_tokens_restored", "Tokens whose KV came back.", ("checkpoint", "tokens_restored")),
+    Count(
+        "conserve_kv_tokens_restored",
+        "Tokens whose KV came back.",
+        lambda said: said.checkpoint.tokens_restored,
+    ),
     Count(
         "conserve_kv_tokens_recomputed",
         "Tokens of offline requests computed again after their KV was lost.",
-        ("checkpoint", "tokens_recomputed"),
+        lambda said: said.checkpoint.tokens_recomputed,
     ),
-    Count("conserve_kv_restores", "Requests whose KV was brought back.", ("checkpoint", "restores")),
-    Count("conserve_kv_blocks_failed", "KV blocks whose copy failed.", ("checkpoint", "blocks_failed")),
-    Count("conserve_kv_blocks_refused", "KV blocks beyond host memory.", ("checkpoint", "blocks_refused")),
+    Count(
+        "conserve_kv_restores",
+        "Requests whose KV was brought back.",
+        lambda said: said.checkpoint.restores,
+    ),
+    Count(
+        "conserve_kv_blocks_failed",
+        "KV blocks whose copy failed.",
+        lambda said: said.checkpoint.blocks_failed,
+    ),
+    Count(
+        "conserve_kv_blocks_refused",
+        "KV blocks beyond host memory.",
+        lambda said: said.checkpoint.blocks_refused,
+    ),
     Count(
         "conserve_layers_before_leaving",
         "Layers computed before rows left.",
-        ("preemption", "layers_run"),
-        was="conserve_preempted_layers",
+        lambda said: said.preemption.layers_run,
     ),
     Count(
         "conserve_tokens_redone",
         "Tokens of rows that left, to be computed again.",
-        ("preemption", "tokens_redone"),
+        lambda said: said.preemption.tokens_redone,
     ),
     Count(
         "conserve_live_tokens_recomputed",
         "Tokens of online requests computed twice because their iteration was left; always 0.",
-        ("preemption", "live_tokens_recomputed"),
+        lambda said: said.preemption.live_tokens_recomputed,
     ),
     Count(
-        "conserve_tokens_wasted", "Tokens' worth of computing thrown away.", ("preemption", "tokens_wasted")
+        "conserve_tokens_wasted",
+        "Tokens' worth of computing thrown away.",
+        lambda said: said.preemption.tokens_wasted,
     ),
 )
 REACTION = "From the decision that rows leave until the scheduler had control, of the last thousand times."
@@ -158,36 +179,31 @@ class Report(NamedTuple):
     are uncounted: Prometheus would take a fall for a restart, and count everything again.
     """
 
-    said: Mapping[str, Any]
+    said: SchedulerReport
     highest: dict[str, float]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics whose figures the report has."""
+        """Yield the metrics."""
+        said = self.said
         for count in COUNTS:
-            value = at(self.said, count.place)
-            if value is not None and not (count.place == ONLINE_REQUESTS and self._classes):
+            if count is not ONLINE_REQUESTS or not said.classes:
+                value = float(count.of(said))
                 value = self.highest[count.name] = max(value, self.highest.get(count.name, value))
                 yield CounterMetricFamily(count.name, count.says, value)
-                if count.was is not None:
-                    yield CounterMetricFamily(count.was, f"Deprecated: {count.name}_total.", value)
-        yield from live_metrics(self._classes or {None: self.said.get("online", {})})
+        yield from live_metrics(said.classes or {None: said.online})
         yield from self._harm_limits()
-        scale = at(self.said, ("pushing", "slo_scale"))
-        if scale is not None:
-            says = "Scale of the promises up to which rows may push."
-            yield GaugeMetricFamily("conserve_slo_scale", says, scale)
-        kept = at(self.said, ("live_prefixes", "kept_blocks"))
-        if kept is not None:
-            says = "Free KV blocks with prefixes of live requests, which rows do not take."
-            yield GaugeMetricFamily("conserve_live_prefix_blocks", says, kept)
+        says = "Scale of the promises up to which rows may push."
+        yield GaugeMetricFamily("conserve_slo_scale", says, said.pushing.slo_scale)
+        says = "Free KV blocks with prefixes of live requests, which rows do not take."
+        yield GaugeMetricFamily("conserve_live_prefix_blocks", says, said.live_prefixes.kept_blocks)
         yield from self._harm()
-        yield from self._reactions("conserve_leave_reaction_seconds", REACTION, p50="p50", p99="p99")
-        former = "Deprecated: conserve_leave_reaction_seconds."
-        yield from self._reactions("conserve_preemption_reaction_seconds", former, p50="0.5", p99="0.99")
+        yield from self._reactions()
 
     def _harm_limits(self) -> Iterator[Metric]:
         """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
-        slo = Promises.of(kept_promises(self.said.get("slo") or {}, self.said.get("policy"))).slo
+        knows = traits(self.said.policy).knows_slo
+        kept = self.said.slo if knows else self.said.slo.without_harm()
+        slo = Promises.of(msgspec.to_builtins(kept)).slo
         limits = GaugeMetricFamily(
             "conserve_harm_limit",
             "Share of its own time that a latency may be longer by.",
@@ -205,37 +221,24 @@ class Report(NamedTuple):
         harm = GaugeMetricFamily(
             "conserve_harm_ratio", "Live latency with offline work over that in its pauses.", labels=labels
         )
-        said = self.said.get("harm", {})
-        for latency in LATENCIES:
-            for name, one in (said.get(latency) or {}).items():
-                for bound, key in (("estimate", "ratio"), ("low", "low"), ("high", "high")):
-                    if one is not None and one[key] is not None:
-                        harm.add_metric([latency.removesuffix("_ms"), name, bound], one[key])
+        for latency, quantiles in self.said.harm.items():
+            for name, one in quantiles.items():
+                figures = (
+                    () if one is None else (("estimate", one.ratio), ("low", one.low), ("high", one.high))
+                )
+                for bound, figure in figures:
+                    if figure is not None:
+                        harm.add_metric([latency.removesuffix("_ms"), name, bound], figure)
         if harm.samples:
             yield harm
 
-    @property
-    def _classes(self) -> Mapping[str | None, Any]:
-        """Classes of live traffic; empty on a server without any."""
-        classes: Mapping[str | None, Any] = self.said.get("classes") or {}
-        return classes
-
-    def _reactions(self, name: str, says: str, **labels: str) -> Iterator[Metric]:
-        reaction = GaugeMetricFamily(name, says, labels=["quantile"])
-        for rank, quantile in labels.items():
-            reaction_ms = at(self.said, ("preemption", "reaction_ms", rank))
+    def _reactions(self) -> Iterator[Metric]:
+        reaction = GaugeMetricFamily("conserve_leave_reaction_seconds", REACTION, labels=["quantile"])
+        for quantile, reaction_ms in self.said.preemption.reaction_ms.items():
             if reaction_ms is not None:
                 reaction.add_metric([quantile], reaction_ms / 1e3)
         if reaction.samples:
             yield reaction
-
-
-def at(said: Mapping[str, Any], place: tuple[str, ...]) -> float | None:
-    """The figure at this place of the report; None if it is missing."""
-    found: Any = said
-    for name in place:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return None if found is None else float(found)
 
 
 def exposition(said: Mapping[str, Any] | None, age_s: float | None, highest: dict[str, float]) -> bytes:
@@ -246,4 +249,4 @@ def exposition(said: Mapping[str, Any] | None, age_s: float | None, highest: dic
     if age_s is None:
         return theirs
     aged = theirs + generate_latest(Build("serve")) + generate_latest(ReportAge(age_s))
-    return aged if said is None else aged + generate_latest(Report(said, highest))
+    return aged if said is None else aged + generate_latest(Report(of_engine(said), highest))
