@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from conserve.api.servers import ASKED_AT_ONCE, STOCK, addresses, ask
+from conserve.api.servers import ASKED_AT_ONCE, Unreported, addresses, ask
 from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.forecast import Forecast
@@ -18,6 +18,9 @@ from conserve.store.books.readings import JobReading, read_harvested, read_jobs
 from conserve.store.books.slots import SLOT_S, HarvestedQuarter
 from conserve.store.books.states import GOING
 
+if TYPE_CHECKING:
+    from conserve.server_report import PromiseReport, Quantiles, SchedulerReport
+
 P99 = "p99"  # the promise of a time without a name
 LOOK_S = 1.0
 FORECAST_S = 15.0  # between two forecasts, which take longer than all else
@@ -25,7 +28,7 @@ COURSES = 60
 KEPT = 64  # samples of a rate: a line of the screen
 SMOOTH_S = 10.0  # results come in batches
 QUARTERS = 24  # of an hour: six hours
-Asking = Callable[[str, Settings], dict[str, Any]]
+Asking = Callable[[str, Settings], "SchedulerReport | Unreported"]
 
 
 class Sample(NamedTuple):
@@ -70,16 +73,13 @@ class Latency(NamedTuple):
     """Value of that quantile or mean, from a server that tells it."""
 
     @classmethod
-    def of(cls, p99: float | None, bound: float | None, promises: Mapping[str, Any]) -> Self:
-        """Latency beside a promise that is broken, else that of the P99, else the last one.
-
-        `bound` is the P99's on a server that tells no promises.
-        """
+    def of(cls, latency: "Quantiles", promises: "Mapping[str, PromiseReport]") -> Self:
+        """Latency beside a promise that is broken, else that of the P99, else the last one."""
         if not promises:
-            return cls(p99, bound)
-        broken = [name for name, one in promises.items() if one.get("kept") is False]
+            return cls(latency.p99)
+        broken = [name for name, one in promises.items() if not one.kept]
         name = (broken or [name for name in (P99,) if name in promises] or list(promises))[-1]
-        return cls(p99, promises[name]["promised_ms"], name, promises[name]["seen_ms"])
+        return cls(latency.p99, promises[name].promised_ms, name, promises[name].seen_ms)
 
     @property
     def value(self) -> float | None:
@@ -110,7 +110,7 @@ class ServerSeen:
     error: str | None = None
     stock: bool = False
     policy: str | None = None
-    age_s: float | None = None  # of the figures; None from an older server
+    age_s: float | None = None  # of the figures; None if they are of now
     ttft_ms: Latency = UNKNOWN
     tbt_ms: Latency = UNKNOWN
     attainment: float | None = None
@@ -160,43 +160,28 @@ class Overview:
         return sum(job.unanswered for job in self.jobs if job.state in GOING)
 
 
-def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ()) -> ServerSeen:
-    """A server by its answer; one of another version may lack figures."""
-    if said.get("error") is not None:
-        return ServerSeen(url=url, error=str(said["error"]))
+def server_seen(url: str, said: "SchedulerReport | Unreported", course: Sequence[float] = ()) -> ServerSeen:
+    """A server by its answer."""
+    if isinstance(said, Unreported):
+        return ServerSeen(url=url, error=said.error, stock=said.error is None)
     from conserve.engine.policy.policies import kept_promises
 
-    online, slo, offline = (part(said, name) for name in ("online", "slo", "offline"))
-    if said.get(STOCK) or not online:
-        return ServerSeen(url=url, stock=True)
-    policy = said.get("policy")
-    slo = kept_promises(slo, policy)
-    left, kept, promises = part(said, "preemption"), part(said, "checkpoint"), part(online, "promises")
-    ttft_ms, tbt_ms = (
-        Latency.of(part(online, name).get("p99"), slo.get(name), part(promises, name))
-        for name in ("ttft_ms", "tbt_ms")
-    )
+    online, slo = said.online, kept_promises(said.slo, said.policy)
     return ServerSeen(
         url=url,
-        policy=policy,
-        age_s=said.get("age_s"),
-        ttft_ms=ttft_ms,
-        tbt_ms=tbt_ms,
-        attainment=online.get("attainment"),
-        harm=slo.get("harm") or slo.get("default_harm"),
-        tokens_per_s=offline.get("tokens_per_s") or 0.0,
+        policy=said.policy,
+        age_s=said.age_s,
+        ttft_ms=Latency.of(online.ttft_ms, online.promises.ttft_ms),
+        tbt_ms=Latency.of(online.tbt_ms, online.promises.tbt_ms),
+        attainment=online.attainment,
+        harm=slo.harm or slo.default_harm,
+        tokens_per_s=said.offline.tokens_per_s,
         course=course,
-        iterations_left=left.get("iterations_left") or 0,
-        tokens_redone=left.get("tokens_redone") or 0,
-        tokens_restored=kept.get("tokens_restored") or 0,
-        tokens_recomputed=kept.get("tokens_recomputed") or 0,
+        iterations_left=said.preemption.iterations_left,
+        tokens_redone=said.preemption.tokens_redone,
+        tokens_restored=said.checkpoint.tokens_restored,
+        tokens_recomputed=said.checkpoint.tokens_recomputed,
     )
-
-
-def part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of an answer; empty if it is missing or null."""
-    found = said.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 class StoreWatch:
@@ -212,8 +197,8 @@ class StoreWatch:
     ) -> None:
         self._settings, self._endpoints, self._asking, self._clock = settings, endpoints, asking, clock
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="server")
-        self._questions: dict[str, Future[dict[str, Any]]] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
+        self._questions: dict[str, Future[SchedulerReport | Unreported]] = {}
+        self._answers: dict[str, SchedulerReport | Unreported] = {}
         self._paces: dict[str, CounterRate] = {}
         self._pace = CounterRate()
         self._course: deque[float] = deque(maxlen=KEPT)
@@ -266,9 +251,8 @@ class StoreWatch:
                 continue
             del self._questions[url]
             self._answers[url] = said
-            tokens = part(said, "offline").get("tokens")
-            if tokens is not None:
-                self._paces.setdefault(url, CounterRate()).add(now, tokens)
+            if not isinstance(said, Unreported):
+                self._paces.setdefault(url, CounterRate()).add(now, said.offline.tokens)
 
     def _rate(self, urls: Sequence[str]) -> float | None:
         """Rate of the queue: what became durable, or what servers say that they computed, if that is more."""

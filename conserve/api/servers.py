@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve import hosts
 from conserve.config import Settings
@@ -15,14 +15,26 @@ from conserve.errors import SettingsError
 from conserve.jobs.harvest.services import running
 from conserve.words import duration
 
+if TYPE_CHECKING:
+    from conserve.server_report import SchedulerReport
+
 ANSWER_S = 2.0
 ASKED_AT_ONCE = 16  # of servers that may not answer
-WITHIN_S = 1.0  # after which a server in the middle of an iteration answers with its last report, however old
 NOT_FOUND = 404
 ENDED = "does not answer (starting, or ended)"  # nothing listens at its address
 WANTS_KEY = "wants another key; set CONSERVE_API_KEY"
 REFUSES_LOGIN = "refuses the login in its address"
-STOCK = "stock"  # key in the answer of a server without ConServe's scheduler
+OTHER_VERSION = "runs another version of ConServe; update it, or this one"
+
+
+class Unreported(NamedTuple):
+    """A server that tells no report."""
+
+    error: str | None
+    """Why it tells none; None if it runs without ConServe's scheduler."""
+
+
+STOCK = Unreported(None)
 
 
 def addresses(settings: Settings, endpoints: Sequence[str] = ()) -> dict[str, str]:
@@ -62,17 +74,17 @@ def bearer(settings: Settings) -> dict[str, str]:
     return hosts.bearer(settings.api_key or settings.harvest_key)
 
 
-def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[str, Any]:
+def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> "SchedulerReport | Unreported":
     """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx.
 
-    A login in the address is sent in place of a key, as harvesters do. A server that does not answer has an
-    `error`, one without ConServe's scheduler has `stock`. Figures are `age_s` old: those of the last answer of
-    the scheduler, which may be older than the iteration under way.
+    A login in the address is sent in place of a key, as harvesters do. Figures are `age_s` old: those of the last
+    answer of the scheduler, which may be older than the iteration under way.
     """
     import http.client
-    import json
     import urllib.error
     import urllib.request
+
+    from conserve.server_report import RECENT, UNREADABLE
 
     class Unfollowed(urllib.request.HTTPRedirectHandler):
         """Follows no redirect: the key is for this server alone."""
@@ -84,14 +96,28 @@ def ask(address: str, settings: Settings, *, seconds: float = ANSWER_S) -> dict[
     headers = {"Authorization": hosts.basic(login)} if login else bearer(settings)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Unfollowed)
     try:
-        request = urllib.request.Request(f"{url}{hosts.REPORT}?within_s={WITHIN_S:g}", headers=headers)
+        request = urllib.request.Request(f"{url}{RECENT}", headers=headers)
         with opener.open(request, timeout=seconds) as answer:
-            said = json.load(answer)
-            return said if isinstance(said, dict) else {STOCK: True}
-    except (OSError, ValueError, http.client.HTTPException) as error:
+            return understood(answer.read())
+    except (OSError, *UNREADABLE, http.client.HTTPException) as error:
         if getattr(error, "code", None) == NOT_FOUND:  # an HTTPError's
-            return {STOCK: True}
-        return {"error": unanswered(error, login)}
+            return STOCK
+        return Unreported(unanswered(error, login))
+
+
+def understood(content: bytes) -> "SchedulerReport | Unreported":
+    """The report in an answer; raises one of `server_report.UNREADABLE` for what is no JSON."""
+    import msgspec
+
+    from conserve.server_report import UNREADABLE, read_front_end, read_scheduler
+
+    try:
+        return read_scheduler(content)
+    except msgspec.ValidationError:
+        with suppress(*UNREADABLE):
+            read_front_end(content)
+            return Unreported(OTHER_VERSION)
+        return STOCK
 
 
 def unanswered(error: Exception, login: tuple[str, str] | None = None) -> str:
@@ -108,6 +134,8 @@ def unanswered(error: Exception, login: tuple[str, str] | None = None) -> str:
 
 def aged(age_s: float | None) -> str | None:
     """Age of figures in words; None if they are of now."""
+    from conserve.server_report import WITHIN_S
+
     if age_s is None or age_s <= WITHIN_S:
         return None
     return f"{duration(age_s)} ago (its scheduler has not answered since)"

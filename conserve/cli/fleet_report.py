@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ASKED_AT_ONCE, ENDED, REFUSES_LOGIN, WANTS_KEY, ask, logins
+from conserve.api.servers import ASKED_AT_ONCE, ENDED, REFUSES_LOGIN, WANTS_KEY, Unreported, ask, logins
 from conserve.cli import output
-from conserve.cli.server_status import measured
 from conserve.config import Settings
 
 if TYPE_CHECKING:
+    from conserve.server_report import SchedulerReport
     from conserve.store.books.servers import Feeding, SeenServer
 
 SILENT = "silent"  # its scheduler does not answer
@@ -37,7 +37,7 @@ class Sight:
     """A server with its own report, `GET /v1/conserve`, if it has one, else why it has none."""
 
     server: "SeenServer"
-    report: dict[str, Any] | None = None
+    report: "SchedulerReport | None" = None
     error: str | None = None
     now: float = 0.0  # by the clock of the notes
 
@@ -60,7 +60,7 @@ class Sight:
     @property
     def silent_s(self) -> float | None:
         """Seconds for which its scheduler has not answered; None if it has in the last minute, or tells no age."""
-        age_s: float | None = (self.report or {}).get("age_s")
+        age_s = self.report.age_s if self.report is not None else None
         return age_s if age_s is not None and age_s >= REPORT_FRESH_S else None
 
     @property
@@ -77,12 +77,11 @@ class Sight:
     @property
     def slo_kept(self) -> bool | None:
         """True if live requests had their SLO in the last minute; None if that is not known."""
-        online = (self.report or {}).get("online")
-        if not online or not measured(online) or self.silent_s is not None:
+        if self.report is None or not self.report.online.measured or self.silent_s is not None:
             return None
-        promises = [one["kept"] for bounds in online.get("promises", {}).values() for one in bounds.values()]
-        attained = online.get("attainment")
-        return all(promises) and (attained is None or attained >= ATTAINED)
+        online = self.report.online
+        promises = [one.kept for _, bounds in online.promises.items() for one in bounds.values()]
+        return all(promises) and online.attainment >= ATTAINED
 
 
 def sights(found: Sequence[Sight], settings: Settings) -> list[Sight]:
@@ -93,11 +92,13 @@ def sights(found: Sequence[Sight], settings: Settings) -> list[Sight]:
     def asked(sight: Sight) -> Sight:
         error = None
         for url in ways(known.get(sight.server.url, sight.server.url)):
-            report = ask(url, settings)
-            if "error" not in report:
-                return replace(sight, report=report)
+            said = ask(url, settings)
+            if not isinstance(said, Unreported):
+                return replace(sight, report=said)
+            if said.error is None:
+                return sight
             # Only a server that no way leads to is gone.
-            error = report["error"] if error in (None, ENDED) else error
+            error = said.error if error in (None, ENDED) else error
         return replace(sight, error=error)
 
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
@@ -142,7 +143,7 @@ def document(sight: Sight) -> dict[str, Any]:
         "rows_waiting": sum(one.waiting for one in fresh),
         "tokens_per_s": round(sum(one.tokens_per_s for one in fresh), 1),
         "slo_kept": sight.slo_kept,
-        "attainment": (sight.report or {}).get("online", {}).get("attainment"),
+        "attainment": None if sight.report is None else sight.report.online.attainment,
         "why": why(sight),
         "harvesters": [
             {

@@ -1,13 +1,16 @@
 """Sentences at the start of a service that cannot do all it was asked for, or that is open to all."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conserve.api.servers import bearer
 from conserve.cli.too_tight import smallest_ms, why_broken
 from conserve.config import Settings
 from conserve.engine.policy.policies import traits
-from conserve.hosts import REPORT, is_loopback
+from conserve.hosts import is_loopback
 from conserve.names import CONSERVE, OFF
+
+if TYPE_CHECKING:
+    from conserve.server_report import AloneReport, PreemptionReport, SloReport
 
 
 def open_to_all(host: str, settings: Settings) -> list[str]:
@@ -29,14 +32,16 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
     """Warnings once the server serves: an SLO that cannot be kept, iterations that rows cannot leave."""
     import httpx
 
+    from conserve.server_report import PATH, UNREADABLE, read_scheduler
+
     try:
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
-            said = (await client.get(f"{url}{REPORT}")).raise_for_status().json()
-            found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
-            told = [*only_counted(section), *by_default(said["slo"], section)]
-            return [*told, *pushed(section), *found, *never_tried()]
-    except (httpx.HTTPError, KeyError, ValueError):
+            said = read_scheduler((await client.get(f"{url}{PATH}")).raise_for_status().content)
+    except (httpx.HTTPError, *UNREADABLE):
         return ["the server does not say how it does; is another plug-in in its way?"]
+    found = [*too_tight(said.alone, section), *not_left(said.preemption, section)]
+    told = [*only_counted(section), *by_default(said.slo, section)]
+    return [*told, *pushed(section), *found, *never_tried()]
 
 
 def never_tried() -> list[str]:
@@ -57,13 +62,13 @@ def only_counted(section: dict[str, Any]) -> list[str]:
     return [f"--policy {section['policy']} knows no SLO: {counted}"]
 
 
-def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
+def by_default(slo: "SloReport", section: dict[str, Any]) -> list[str]:
     """Say what is promised where nothing was asked for: to both latencies, or to the one without an SLO."""
     if "harm" in section or section["policy"] != CONSERVE:
         return []
-    if (harm := slo.get("harm")) is not None:
+    if (harm := slo.harm) is not None:
         return [f"rows add at most about {harm:.0%} to live latencies; change it with --harm, or give an SLO"]
-    if (harm := slo.get("default_harm")) is None:
+    if (harm := slo.default_harm) is None:
         return []
     what, slo_flag = ("TTFT", "--ttft-slo") if section["ttft_slo_ms"] is None else ("TBT", "--tbt-slo")
     most = f"rows add at most about {harm:.0%} to the {what} of live requests"
@@ -84,15 +89,15 @@ def pushed(section: dict[str, Any]) -> list[str]:
     ]
 
 
-def not_left(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
+def not_left(preemption: "PreemptionReport", section: dict[str, Any]) -> list[str]:
     """Warn if rows cannot leave iterations although preemption is on."""
-    why = preemption["why_off"]
+    why = preemption.why_off
     if not why or section.get("preemption") == OFF:
         return []
     return [f"live requests wait for the iteration under way, which rows cannot leave: {why}"]
 
 
-def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
+def too_tight(alone: "AloneReport | None", section: dict[str, Any]) -> list[str]:
     """Warn if the model cannot keep the SLO even without offline rows."""
     found = []
     for name in ("ttft", "tbt"):

@@ -23,15 +23,22 @@ def supervised(server: "ProcessCommand") -> "ProcessCommand":
 async def spill(settings: Settings, server: "ProcessCommand", url: str) -> None:
     """Have the server write the KV of rows in flight to disk before they are withdrawn, and print the result."""
     import httpx
+    import msgspec
+
+    from conserve.server_report import SPILL_PATH, UNREADABLE, SpillReport
 
     headers = bearer(settings)
     headers[SUPERVISOR] = server.environment[SUPERVISOR]
+    blocks = size = 0
     try:
         async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
-            said = (await client.post(f"{url}/v1/conserve/spill")).json()
-        blocks, size = said.get("blocks_spilled", 0), said.get("bytes_spilled", 0)
-        why = said["error"]["message"] if "error" in said else said["why_off"] or said["refused"]
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+            answer = await client.post(f"{url}{SPILL_PATH}")
+        if answer.is_success:
+            said = msgspec.json.decode(answer.content, type=SpillReport)
+            blocks, size, why = said.blocks_spilled, said.bytes_spilled, said.why_off or said.refused
+        else:
+            why = answer.json()["error"]["message"]
+    except (httpx.HTTPError, KeyError, *UNREADABLE) as error:
         why = f"the server does not say what came of it ({type(error).__name__})"
     if why:
         output.say(f"KV of rows in flight is not kept: {why}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
 from conserve.cli.again import command
+from conserve.cli.server_status import AskedServer
 from conserve.config import Settings
 from conserve.jobs.harvest.services import running
 from conserve.store.books.job_names import FIRST_JOB
@@ -120,7 +121,7 @@ def retriable(settings: Settings, reading: JobReading) -> str | None:
 
 
 def show(
-    settings: Settings, seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_json: bool
+    settings: Settings, seen: ShownJobs, servers: Sequence[AskedServer], job: str | None, as_json: bool
 ) -> None:
     """Print the servers and the readings."""
     if as_json:

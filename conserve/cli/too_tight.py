@@ -6,7 +6,10 @@ promise allows counts where live requests alone would keep it (docs/adr/0015).
 
 from collections.abc import Mapping
 from math import ceil, floor, log10
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conserve.server_report import AloneReport
 
 ROOM = 2.0  # times what live requests take alone: half of such an iteration is left to rows
 ROWS = {
@@ -18,7 +21,7 @@ ROWS = {
 def why_broken(
     latency: str,
     promised: Any,
-    alone: Mapping[str, Any] | None,
+    alone: "AloneReport | None",
     *,
     holds_rows: bool = True,
     paused: bool = False,
@@ -29,11 +32,11 @@ def why_broken(
     gives rows nothing in iterations that are late, `paused` where rows get nothing in any.
     """
     slo_ms = smallest_ms(promised)
-    if not alone or slo_ms is None or slo_ms >= alone[latency]:
+    if alone is None or slo_ms is None or slo_ms >= alone.of(latency):
         return None
-    thing = "a token" if latency == "tbt_ms" else f"a prompt of {alone['prompt_tokens']} tokens"
-    takes = f"{thing} takes {alone[latency]:.0f} ms on this machine with nothing beside it"
-    mend = f"raise it to {rounded_up(ROOM * alone[latency]):g}ms, or give --harm 10% in its place"
+    thing = "a token" if latency == "tbt_ms" else f"a prompt of {alone.prompt_tokens} tokens"
+    takes = f"{thing} takes {alone.of(latency):.0f} ms on this machine with nothing beside it"
+    mend = f"raise it to {rounded_up(ROOM * alone.of(latency)):g}ms, or give --harm 10% in its place"
     rows = "rows pause for it" if paused else ROWS[latency]
     return "; ".join([takes, *([rows] if holds_rows else []), mend])
 

@@ -1,14 +1,17 @@
 """Waiting for jobs that a server answers beside its live requests, and what these notice of it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from conserve.api.job import Job
-from conserve.api.servers import STOCK, ask
+from conserve.api.servers import Unreported, ask
 from conserve.config import Settings
 from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.services import running
 from conserve.store.books.states import JobState
+
+if TYPE_CHECKING:
+    from conserve.server_report import RatioReport, SchedulerReport
 
 LOOK_S = 30.0
 ANSWER_S = 5.0
@@ -36,34 +39,27 @@ def await_served(
             told = True
 
 
-def answers(settings: Settings) -> list[Mapping[str, Any]]:
+def answers(settings: Settings) -> "list[SchedulerReport]":
     """Answers of the store's servers to `GET /v1/conserve`; of those that answer."""
     found = [ask(server.url, settings, seconds=ANSWER_S) for server in running(settings)]
-    return [said for said in found if "error" not in said and STOCK not in said]
+    return [said for said in found if not isinstance(said, Unreported)]
 
 
-def worst(known: LiveLatencies | None, said: Mapping[str, Any]) -> LiveLatencies:
+def worst(known: LiveLatencies | None, said: "SchedulerReport") -> LiveLatencies:
     """The larger of the latencies known and those of a server's last minute; likewise the ratios."""
     before = known or LiveLatencies()
-    online, receipt = said.get("online") or {}, said.get("harm") or {}
+    online, receipt = said.online, said.harm
     return LiveLatencies(
-        ttft_p99_ms=larger(before.ttft_p99_ms, p99(online, "ttft_ms")),
-        tbt_p99_ms=larger(before.tbt_p99_ms, p99(online, "tbt_ms")),
-        ttft_p99_ratio=larger(before.ttft_p99_ratio, ratio(receipt, "ttft_ms")),
-        tbt_p99_ratio=larger(before.tbt_p99_ratio, ratio(receipt, "tbt_ms")),
+        ttft_p99_ms=larger(before.ttft_p99_ms, online.ttft_ms.p99),
+        tbt_p99_ms=larger(before.tbt_p99_ms, online.tbt_ms.p99),
+        ttft_p99_ratio=larger(before.ttft_p99_ratio, ratio(receipt.ttft_ms.p99)),
+        tbt_p99_ratio=larger(before.tbt_p99_ratio, ratio(receipt.tbt_ms.p99)),
     )
 
 
-def p99(online: Mapping[str, Any], latency: str) -> float | None:
-    """P99 of live requests in the last minute; None without any."""
-    value = (online.get(latency) or {}).get("p99")
-    return None if value is None else float(value)
-
-
-def ratio(receipt: Mapping[str, Any], latency: str) -> float | None:
-    """P99 with rows over P99 in their pauses; None where it was not measured yet."""
-    found = (receipt.get(latency) or {}).get("p99") or {}
-    return None if found.get("ratio") is None else float(found["ratio"])
+def ratio(measured: "RatioReport | None") -> float | None:
+    """Latency with rows over that in their pauses; None where it was not measured yet."""
+    return None if measured is None else measured.ratio
 
 
 def larger(one: float | None, other: float | None) -> float | None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from conserve.api.servers import addresses, ask, logins
+from conserve.api.servers import OTHER_VERSION, STOCK, Unreported, addresses, ask, logins
 from conserve.cli.fleet_report import ways
 from conserve.config import Settings, load
+from conserve.server_report import SchedulerReport
+from tests.server_reports import answer, report
 
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
 NO_JSON = b"HTTP/1.1 200 OK\r\n\r\nx"
@@ -42,14 +44,36 @@ def answering(said: bytes, seen: list[bytes]) -> Iterator[str]:
         thread.join()
 
 
+def error_of(said: SchedulerReport | Unreported) -> str | None:
+    """Why a server tells no report."""
+    return said.error if isinstance(said, Unreported) else None
+
+
 @pytest.mark.parametrize("said", [b"SSH-2.0-x\r\n", HALF, b"", NO_JSON])
 def test_an_odd_server_has_an_error(settings: Settings, said: bytes) -> None:
     with answering(said, []) as url:
-        assert "error" in ask(url, settings)
+        assert error_of(ask(url, settings))
+
+
+@pytest.mark.parametrize("document", ["{}", "[]", '{"detail": "all is well"}'])
+def test_an_answer_that_is_no_report_is_of_another_server(settings: Settings, document: str) -> None:
+    with answering(f"HTTP/1.1 200 OK\r\n\r\n{document}".encode(), []) as url:
+        assert ask(url, settings) == STOCK
+
+
+def test_a_report_of_another_version_says_so(settings: Settings) -> None:
+    changed = answer(iterations=None)
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n" + changed, []) as url:
+        assert ask(url, settings) == Unreported(OTHER_VERSION)
+
+
+def test_a_report_with_more_fields_is_read(settings: Settings) -> None:
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n" + answer(online={"later": [1]}, later={}), []) as url:
+        assert ask(url, settings) == report()
 
 
 def test_an_address_that_is_none_has_an_error(settings: Settings) -> None:
-    assert "error" in ask("http://gpu:80a", settings)
+    assert error_of(ask("http://gpu:80a", settings))
 
 
 def test_a_redirect_gets_no_key(settings: Settings) -> None:
@@ -57,7 +81,7 @@ def test_a_redirect_gets_no_key(settings: Settings) -> None:
     with answering(b"HTTP/1.1 200 OK\r\n\r\n{}", elsewhere) as other:
         moved = f"HTTP/1.1 302 Found\r\nLocation: {other}/\r\nContent-Length: 0\r\n\r\n".encode()
         with answering(moved, []) as url:
-            assert "error" in ask(url, settings)
+            assert error_of(ask(url, settings))
     assert elsewhere == []
 
 
@@ -68,7 +92,7 @@ def test_a_login_in_the_address_is_sent_in_place_of_a_key(settings: Settings) ->
         address = url.replace("http://", "http://ann:secret@")
         said = ask(address, replace(settings, api_key="key"))
         assert addresses(settings, [f"{address}/v1"]) == {url: address}
-    assert said == {"error": "refuses the login in its address"}
+    assert said == Unreported("refuses the login in its address")
     assert f"Authorization: Basic {b64encode(b'ann:secret').decode()}\r\n".encode() in seen[0]
     assert f"Host: {url.removeprefix('http://')}\r\n".encode() in seen[0]
 

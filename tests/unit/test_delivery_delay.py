@@ -13,6 +13,7 @@ from conserve.engine.runtime.accountant import LEAST_SHARE, Account, Accountant,
 from conserve.engine.runtime.class_traffic import ClassTraffic
 from conserve.engine.runtime.delivery_delay import FADES_S, FORGOTTEN_S, DeliveryDelay, LatencyDelay
 from conserve.engine.runtime.traffic import Traffic
+from conserve.server_report import ByLatency
 from tests.reach import reached
 
 TTFT, TBT = "ttft_ms", "tbt_ms"
@@ -186,6 +187,6 @@ def test_the_report_says_the_way_of_each_promise() -> None:
 
 def test_status_says_what_clients_have_later_from_a_millisecond_on() -> None:
     delays = {TTFT: {"p50": 0.4, "p99": 8.7}, TBT: {"p99": 1.2}}
-    (line,) = on_the_way(delays)
+    (line,) = on_the_way(ByLatency(**delays))
     assert line == "  clients  TTFT p99 9 ms, TBT p99 1 ms later than the engine, which plans for it"
-    assert on_the_way({TTFT: {"p99": 0.2}, TBT: {}}) == on_the_way({}) == []
+    assert on_the_way(ByLatency(ttft_ms={"p99": 0.2}, tbt_ms={})) == []

@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from conserve.api.servers import ENDED, REFUSES_LOGIN, STOCK, WANTS_KEY
+from conserve.api.servers import ENDED, REFUSES_LOGIN, STOCK, WANTS_KEY, Unreported
 from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
+from conserve.cli.server_status import AskedServer
 from conserve.config import Settings, load
 from conserve.errors import UsageError
 from conserve.jobs.harvest import notes, services
 from conserve.jobs.harvest.notes import of_this_machine
+from conserve.server_report import SchedulerReport
 from conserve.store.books import servers
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.servers import Feeding, SeenServer, Sighting
 from conserve.store.database.store import Store
+from tests import server_reports
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve
 from tests.store_rows import add_job
@@ -55,7 +58,7 @@ def feeding(**named: object) -> Feeding:
 def sight(
     *feedings: Feeding,
     drained_at: float | None = None,
-    report: dict | None = None,
+    report: SchedulerReport | None = None,
     error: str | None = None,
 ) -> Sight:
     seen = SeenServer(url=A, model="m", version=None, seen_at=NOW, drained_at=drained_at, feedings=feedings)
@@ -111,7 +114,7 @@ def test_a_narrow_terminal_shortens_tags_and_the_address_of_a_server(
     shown = status_report.table(read_jobs(settings, now=NOW))
     assert max(map(len, shown)) <= 80
     assert "…" in shown[1]
-    (line, _) = server_status.lines([{"url": LONG.format("x" * 40), STOCK: True}])
+    (line, _) = server_status.lines([AskedServer(LONG.format("x" * 40), STOCK)])
     assert line.startswith("http://gpu-xxx")
     assert line.endswith("example.com:8000  runs another scheduler")
     assert len(line) == 80
@@ -127,14 +130,14 @@ def test_status_asks_servers_at_the_same_time(settings: Settings, monkeypatch: p
     """Each that hangs takes two seconds."""
     all_asked = threading.Barrier(3, timeout=60.0)
 
-    def ask(url: str, settings: Settings) -> dict[str, Any]:
+    def ask(url: str, settings: Settings) -> Unreported:
         all_asked.wait()
-        return {"error": f"{url} is busy"}
+        return Unreported(f"{url} is busy")
 
     on_this_machine(monkeypatch, A, B, "http://gpu-c:8000")
     monkeypatch.setattr(server_status, "ask", ask)
-    assert [(one["url"], one["error"]) for one in server_status.read_servers(settings)] == [
-        (url, f"{url} is busy") for url in (A, B, "http://gpu-c:8000")
+    assert server_status.read_servers(settings) == [
+        (url, (f"{url} is busy",)) for url in (A, B, "http://gpu-c:8000")
     ]
 
 
@@ -345,22 +348,25 @@ def test_a_server_is_draining_until_each_harvester_has_no_row_there() -> None:
 
 
 def test_an_slo_is_kept_broken_or_unknown() -> None:
-    def online(p99: float | None = 9.0, **named: object) -> dict:
-        return {"online": {"attainment": 1.0, "tbt_ms": {"p50": p99, "p99": p99}, "promises": {}, **named}}
+    def online(p99: float | None = 9.0, **named: object) -> SchedulerReport:
+        return server_reports.report(online={"tbt_ms": {"p50": p99, "p99": p99}, **named})
 
     assert sight(report=None).slo_kept is None
     assert sight(report=online(None)).slo_kept is None, "no live request in the last minute"
     assert sight(report=online()).slo_kept is True
     assert sight(report=online(attainment=0.9)).slo_kept is False
-    promised = {"ttft_ms": {"p50": {"kept": True}, "p99": {"kept": False}}}
+    kept, broken = ({"promised_ms": 9.0, "seen_ms": 9.0, "kept": kept} for kept in (True, False))
+    promised = {"ttft_ms": {"p50": kept, "p99": broken}}
     assert sight(report=online(promises=promised)).slo_kept is False
     assert [well(sight(feeding(), report=online(attainment=a))) for a in (1.0, 0.9)] == [True, False]
     assert not well(sight(feeding(state="down")))
 
 
 def test_a_server_whose_scheduler_is_silent_is_not_well_whatever_its_last_report_says() -> None:
-    said = {"online": {"attainment": 1.0, "tbt_ms": {"p50": 9.0, "p99": 9.0}, "promises": {}}}
-    fresh, stale = (sight(feeding(), report={**said, "age_s": age_s}) for age_s in (59.0, 97.0))
+    online = {"tbt_ms": {"p50": 9.0, "p99": 9.0}}
+    fresh, stale = (
+        sight(feeding(), report=server_reports.report(online=online, age_s=age_s)) for age_s in (59.0, 97.0)
+    )
     assert (fresh.state, fresh.slo_kept, well(fresh)) == ("serving", True, True)
     assert (stale.state, stale.slo_kept, well(stale)) == ("silent", None, False)
     assert lines([stale])[-1] == (

@@ -9,6 +9,7 @@ from prometheus_client import generate_latest
 
 from conserve.cli import serve_notices, server_status
 from conserve.cli.serve_classes import live_classes, require_keys
+from conserve.cli.server_status import AskedServer
 from conserve.config import load
 from conserve.engine.policy.classes import ClassRefused, LiveClass, LiveClasses, promises_no_more
 from conserve.engine.policy.promises import Promises
@@ -370,25 +371,9 @@ REPORT = report(
     },
 )
 
-SAID: dict[str, Any] = {
-    "url": "http://s", "policy": "conserve", "slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1},
-    "online": {"requests": 5, "ttft_ms": {"p50": 90.0, "p99": 900.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},
-               "attainment": 0.9, "held_back": ["ttft_ms"], "promises": {}},
-    "offline": {"tokens": 10, "tokens_per_s": 1.0},
-    "classes": {
-        "chat": {"slo": {"ttft_ms": 300.0, "tbt_ms": None, "harm": None}, "requests": 4, "attainment": 0.975,
-                 "held_back": ["ttft_ms"],
-                 "ttft_ms": {"p50": 90.0, "p99": 280.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},
-                 "promises": {"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0, "kept": True}}},
-                 "counts": {"ttft_ms": {"all": 4, "late": 1}}},
-        "default": {"slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}, "requests": 1, "attainment": 1.0,
-                    "ttft_ms": {"p50": None, "p99": None}, "tbt_ms": {"p50": None, "p99": None}, "promises": {}},
-    },
-}  # fmt: skip
-
 
 def test_status_shows_each_class() -> None:
-    assert server_status.lines([SAID])[1:5] == [
+    assert server_status.lines([AskedServer("http://s", REPORT)])[1:5] == [
         "  online   TTFT 90/900 ms, TBT 9/30 ms",
         "    chat     TTFT 90/280 of 300 ms, TBT 9/30 ms, SLO kept 97.5%, 4 requests since the start",
         "    default  TTFT -, TBT -, rows add at most about 10%, 1 request since the start",

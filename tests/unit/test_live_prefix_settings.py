@@ -12,7 +12,9 @@ from conserve.engine.vllm.settings import live_prefixes_of, written
 from conserve.errors import SettingsError
 from tests.server_reports import report
 
-SAID = {"kept_blocks": 7, "prompt_tokens": 1000, "found_tokens": 240, "lost_tokens": 32}
+REPORT = report(
+    live_prefixes={"kept_blocks": 7, "prompt_tokens": 1000, "found_tokens": 240, "lost_tokens": 32}
+)
 
 
 @pytest.mark.parametrize(
@@ -54,20 +56,19 @@ def test_a_printed_command_turns_it_off_too() -> None:
 
 
 def test_status_tells_what_was_found_and_lost() -> None:
-    assert server_status.found(SAID) == [
+    assert server_status.found(REPORT.live_prefixes) == [
         "  prefixes 24% of live prompts' tokens found in the cache, 3.2% lost to rows"
     ]
-    assert server_status.found({**SAID, "found_tokens": 0}), "all was lost"
-    assert not server_status.found({**SAID, "found_tokens": 0, "lost_tokens": 0}), (
-        "live prompts share nothing"
-    )
-    assert not server_status.found(None), "an older server"
+    lost = report(live_prefixes={"prompt_tokens": 1000, "lost_tokens": 32}).live_prefixes
+    assert server_status.found(lost), "all was lost"
+    none = report(live_prefixes={"prompt_tokens": 1000}).live_prefixes
+    assert not server_status.found(none), "live prompts share nothing"
 
 
 def test_metrics_have_it() -> None:
     samples = {
         sample.name: sample.value
-        for metric in Report(report(live_prefixes=SAID), {}).collect()
+        for metric in Report(REPORT, {}).collect()
         for sample in metric.samples
         if sample.name.startswith("conserve_live_pr")
     }

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve import owners
-from conserve.api.servers import STOCK
+from conserve.api.servers import STOCK, Unreported
 from conserve.cli import evaluation_setup
 from conserve.config import load
 from conserve.errors import ConserveError, JobRefused, QueryError
@@ -46,6 +46,7 @@ from conserve.nightly.schedule import (
 from conserve.store.files import nights
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
+from tests.server_reports import report
 
 RESULTS = (
     "(values (0, 'yes it is', 'yes'), (1, 'no', 'yes'), (2, null, 'no')) results(row_index, text, answer)"
@@ -487,22 +488,16 @@ def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
 
 
 def test_servers_that_answer_tell_of_their_live_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {
-        "a": {"online": {"ttft_ms": {"p99": 90.0}}},
-        "b": {"error": "does not answer"},
-        "c": {STOCK: True},
-    }
+    said = {"a": report(), "b": Unreported("does not answer"), "c": STOCK}
     monkeypatch.setattr(beside, "running", lambda settings: [SimpleNamespace(url=url) for url in said])
     monkeypatch.setattr(beside, "ask", lambda url, settings, seconds: said[url])
     assert beside.answers(load()) == [said["a"]]
 
 
 def test_of_what_servers_say_the_worst_minute_is_kept() -> None:
-    said = {"online": {"ttft_ms": {"p99": 80.0}, "tbt_ms": {"p99": None}}, "harm": None}
-    later = {
-        "online": {"ttft_ms": {"p99": 50.0}, "tbt_ms": {"p99": 9.0}},
-        "harm": {"ttft_ms": {"p99": {"ratio": 1.1}}, "tbt_ms": {"p99": None}},
-    }
+    said = report(online={"ttft_ms": {"p99": 80.0}})
+    harm = {"with_ms": 55.0, "without_ms": 50.0, "ratio": 1.1, "low": None, "high": None}
+    later = report(online={"ttft_ms": {"p99": 50.0}, "tbt_ms": {"p99": 9.0}}, harm={"ttft_ms": {"p99": harm}})
     assert worst(worst(None, said), later) == LiveLatencies(
         ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1
     )

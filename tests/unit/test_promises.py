@@ -14,11 +14,18 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.settings import EngineSettings, RequestedSettings, written
 from conserve.errors import SettingsError
 from conserve.names import DEFAULT_HARM
+from conserve.server_report import AloneReport, SloReport
+from tests.server_reports import report
 
 # torch's own while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 MIDDLE: dict[str, Any] = {"ttft_ms": None, "tbt_ms": {"p50": 40, "p99": 150, "mean": 60}, "harm": 0.2}
+
+
+def slo_of(promises: Promises) -> SloReport:
+    """The promises as a server reports them."""
+    return report(slo=promises.document()).slo
 
 
 def test_a_time_without_a_name_is_that_of_the_p99() -> None:
@@ -167,11 +174,12 @@ class TestDefault:
 
     def test_the_server_says_what_it_promises(self) -> None:
         section: dict[str, Any] = {"policy": "conserve"}
-        (line,) = serve_notices.by_default({"harm": 0.1}, section)
+        tenth, none = report(slo={"harm": 0.1}).slo, report().slo
+        (line,) = serve_notices.by_default(tenth, section)
         assert line.startswith("rows add at most about 10% to live latencies; change it with --harm")
-        assert serve_notices.by_default({"harm": 0.1}, {**section, "harm": 0.1}) == []
-        assert serve_notices.by_default({"harm": None}, section) == []
-        assert serve_notices.by_default({"harm": 0.1}, {"policy": "priority"}) == []
+        assert serve_notices.by_default(tenth, {**section, "harm": 0.1}) == []
+        assert serve_notices.by_default(none, section) == []
+        assert serve_notices.by_default(tenth, {"policy": "priority"}) == []
 
     @pytest.mark.parametrize(
         ("first", "gaps", "more", "said"),
@@ -188,7 +196,7 @@ class TestDefault:
         self, first: int | None, gaps: int | None, more: dict[str, Any], said: tuple[str, str] | None
     ) -> None:
         section = {"policy": "conserve", "ttft_slo_ms": first, "tbt_slo_ms": gaps, **more}
-        lines = serve_notices.by_default(written(section).promises.document(), section)
+        lines = serve_notices.by_default(slo_of(written(section).promises), section)
         if said is None:
             assert lines == []
         else:
@@ -198,7 +206,7 @@ class TestDefault:
 
 
 def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:
-    alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": 21.0}
+    alone = AloneReport(prompt_tokens=128, ttft_ms=90.0, tbt_ms=21.0)
     section = {"policy": "conserve", "ttft_slo_ms": None, "tbt_slo_ms": {"p50": 15.0, "p99": 150.0}}
     (line,) = serve_notices.too_tight(alone, section)
     assert line == (
@@ -215,31 +223,33 @@ class TestStatus:
     """The line on live requests."""
 
     def test_promises_stand_beside_the_latencies(self) -> None:
-        slo = Promises.of(MIDDLE).document()
+        slo = slo_of(Promises.of(MIDDLE))
         assert server_status.promised(slo, "tbt_ms") == " of p50 40, p99 150, mean 60"
         assert server_status.promised(slo, "ttft_ms") == ""
-        assert server_status.promised({"tbt_ms": 150.0}, "tbt_ms") == " of 150", "an older server's"
+        assert server_status.promised(slo_of(Promises.of({"tbt_ms": 150})), "tbt_ms") == " of 150"
 
     def test_a_broken_promise_is_named(self) -> None:
-        slo, broken = Promises.of(MIDDLE).document(), {"promised_ms": 40.0, "seen_ms": 50.0, "kept": False}
-        online = {"attainment": 1.0, "promises": {"tbt_ms": {"p50": broken, "p99": broken}}}
-        assert server_status.kept(slo, online) == "promise broken: TBT p50, TBT p99"
-        p99_alone = {"attainment": 0.5, "promises": {"tbt_ms": {"p99": broken}}}
-        seen = {"ttft_ms": {"p50": None, "p99": None}, "tbt_ms": {"p50": 9.0, "p99": 20.0}}
-        assert server_status.kept(slo, seen | p99_alone) == "SLO kept 50.0%"
-        assert server_status.kept(slo, {**seen, "attainment": 0.995}) == "SLO kept 99.5%"
+        slo, broken = slo_of(Promises.of(MIDDLE)), {"promised_ms": 40.0, "seen_ms": 50.0, "kept": False}
+
+        def kept(**online: Any) -> str:
+            return server_status.kept(slo, report(online=online).online)
+
+        assert kept(promises={"tbt_ms": {"p50": broken, "p99": broken}}) == (
+            "promise broken: TBT p50, TBT p99"
+        )
+        seen: dict[str, Any] = {"tbt_ms": {"p50": 9.0, "p99": 20.0}}
+        assert kept(**seen, attainment=0.5, promises={"tbt_ms": {"p99": broken}}) == "SLO kept 50.0%"
+        assert kept(**seen, attainment=0.995) == "SLO kept 99.5%"
 
     def test_an_slo_without_a_live_request_is_neither_kept_nor_broken(self) -> None:
-        slo, nothing = Promises.of(MIDDLE).document(), {"p50": None, "p99": None}
-        online = {"attainment": 1.0, "ttft_ms": nothing, "tbt_ms": nothing}
-        assert server_status.kept(slo, online) == "SLO kept -"
+        assert server_status.kept(slo_of(Promises.of(MIDDLE)), report().online) == "SLO kept -"
 
     def test_rows_that_are_held_back_are_named(self) -> None:
         def said(*late: str, alone_ms: float, paused: Sequence[str] = ()) -> list[str]:
             alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": alone_ms}
             slo = Promises.of({"ttft_ms": 1500, "tbt_ms": 150}).document()
             online = {"held_back": late, "paused_for": paused}
-            return server_status.yielding({"online": online, "slo": slo, "alone": alone})
+            return server_status.yielding(report(online=online, slo=slo, alone=alone))
 
         assert said(alone_ms=40.0) == []
         assert said("ttft_ms", "tbt_ms", alone_ms=40.0) == [
@@ -273,15 +283,13 @@ class TestStatus:
         alone = {"prompt_tokens": 128, "ttft_ms": 23.0, "tbt_ms": 5.0}
         slo = Promises.of({"ttft_ms": {"p50": 20, "p99": 150}}).document()
         online = {"held_back": ["ttft_ms"], "paused_for": ["ttft_ms"]}
-        assert server_status.yielding({"online": online, "slo": slo, "alone": alone}) == [
+        assert server_status.yielding(report(online=online, slo=slo, alone=alone)) == [
             "  rows pause for TTFT: they made more late than its SLO allows; raise it, or add a server"
         ]
 
     def test_a_harm_alone_is_named(self) -> None:
-        assert (
-            server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})
-            == "rows add at most about 10%"
-        )
+        slo = slo_of(Promises(harm=0.1))
+        assert server_status.kept(slo, report().online) == "rows add at most about 10%"
 
 
 def test_a_default_harm_is_no_promise_of_the_users() -> None:

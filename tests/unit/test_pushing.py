@@ -15,6 +15,7 @@ from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of
 from conserve.engine.policy.view import Candidate, Image, Slo
 from conserve.engine.runtime.pushing import Pushing
 from tests.policy_views import decodes, plan_of, view_of
+from tests.server_reports import report
 
 TBT = Slo(tbt_ms=100.0)  # 90 tokens of 1 ms each beside the constant 10 ms
 LIVE = decodes(1, "live")
@@ -255,11 +256,9 @@ def test_a_view_with_a_push_is_recorded_as_an_earlier_version_could_not_plan_it(
 
 
 def test_status_says_what_was_pushed() -> None:
-    said = {"largest_slo_scale": 1.5, "slo_scale": 1.0, "rows": 0, "tokens": 4100}
-    (line,) = server_status.pushed(said)
+    (line,) = server_status.pushed(report(pushing={"largest_slo_scale": 1.5, "tokens": 4100}).pushing)
     assert line == "  push     0 rows up to x1.5 of what is promised, 4,100 tokens beyond it since the start"
-    assert server_status.pushed({**said, "largest_slo_scale": 1.0}) == []
-    assert server_status.pushed(None) == [], "an older server"
+    assert server_status.pushed(report(pushing={"tokens": 4100}).pushing) == []
 
 
 @pytest.mark.parametrize(

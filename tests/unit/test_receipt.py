@@ -22,6 +22,7 @@ from conserve.engine.runtime.receipt import (
 )
 from conserve.engine.vllm.settings import written
 from conserve.errors import SettingsError
+from tests.server_reports import report
 
 # torch's own while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -247,16 +248,11 @@ class TestShown:
 
     def test_status_has_the_ratios_and_their_intervals(self) -> None:
         one: dict[str, Any] = {"with_ms": 210.0, "without_ms": 200.0, "ratio": 1.05, "low": 0.98, "high": 1.1}
-        said = {
-            "pauses": 12,
-            "ttft_ms": {"p50": one, "p99": {**one, "low": None, "high": None}},
-            "tbt_ms": {"p50": None, "p99": None},
-        }
-        assert server_status.harmed(said) == [
+        ttft_ms = {"p50": one, "p99": {**one, "low": None, "high": None}}
+        assert server_status.harmed(report(harm={"pauses": 12, "ttft_ms": ttft_ms}).harm) == [
             "  harm     TTFT p50 x1.05 [0.98, 1.10], TTFT p99 x1.05 (12 pauses of rows)"
         ]
-        assert server_status.harmed({**said, "pauses": 0}) == []
-        assert server_status.harmed(None) == [], "an older server"
+        assert server_status.harmed(report(harm={"ttft_ms": ttft_ms}).harm) == []
 
     def test_a_server_measures_for_one_percent_unless_told_otherwise(self) -> None:
         assert written({}).receipt == 0.01

@@ -1,32 +1,46 @@
 """Words of `conserve serve` and `conserve status` on rows that leave, and the flags of the server."""
 
+import asyncio
 import json
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from conserve.api.overview import server_seen
 from conserve.api.servers import unanswered
 from conserve.cli import serve as serving
-from conserve.cli import serve_files, serve_flags, serve_notices, serve_printed, server_status, top_frame
+from conserve.cli import (
+    serve_files,
+    serve_flags,
+    serve_notices,
+    serve_printed,
+    serve_spill,
+    server_status,
+    top_frame,
+)
 from conserve.cli.app import app
 from conserve.cli.found_promises import arrivals_file
 from conserve.cli.profile import require_writable
+from conserve.cli.server_status import AskedServer
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
+from conserve.engine.service import ProcessCommand
 from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.engine.vllm.server.printed import KEYS
 from conserve.errors import SettingsError
 from conserve.store.books import keys
 from conserve.store.database.store import Store
+from tests.server_reports import DISK, MODEL, answer, of_class, report
 
 WHY = "the pipeline is parallel"
 
@@ -185,10 +199,13 @@ def test_a_file_that_cannot_be_recorded_in_is_refused_before_the_server_starts(f
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
-    (sentence,) = serve_notices.not_left({"why_off": WHY}, {})
+    def said(why: str | None, section: dict[str, Any]) -> list[str]:
+        return serve_notices.not_left(report(preemption={"why_off": why}).preemption, section)
+
+    (sentence,) = said(WHY, {})
     assert sentence == f"live requests wait for the iteration under way, which rows cannot leave: {WHY}"
-    assert serve_notices.not_left({"why_off": None}, {}) == []
-    assert serve_notices.not_left({"why_off": "it is switched off"}, {"preemption": "off"}) == []
+    assert said(None, {}) == []
+    assert said("it is switched off", {"preemption": "off"}) == []
 
 
 def test_the_user_may_say_whether_iterations_are_scheduled_ahead() -> None:
@@ -197,29 +214,20 @@ def test_the_user_may_say_whether_iterations_are_scheduled_ahead() -> None:
         assert names_scheduling(["--seed", "1", said])
 
 
-def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -> dict[str, Any]:
-    quiet: dict[str, Any] = {"p50": None, "p99": None}
-    said = {
-        "url": "http://127.0.0.1:8000",
-        "policy": "conserve",
-        "slo": {"ttft_ms": 1500.0, "tbt_ms": None},
-        "online": {"ttft_ms": quiet, "tbt_ms": quiet, "attainment": 1.0},
-        "offline": {"tokens": offline_tokens, "tokens_per_s": 824.0},
-    }
-    return said if preemption is None else {**said, "preemption": preemption}
+def shown(**changes: Any) -> list[str]:
+    """Lines of `status` on a server that has been asked for nothing, with these changes."""
+    return server_status.lines([AskedServer("http://127.0.0.1:8000", report(**changes))])
 
 
 def test_status_and_top_say_how_old_figures_are_where_the_scheduler_has_not_answered() -> None:
-    said = server(None)
     since = "(its scheduler has not answered since)"
     for age_s, words in (
         (None, ""),
         (0.4, ""),
         (72.0, f" until 1 min 12 s ago {since}"),
     ):
-        line = server_status.lines([{**said, "age_s": age_s}])[0]
-        assert line == f"http://127.0.0.1:8000  policy conserve, last minute{words}:"
-        below = top_frame.server_lines(server_seen("http://a", {**said, "age_s": age_s}), 100)[2:]
+        assert shown(age_s=age_s)[0] == f"http://127.0.0.1:8000  policy conserve, last minute{words}:"
+        below = top_frame.server_lines(server_seen("http://a", report(age_s=age_s)), 100)[2:]
         assert [str(text).rstrip() for text in below] == (
             [f"   seen{words.removeprefix(' until')}"] if words else []
         )
@@ -238,65 +246,48 @@ def test_status_tells_a_busy_server_from_one_that_starts(error: Exception, words
 
 
 def test_status_says_what_preemption_did() -> None:
-    counted: dict[str, Any] = {
-        "policy": "prompt", "why_off": None, "iterations_left": 12, "tokens_redone": 340,
-        "reaction_ms": {"p50": 3.0, "p99": 14.2},
-    }  # fmt: skip
-    assert server_status.lines([server(counted)])[3] == (
+    def line(preemption: dict[str, Any], tokens: int = 85_000) -> str:
+        return shown(preemption=preemption, offline={"tokens": tokens})[4]
+
+    assert line({"iterations_left": 12, "tokens_redone": 340, "reaction_ms": {"p50": 3.0, "p99": 14.2}}) == (
         "  since the start rows left 12 iterations, 340 tokens redone (0.4% of offline tokens), reaction P99 14 ms"
     )
-    none = {**counted, "iterations_left": 0, "tokens_redone": 0, "reaction_ms": {"p50": None, "p99": None}}
-    assert (
-        server_status.lines([server(none, offline_tokens=0)])[3] == "  since the start rows left 0 iterations"
-    )
-    assert (
-        server_status.lines([server({"policy": "off", "why_off": WHY})])[3]
-        == f"  rows leave no iteration: {WHY}"
-    )
-    assert server_status.lines([server({"policy": "off", "why_off": None})])[3] == "  rows leave no iteration"
-    assert len(server_status.lines([server(None)])) == 4  # an older server: no line, and the blank one
+    assert line({}, 0) == "  since the start rows left 0 iterations"
+    assert line({"policy": "off", "why_off": WHY}) == f"  rows leave no iteration: {WHY}"
+    assert line({"policy": "off"}) == "  rows leave no iteration"
 
 
 def test_status_says_what_became_of_kv() -> None:
-    disk: dict[str, Any] = {"why_off": None, "refused": None, "tokens_taken_in": 0}
-    counted = {
-        "policy": "adaptive", "why_off": None, "tokens_saved": 4096, "tokens_restored": 2048,
-        "tokens_recomputed": 77, "blocks_failed": 1, "blocks_refused": 0, "spill": disk,
+    counted: dict[str, Any] = {
+        "policy": "adaptive", "tokens_saved": 4096, "tokens_restored": 2048, "tokens_recomputed": 77,
+        "blocks_failed": 1, "spill": DISK,
     }  # fmt: skip
     line = "  tokens of KV 4,096 saved, 2,048 restored, 77 recomputed, 1 block not copied"
-    assert server_status.checkpointed(counted) == [line]
-    came = {**counted, "spill": {**disk, "tokens_taken_in": 640}}
-    assert server_status.checkpointed(came) == [line, "  640 tokens of KV from disk"]
-    late = {
-        **counted,
-        "spill": {**disk, "tokens_taken_in": 640, "refused": WHY},
-    }  # and nothing was written since
-    assert server_status.checkpointed(late) == server_status.checkpointed(came)
-    refused = {**counted, "spill": {**disk, "refused": WHY}}
-    assert server_status.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
-    assert server_status.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [
-        f"  no KV checkpoints: {WHY}"
-    ]
-    assert server_status.checkpointed(None) == []
+
+    def below(**disk: Any) -> list[str]:
+        return server_status.checkpointed(
+            report(checkpoint={**counted, "spill": {**DISK, **disk}}).checkpoint
+        )
+
+    assert below() == [line]
+    assert below(tokens_taken_in=640) == [line, "  640 tokens of KV from disk"]
+    assert below(tokens_taken_in=640, refused=WHY) == below(tokens_taken_in=640), "nothing was written since"
+    assert below(refused=WHY) == [line, f"  nothing from disk: {WHY}"]
+    off = report(checkpoint={**counted, "policy": "off", "why_off": WHY})
+    assert server_status.checkpointed(off.checkpoint) == [f"  no KV checkpoints: {WHY}"]
+    assert server_status.checkpointed(report().checkpoint) == []
 
 
 def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
-    model: dict[str, Any] = {
-        "name": "conserve", "source": "warm-up", "coefficients": {}, "scale": 1.0,
-        "off": {"iterations": 1000, "p50": 0.061, "p99": 0.314},
-    }  # fmt: skip
-    said = {**server(None), "latency_model": model}
-    assert server_status.lines([said])[3] == (
+    off = {"iterations": 1000, "p50": 0.061, "p99": 0.314}
+    assert shown(latency_model={**MODEL, "off": off})[3] == (
         "  model    conserve from the warm-up, off by 6%, P99 31%, of the last 1,000 iterations"
     )
-    model["off"] = {"iterations": 0, "p50": None, "p99": None}
-    assert server_status.lines([said])[3] == "  model    conserve from the warm-up, no iteration compared yet"
-    without = {**server(None), "latency_model": None}
-    assert server_status.lines([without])[3] == "  no latency model: no SLO is kept until there is one"
-    assert server_status.lines([{**without, "policy": "online-only"}])[3] == "  no latency model"
-    assert server_status.predicted({"policy": "conserve"}) == []
-    older = {"name": "conserve", "coefficients": {}, "scale": 1.0}
-    assert server_status.predicted({"policy": "conserve", "latency_model": older}) == []
+    assert shown(latency_model=MODEL)[3] == (
+        "  model    conserve from the warm-up, no iteration compared yet"
+    )
+    assert shown()[3] == "  no latency model: no SLO is kept until there is one"
+    assert shown(policy="online-only")[3] == "  no latency model"
 
 
 # Files.
@@ -518,12 +509,68 @@ def test_a_policy_that_knows_no_slo_says_so() -> None:
     ],
 )
 def test_no_harm_is_told_of_under_a_policy_that_keeps_none(policy: str, words: str, above: str) -> None:
-    slo = {"ttft_ms": None, "tbt_ms": None, "harm": 0.1}
-    said = {**server(None), "policy": policy, "slo": slo}
-    assert server_status.lines([said])[1].endswith(f", {words}")
-    of_class = {**said["online"], "slo": slo, "requests": 1}
-    assert f", {words}, " in server_status.lines([{**said, "classes": {"chat": of_class}}])[2]
-    assert above in top_frame.server_lines(server_seen("http://a", said), 100)[0].plain
+    told = {"policy": policy, "slo": {"harm": 0.1}}
+    assert shown(**told)[1].endswith(f", {words}")
+    chat = of_class(slo={"harm": 0.1}, requests=1)
+    assert f", {words}, " in shown(**told, classes={"chat": chat})[2]
+    assert above in top_frame.server_lines(server_seen("http://a", report(**told)), 100)[0].plain
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bytes], None]:
+    """Sets what the server that `serve` has started answers."""
+    client = httpx.AsyncClient
+
+    def answering(status: int, content: bytes) -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
+        monkeypatch.setattr(httpx, "AsyncClient", partial(client, transport=transport))
+
+    return answering
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (200, {**DISK, "blocks_spilled": 3, "bytes_spilled": 5_000_000}, "is kept: 3 blocks, 5 MB\n"),
+        (200, {**DISK, "why_off": WHY}, f"is not kept: {WHY}\n"),
+        (
+            200,
+            {**DISK, "blocks_spilled": 3, "refused": "the disk is full"},
+            "is not kept: the disk is full\n",
+        ),
+        (200, DISK, ""),
+        (404, {"error": {"message": "no checkpoints"}}, "is not kept: no checkpoints\n"),
+        (200, {}, "is not kept: the server does not say what came of it (ValidationError)\n"),
+        (502, {}, "is not kept: the server does not say what came of it (KeyError)\n"),
+    ],
+)
+def test_what_came_of_the_kv_of_rows_in_flight_is_said(
+    status: int,
+    content: dict[str, Any],
+    words: str,
+    answering: Callable[[int, bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answering(status, json.dumps(content).encode())
+    server = serve_spill.supervised(ProcessCommand(name="server", words=("server",)))
+    asyncio.run(serve_spill.spill(load(), server, "http://server"))
+    said = capsys.readouterr().err
+    assert said.removeprefix("KV of rows in flight ") == words
+
+
+def test_a_server_that_tells_no_report_at_its_start_is_said_to(
+    answering: Callable[[int, bytes], None],
+) -> None:
+    section: dict[str, Any] = {"policy": "conserve", "ttft_slo_ms": None, "tbt_slo_ms": None, "harm": 0.1}
+
+    def said() -> list[str]:
+        return asyncio.run(serve_notices.warnings(load(), section, "http://server"))
+
+    answering(200, answer(preemption={"why_off": WHY}))
+    assert any(sentence.endswith(WHY) for sentence in said())
+    for status, content in ((200, b"{}"), (200, b"x"), (404, b"{}")):
+        answering(status, content)
+        assert said() == ["the server does not say how it does; is another plug-in in its way?"]
 
 
 def test_limits_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

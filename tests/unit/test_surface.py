@@ -21,7 +21,7 @@ from conserve import __version__
 from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
-from conserve.engine.vllm.server import metrics, routes
+from conserve.engine.vllm.server import metrics
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
 from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role

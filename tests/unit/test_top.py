@@ -15,26 +15,37 @@ import pytest
 
 from conserve.api import overview
 from conserve.api.overview import CounterRate, Latency, Overview, ServerSeen, StoreWatch, server_seen
+from conserve.api.servers import OTHER_VERSION, STOCK, Unreported
 from conserve.cli import bars, top, top_frame
 from conserve.cli.context import Context
 from conserve.cli.top_frame import ScreenState
 from conserve.cli.top_keys import named
 from conserve.config import load
 from conserve.errors import StoreError
+from conserve.server_report import SchedulerReport
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.commands import REPOSITORY, conserve, until
 from tests.conftest import WriteInput
+from tests.server_reports import report
 from tools.docs.screen import OVERVIEW
 
 SAID: dict[str, Any] = {
-    "policy": "conserve",
-    "slo": {"ttft_ms": 1500.0, "tbt_ms": 100.0, "harm": None},
-    "online": {"ttft_ms": {"p50": 200.0, "p99": 1601.0}, "tbt_ms": {"p50": 40.0, "p99": 88.0}, "attainment": 0.98},
+    "online": {
+        "ttft_ms": {"p50": 200.0, "p99": 1601.0},
+        "tbt_ms": {"p50": 40.0, "p99": 88.0},
+        "attainment": 0.98,
+        "promises": {
+            "ttft_ms": {"p99": {"promised_ms": 1500.0, "seen_ms": 1601.0, "kept": False}},
+            "tbt_ms": {"p99": {"promised_ms": 100.0, "seen_ms": 88.0, "kept": True}},
+        },
+    },
     "offline": {"tokens": 5000, "tokens_per_s": 1480.4},
     "preemption": {"iterations_left": 12, "tokens_redone": 512},
     "checkpoint": {"tokens_restored": 96, "tokens_recomputed": 7},
-}  # fmt: skip
+}
+REPORT = report(**SAID)
+UNSEEN: dict[str, Any] = {"promised_ms": 1500.0, "seen_ms": None, "kept": True}
 
 
 def submitted(write_input: WriteInput) -> str:
@@ -113,7 +124,7 @@ def test_finished_jobs_are_shown_on_request_or_alone() -> None:
 
 
 def test_a_broken_promise_is_red_and_a_kept_one_is_not() -> None:
-    broken = server_seen("http://a", SAID)
+    broken = server_seen("http://a", REPORT)
     assert (broken.ttft_ms.kept, broken.tbt_ms.kept) == (False, True)
     line = top_frame.server_lines(broken, 80)[0]
     red = {line.plain[span.start : span.end].strip() for span in line.spans if "red" in str(span.style)}
@@ -121,14 +132,14 @@ def test_a_broken_promise_is_red_and_a_kept_one_is_not() -> None:
     assert not any("88/100" in text for text in red)
 
 
-def told(**promises: tuple[float, float]) -> dict[str, Any]:
-    """A server's answer with promises of the TBT, as (promised, seen)."""
+def told(**promises: tuple[float, float]) -> SchedulerReport:
+    """A server's report with promises of the TBT, as (promised, seen)."""
     named = {
         name: {"promised_ms": bound, "seen_ms": seen, "kept": seen <= bound}
         for name, (bound, seen) in promises.items()
     }
-    slo = {"ttft_ms": None, "tbt_ms": max(bound for bound, _ in promises.values()), "harm": None}
-    return {**SAID, "slo": slo, "online": {**SAID["online"], "promises": {"ttft_ms": {}, "tbt_ms": named}}}
+    online = {name: SAID["online"][name] for name in ("ttft_ms", "tbt_ms")}
+    return report(online={**online, "promises": {"tbt_ms": named}})
 
 
 @pytest.mark.parametrize(
@@ -154,15 +165,15 @@ def test_a_latency_is_held_against_the_quantile_that_is_promised(
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"error": "does not answer"}, "does not answer"),
-        ({"stock": True}, "without ConServe's scheduler"),
-        ({"version": "0", "online": None}, "without ConServe's scheduler"),
-        ({**SAID, "slo": {"harm": 0.1}}, "harm ≤10%"),
-        ({**SAID, "slo": {}, "preemption": None, "checkpoint": None}, "no promise"),
-        ({**SAID, "online": {"ttft_ms": {"p99": None}, "tbt_ms": {}}}, "-/1,500"),
+        (Unreported("does not answer"), "does not answer"),
+        (Unreported(OTHER_VERSION), "runs another version of ConServe"),
+        (STOCK, "without ConServe's scheduler"),
+        (report(slo={"harm": 0.1}), "harm ≤10%"),
+        (report(), "no promise"),
+        (report(online={"promises": {"ttft_ms": {"p99": UNSEEN}}}), "-/1,500"),
     ],
 )
-def test_a_server_is_shown_by_whatever_it_says(said: dict[str, Any], words: str) -> None:
+def test_a_server_is_shown_by_whatever_it_says(said: SchedulerReport | Unreported, words: str) -> None:
     lines = top_frame.server_lines(server_seen("http://gpu1:8000", said), 80)
     assert words in lines[0].plain
     assert max(len(line.plain) for line in lines) <= 80
@@ -196,11 +207,11 @@ def test_a_pace_is_that_of_the_last_seconds() -> None:
 
 def test_a_slow_server_holds_nothing_up_and_is_asked_once_at_a_time(store: Store) -> None:
     asked: list[str] = []
-    slow: Future[dict[str, Any]] = Future()
+    slow: Future[SchedulerReport | Unreported] = Future()
 
-    def answer(url: str) -> dict[str, Any]:
+    def answer(url: str) -> SchedulerReport | Unreported:
         asked.append(url)
-        return slow.result() if "slow" in url else SAID
+        return slow.result() if "slow" in url else REPORT
 
     looking = watch(answer, "http://slow", "http://quick/v1")
     try:
@@ -212,7 +223,7 @@ def test_a_slow_server_holds_nothing_up_and_is_asked_once_at_a_time(store: Store
         assert seen.servers[0].error == "is being asked"
         assert seen.servers[1].tokens_per_s == 1480.4
         assert asked.count("http://slow") == 1
-        slow.set_result({"error": "does not answer"})
+        slow.set_result(Unreported("does not answer"))
         until(lambda: looking.look().servers[0].error == "does not answer")
     finally:
         looking.close()
@@ -222,7 +233,7 @@ def test_a_store_that_is_gone_is_named_and_the_last_jobs_stay(
     store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submitted(write_input)
-    looking = watch(SAID)
+    looking = watch(REPORT)
     assert looking.look().error is None
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -239,8 +250,8 @@ def test_a_store_that_is_gone_is_named_and_the_last_jobs_stay(
 def test_tokens_count_when_a_server_computes_them_not_when_their_rows_end(store: Store) -> None:
     now, tokens = [1e9], [0]
 
-    def said(url: str) -> dict[str, Any]:
-        return {**SAID, "offline": {"tokens": tokens[0], "tokens_per_s": 0.0}}
+    def said(url: str) -> SchedulerReport:
+        return report(offline={"tokens": tokens[0]})
 
     looking = StoreWatch(load(), ["http://a"], asking=lambda url, settings: said(url), clock=lambda: now[0])
     for _ in range(3):
@@ -301,7 +312,7 @@ def test_once_says_in_full_why_the_store_cannot_be_read_and_makes_no_figures_up(
 
 
 def test_a_servers_json_has_its_figures() -> None:
-    assert server_seen("http://a", SAID).document() == {
+    assert server_seen("http://a", REPORT).document() == {
         "url": "http://a",
         "policy": "conserve",
         "age_s": None,

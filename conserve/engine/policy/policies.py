@@ -1,7 +1,7 @@
 """Policies by the names that flags and reports use, and users' own by the path of their class."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.hygen import hygen, hygen_star, sarathi_plus
@@ -11,7 +11,6 @@ from conserve.engine.policy.own import CheckedPolicy, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy, Traits
 from conserve.engine.policy.priority import Priority
-from conserve.engine.policy.promises import HARMS
 from conserve.names import (
     CONSERVE,
     HYGEN,
@@ -22,6 +21,9 @@ from conserve.names import (
     PRIORITY,
     SARATHI_PP,
 )
+
+if TYPE_CHECKING:
+    from conserve.server_report import SloReport
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     CONSERVE: Conserve,
@@ -57,6 +59,6 @@ def traits(name: str) -> Traits:
     return POLICIES[name]().traits if name in POLICIES else Traits(rows_may_leave="." in name)
 
 
-def kept_promises(slo: Mapping[str, Any], policy: str | None) -> dict[str, Any]:
+def kept_promises(slo: "SloReport", policy: str) -> "SloReport":
     """Promises that a report tells, without a harm that the policy does not keep."""
-    return {**slo} if traits(policy or CONSERVE).knows_slo else {**slo, **dict.fromkeys(HARMS)}
+    return slo if traits(policy).knows_slo else slo.without_harm()

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from conserve.engine.policy.policies import traits
+from conserve.engine.policy.policies import kept_promises
 from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.server.batch_proxy import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
@@ -201,8 +201,7 @@ class Report(NamedTuple):
 
     def _harm_limits(self) -> Iterator[Metric]:
         """Largest harm to each latency that has one: to both, or by default to the one without an SLO."""
-        knows = traits(self.said.policy).knows_slo
-        kept = self.said.slo if knows else self.said.slo.without_harm()
+        kept = kept_promises(self.said.slo, self.said.policy)
         slo = Promises.of(msgspec.to_builtins(kept)).slo
         limits = GaugeMetricFamily(
             "conserve_harm_limit",
