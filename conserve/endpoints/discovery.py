@@ -10,19 +10,18 @@ import httpx
 import msgspec
 from msgspec import Meta
 
-from conserve.endpoints.answers import UNREADABLE, Whole, excerpt
+from conserve.endpoints.answers import UNREADABLE, excerpt
 from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.endpoints.refusals import BUSY, error_message, redirected, untrusted
 from conserve.endpoints.window import ServerMetrics
 from conserve.errors import EndpointUnusable, ModelUnnamed, one_line
-from conserve.hosts import REPORT
+from conserve.server_report import PATH, RECENT, FrontEndReport, read_front_end
 
 MOST_ROWS = 64  # at once, if the server does not say how many it runs
 OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
 START_S = 60.0  # for the first answers of a server that may be under load
-LAST_REPORT = f"{REPORT}?within_s=1"  # the last report will do where the scheduler is in an iteration
 MOST_NAMED = 5  # models in a message
 REJECTED = (400, 422)
 LACKS_ROUTE = (404, 405, 501)
@@ -111,7 +110,7 @@ async def discover(
         return ServerFacts(
             mode=Mode.COSERVING,
             model=found,
-            identity=ours.identity_of(found),
+            identity=identity_of(ours, found),
             resumes=ours.resumes,
             most_rows=min(bears, most_rows or bears),
             priority=ours.offline_priority,
@@ -214,23 +213,13 @@ def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoServingReport:
-    """The used part of the answer to ``GET /v1/conserve`` (docs/reference/json.md)."""
+def identity_of(ours: FrontEndReport, model: str) -> str:
+    """Identity of one of the server's models; the server's own names the first, of which adapters are others.
 
-    identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
-    max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
-    offline_priority: Whole
-    resumes: bool = True  # True if our key is the harvester's; servers without keys do not say
-    version: Annotated[str, Meta(max_length=100, pattern="^[^\\x00]*$")] | None = None
-
-    def identity_of(self, model: str) -> str:
-        """Identity of one of the server's models; the server's own names the first, of which adapters are others.
-
-        Tokens saved under one key are not continued under another, so the identities differ.
-        """
-        identity = self.identity if self.identity.startswith(f"{model}@") else f"{self.identity} as {model}"
-        return identity if self.resumes else f"{identity} from the beginning"
+    Tokens saved under one key are not continued under another, so the identities differ.
+    """
+    identity = ours.identity if ours.identity.startswith(f"{model}@") else f"{ours.identity} as {model}"
+    return identity if ours.resumes else f"{identity} from the beginning"
 
 
 def is_in_trouble(status: int) -> bool:
@@ -238,20 +227,20 @@ def is_in_trouble(status: int) -> bool:
     return status in BUSY or (status >= 500 and status not in LACKS_ROUTE)
 
 
-async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
+async def coserving(client: httpx.AsyncClient) -> FrontEndReport | None:
     """The report of ConServe's plug-in; None if the server has none.
 
     A server or proxy in trouble raises `EndpointUnusable`: taken for one without the plug-in, its rows would start
     over.
     """
     # The scheduler answers between two iterations, which may take minutes. What is read here never changes.
-    reply = await any_reply(client, LAST_REPORT)
+    reply = await any_reply(client, RECENT)
     if reply.status == NO_REPORT_YET:
-        reply = await healthy_reply(client, REPORT)
+        reply = await healthy_reply(client, PATH)
     if is_in_trouble(reply.status):
-        raise troubled(client, REPORT, reply)
+        raise troubled(client, PATH, reply)
     try:
-        return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None
+        return read_front_end(reply.content) if reply.status == 200 else None
     except UNREADABLE:
         return None
 

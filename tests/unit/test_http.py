@@ -41,6 +41,7 @@ from conserve.errors import (
 )
 from conserve.hosts import about_login, split_login, without_login
 from tests import virtual_time
+from tests.server_reports import FRONT_END
 
 CHAT = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "hi"}], "model": "ignored"})
 BARE = Call(key="1", url=Url.COMPLETIONS, body={"prompt": "hi"})
@@ -265,7 +266,7 @@ def test_a_server_that_is_none_is_found_out_at_the_start(models: httpx.Response)
         asyncio.run(endpoint.start())
 
 
-COSERVING = {"identity": "served@weights", "max_num_seqs": 4, "offline_priority": 1000, "version": "0"}
+COSERVING = {**FRONT_END, "identity": "served@weights"}
 
 
 def streamed(

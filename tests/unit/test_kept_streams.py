@@ -9,10 +9,11 @@ import pytest
 
 from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Url
+from tests.server_reports import FRONT_END
 
 FACTS = {
     "/v1/models": {"data": [{"id": "served"}]},
-    "/v1/conserve": {"identity": "m", "max_num_seqs": 4, "offline_priority": 1000, "version": "0"},
+    "/v1/conserve": FRONT_END,
 }
 PIECE = {"index": 0, "text": "yes", "finish_reason": "stop", "token_ids": [7], "prompt_token_ids": [1, 2]}
 USAGE = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
