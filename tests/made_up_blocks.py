@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from conserve.server_report import SchedulerReport
+from tests.server_reports import report
+
 
 @dataclass
 class MadeUp:
@@ -11,8 +14,8 @@ class MadeUp:
     began_s: float
     ended_s: float
     answers: list[Any]
-    first: dict[str, Any]
-    last: dict[str, Any]
+    first: SchedulerReport
+    last: SchedulerReport
 
 
 @dataclass
@@ -20,3 +23,8 @@ class Answered:
     """A live request's answer."""
 
     token_at_s: list[float]
+
+
+def counted(tokens: int, decode_steps: int) -> SchedulerReport:
+    """A report of so many offline tokens and decode steps among them."""
+    return report(offline={"tokens": tokens, "decode_steps": decode_steps})

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, Self
 
 import httpx
+import msgspec
 
 from conserve.bench.answers import LoadAnswer
 from conserve.bench.attainment import LatencyLimits
@@ -18,14 +19,14 @@ from conserve.bench.names import HYGENS, regime_of, runs_offline, wanted
 from conserve.bench.served import served_model
 from conserve.bench.simulate_online import EngineModel
 from conserve.errors import ConserveError, EndpointUnusable
-from conserve.hosts import REPORT, bearer, split_login
+from conserve.hosts import bearer, split_login
 from conserve.names import OFF
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
+from conserve.server_report import PATH, UNREADABLE, SchedulerReport, ServerReport, read
 
 LOOKS = 5  # for a row, since there may be none between the end of one and the next
 RUN_BITS = 48  # of the first seed of a comparison on a server that runs already
-FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's report that say what it can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,39 +34,39 @@ class SchedulerCounters:
     """Counts of the scheduler since its start."""
 
     offline_tokens: int
-    offline_work: float = 0.0
-    offline_decodes: int = 0
+    offline_work: float
+    offline_decodes: int
     iterations: int
     planned: int
     overruns: int
     busy_s: float  # the mean of several engines
-    iterations_left: int = 0
-    tokens_redone: int = 0
-    tokens_wasted: float = 0.0
-    live_tokens_recomputed: int = 0
-    tokens_saved: int = 0
-    tokens_restored: int = 0
-    tokens_recomputed: int = 0
+    iterations_left: int
+    tokens_redone: int
+    tokens_wasted: float
+    live_tokens_recomputed: int
+    tokens_saved: int
+    tokens_restored: int
+    tokens_recomputed: int
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Self:
-        """Read the counts from an answer of `GET /v1/conserve`."""
-        preemption, checkpoint = said.get("preemption", {}), said.get("checkpoint", {})
+    def of(cls, said: SchedulerReport, *, engines: int = 1) -> Self:
+        """Read the counts from a report of so many engines."""
+        offline, preemption, checkpoint = said.offline, said.preemption, said.checkpoint
         return cls(
-            offline_tokens=said["offline"]["tokens"],
-            offline_work=said["offline"].get("work", 0.0),
-            offline_decodes=said["offline"].get("decode_steps", 0),
-            iterations=said["iterations"],
-            planned=said["planned"],
-            overruns=said["overruns"],
-            busy_s=said["busy_s"] / number_of_engines(said),
-            iterations_left=preemption.get("iterations_left", preemption.get("preemptions", 0)),
-            tokens_redone=preemption.get("tokens_redone", 0),
-            tokens_wasted=preemption.get("tokens_wasted", 0.0),
-            live_tokens_recomputed=preemption.get("live_tokens_recomputed", 0),
-            tokens_saved=checkpoint.get("tokens_saved", 0),
-            tokens_restored=checkpoint.get("tokens_restored", 0),
-            tokens_recomputed=checkpoint.get("tokens_recomputed", 0),
+            offline_tokens=offline.tokens,
+            offline_work=offline.work,
+            offline_decodes=offline.decode_steps,
+            iterations=said.iterations,
+            planned=said.planned,
+            overruns=said.overruns,
+            busy_s=said.busy_s / engines,
+            iterations_left=preemption.iterations_left,
+            tokens_redone=preemption.tokens_redone,
+            tokens_wasted=preemption.tokens_wasted,
+            live_tokens_recomputed=preemption.live_tokens_recomputed,
+            tokens_saved=checkpoint.tokens_saved,
+            tokens_restored=checkpoint.tokens_restored,
+            tokens_recomputed=checkpoint.tokens_recomputed,
         )
 
     def since(self, first: Self) -> dict[str, Any]:
@@ -88,7 +89,6 @@ class Deployment:
             trust_env=False,
             transport=transport,
         )
-        self._can: frozenset[str] | None = None  # of `FEATURES`; None if not asked yet
         self.terms: dict[str, Mapping[str, float]] = {}  # of HyGen's policies, by name
 
     async def follow(
@@ -101,10 +101,7 @@ class Deployment:
         Raises `EndpointUnusable` if the server cannot do what the name says.
         """
         regime = regime_of(name)
-        if self._can is None:
-            await self.regime()
-        can = self._can or frozenset()
-        body = wanted(regime, preemption, *(feature in can for feature in FEATURES))
+        body = wanted(regime, preemption)
         if regime.harm is not None:
             body["slo"] = {"harm": regime.harm}
         elif slo is not None:
@@ -112,40 +109,27 @@ class Deployment:
         if regime.policy in HYGENS:
             body["hygen"] = dict(self.terms.get(name, {}))
         said = await self._ask("POST", json=body)
-        section = said.get("preemption", {"policy": OFF, "why_off": "it is too old"})
-        if regime.preemption not in (None, section["policy"]):
+        found = said.scheduler.preemption
+        if regime.preemption not in (None, found.policy):
             raise EndpointUnusable(
-                f"{self._client.base_url} cannot run {name}: its preemption is {section['policy']} "
-                f"({section['why_off']})"
+                f"{self._client.base_url} cannot run {name}: its preemption is {found.policy} ({found.why_off})"
             )
-        return SchedulerCounters.of(said)
+        return counters_of(said)
 
     async def regime(self) -> dict[str, Any]:
-        """Current policy, preemption, checkpoints and SLO."""
-        said = await self._ask("GET")
-        self._can = frozenset(feature for feature in FEATURES if feature in said)
-        found = {"policy": said["policy"], "slo": said["slo"]}
-        if "preemption" in said:
-            found["preemption"] = said["preemption"]["policy"]
-        if "checkpoint" in said:
-            found["checkpoint"] = OFF if said["checkpoint"]["policy"] == OFF else "on"
-        if "batching" in said:
-            found["batching"] = said["batching"]["policy"]
-        return found
-
-    async def require(self, policies: Sequence[str]) -> None:
-        """Raise `EndpointUnusable` if one of these goes without a mechanism that the server has no switch for."""
-        await self.regime()
-        lacking = [name for name in policies if not regime_of(name).full_batches]
-        if lacking and "batching" not in (self._can or ()):
-            raise EndpointUnusable(
-                f"{self._client.base_url} cannot run {lacking[0]}: it has no batching mode to turn off"
-            )
+        """Current policy, preemption, checkpoints, batching mode and SLO, as `POST /v1/conserve` takes them."""
+        said = (await self._ask("GET")).scheduler
+        return {
+            "policy": said.policy,
+            "slo": msgspec.to_builtins(said.slo),
+            "preemption": said.preemption.policy,
+            "checkpoint": OFF if said.checkpoint.policy == OFF else "on",
+            "batching": said.batching.policy,
+        }
 
     async def why_rows_stay(self) -> str | None:
         """Reason that rows never leave this server's iterations; None if they can."""
-        section = (await self._ask("GET")).get("preemption", {"why_off": "the server is too old"})
-        return str(section["why_off"]) if section["why_off"] else None
+        return (await self._ask("GET")).scheduler.preemption.why_off
 
     async def restore(self, regime: dict[str, Any]) -> None:
         """Set policy, preemption, checkpoints and SLO back."""
@@ -153,46 +137,44 @@ class Deployment:
 
     async def counters(self) -> SchedulerCounters:
         """Current counters."""
-        return SchedulerCounters.of(await self._ask("GET"))
+        return counters_of(await self._ask("GET"))
 
     async def engine(self) -> EngineModel | None:
-        """Speed of the engine by its latency model; None if the server does not tell.
+        """Speed of the engine by its latency model; None if this ConServe does not know the model.
 
         Raises `EndpointUnusable` if it has no model yet, without which its policies cannot act.
         """
-        said = await self._ask("GET")
-        if said.get("latency_model", said) is None:
+        front_end, said = await self._ask("GET")
+        told = said.latency_model
+        if told is None:
             raise EndpointUnusable(
                 f"{self._client.base_url} has not seen enough iterations for a latency model, without which no "
                 "policy acts; measure one with: conserve profile --served MODEL FLAGS"
             )
         try:
-            told = said["latency_model"]
-            return EngineModel(
-                model=MODELS[told["name"]](told["coefficients"]),
-                scale=float(told["scale"]),
-                max_tokens=int(said["max_num_batched_tokens"]),
-                max_requests=int(said["max_num_seqs"]) // number_of_engines(said),
-                engines=number_of_engines(said),
-            )
-        except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
+            model = MODELS[told.name](told.coefficients)
+        except (KeyError, ValueError):  # a newer server with another model
             return None
+        return EngineModel(
+            model=model,
+            scale=told.scale,
+            max_tokens=said.max_num_batched_tokens,
+            max_requests=front_end.max_num_seqs // front_end.engines,
+            engines=front_end.engines,
+        )
 
-    async def rows(self) -> int | None:
-        """Offline rows in the engine now; None if the server, an older one, does not tell."""
-        rows = (await self._ask("GET"))["offline"].get("rows")
-        return None if rows is None else int(rows)
+    async def rows(self) -> int:
+        """Offline rows in the engine now."""
+        return (await self._ask("GET")).scheduler.offline.rows
 
     async def engines(self) -> int:
         """Number of data parallel engines behind the server."""
-        return number_of_engines(await self._ask("GET"))
+        return (await self._ask("GET")).front_end.engines
 
     async def hygen_model(self) -> HyGenModel | None:
-        """HyGen's latency predictor on this engine; None if the server does not tell it."""
-        try:
-            return HyGenModel((await self._ask("GET"))["hygen"]["coefficients"])
-        except (KeyError, TypeError, ValueError):  # an older server, or one that has learned none
-            return None
+        """HyGen's latency predictor on this engine; None where it has learned none."""
+        coefficients = (await self._ask("GET")).scheduler.hygen.coefficients
+        return None if coefficients is None else HyGenModel(coefficients)
 
     async def watch(self, start_at: float) -> list[tuple[float, SchedulerCounters]]:
         """Read the counters until cancelled; returns them with their times in s since `start_at`."""
@@ -218,16 +200,20 @@ class Deployment:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _ask(self, method: str, **content: Any) -> dict[str, Any]:
+    async def _ask(self, method: str, **content: Any) -> ServerReport:
         try:
-            answer = await self._client.request(method, REPORT, **content)
+            answer = await self._client.request(method, PATH, **content)
         except httpx.HTTPError as error:
             raise EndpointUnusable(
                 f"{self._client.base_url} went away or is not there ({error!r}); see its log, or its address"
             ) from error
         if answer.status_code == httpx.codes.OK:
-            said: dict[str, Any] = answer.json()
-            return said
+            try:
+                return read(answer.content)
+            except UNREADABLE as error:
+                raise EndpointUnusable(
+                    f"{answer.url} is no report that this ConServe reads ({error}); update it, or the server"
+                ) from error
         hint = (
             "; start the server with: conserve serve MODEL --allow-control, "
             "and set CONSERVE_HARVEST_KEY here and there if it has an API key"
@@ -236,9 +222,9 @@ class Deployment:
         raise EndpointUnusable(why + (hint if answer.status_code in (403, 404) else ""))
 
 
-def number_of_engines(said: Mapping[str, Any]) -> int:
-    """Number of data parallel engines in an answer of `GET /v1/conserve`; an older server does not tell."""
-    return int(said.get("engines", 1))
+def counters_of(said: ServerReport) -> SchedulerCounters:
+    """Counters of all engines of a server."""
+    return SchedulerCounters.of(said.scheduler, engines=said.front_end.engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +251,7 @@ class OneServer:
             return
         with suppress(EndpointUnusable):  # the next turn tells of a server that went away
             for _ in range(LOOKS):
-                if await self.deployment.rows() != 0:
+                if await self.deployment.rows():
                     return
                 await asyncio.sleep(LOOK_S)
             raise ConserveError(

@@ -117,18 +117,14 @@ def is_stock(name: str) -> bool:
     return name in STOCK
 
 
-def wanted(
-    regime: Regime, preemption: str, leaving: bool, checkpoints: bool, batches: bool
-) -> dict[str, Any]:
-    """Body of `POST /v1/conserve` for a server that can do so much; `preemption` is the default one."""
-    said: dict[str, Any] = {"policy": regime.policy}
-    if leaving:
-        said["preemption"] = regime.preemption or preemption
-    if checkpoints:
-        said["checkpoint"] = ON if regime.checkpoint else OFF
-    if batches:
-        said["batching"] = ON if regime.full_batches else OFF
-    return said
+def wanted(regime: Regime, preemption: str) -> dict[str, Any]:
+    """Body of `POST /v1/conserve`; `preemption` is the default one."""
+    return {
+        "policy": regime.policy,
+        "preemption": regime.preemption or preemption,
+        "checkpoint": ON if regime.checkpoint else OFF,
+        "batching": ON if regime.full_batches else OFF,
+    }
 
 
 def promise_flags(promises: Mapping[str, float]) -> str:

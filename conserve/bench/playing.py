@@ -110,7 +110,6 @@ async def measure(
     Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that, and `InputError` if a round
     has no arrival, or online-only no latency for the SLO.
     """
-    await deployment.require(design.policies)
     offered, engine = measurement.offered, await deployment.engine()
     if CONSERVE in design.policies and (why := await deployment.why_rows_stay()):
         wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")

@@ -14,6 +14,7 @@ from conserve.bench.measure import Block
 from conserve.bench.names import DISTSERVE_P, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
 from conserve.names import CONSERVE, ONLINE_ONLY, PRIORITY, PROMPT
+from conserve.server_report import SchedulerReport
 
 ROWS = 4096  # different rows of a simulation, over and over
 
@@ -36,9 +37,9 @@ class PlayedBlock(Protocol):
     @property
     def answers(self) -> Sequence[TimedAnswer]: ...
     @property
-    def first(self) -> Mapping[str, Any]: ...
+    def first(self) -> SchedulerReport: ...
     @property
-    def last(self) -> Mapping[str, Any]: ...
+    def last(self) -> SchedulerReport: ...
 
 
 class Simulate(Protocol):
@@ -140,7 +141,7 @@ class Simulator:
         return play(best.split), best
 
     def _block(self, name: str, trace: Trace, played: PlayedBlock, *, engines: int = 1) -> Block:
-        first, last = SchedulerCounters.of(dict(played.first)), SchedulerCounters.of(dict(played.last))
+        first, last = SchedulerCounters.of(played.first), SchedulerCounters.of(played.last)
         answers = [
             LoadAnswer(
                 index=number,

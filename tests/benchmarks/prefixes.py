@@ -123,13 +123,13 @@ def play(field: Field, policy: str, promises: Mapping[str, Any]) -> Played:
         promises=promises,
         checkpoints=policy == OURS,
     )
-    said = block.last["live_prefixes"]
-    tokens = block.last["offline"]["tokens"] - block.first["offline"]["tokens"]
+    said = block.last.live_prefixes
+    tokens = block.last.offline.tokens - block.first.offline.tokens
     return Played(
         ttft_ms=np.array([answer.ttft_ms for answer in block.answers]),
         tbt_ms=np.concatenate([answer.tbts_ms for answer in block.answers]),
-        found=said["found_tokens"] / said["prompt_tokens"],
-        lost=said["lost_tokens"] / said["prompt_tokens"],
+        found=said.found_tokens / said.prompt_tokens,
+        lost=said.lost_tokens / said.prompt_tokens,
         offline_tokens_per_s=tokens / (block.ended_s - block.began_s),
     )
 

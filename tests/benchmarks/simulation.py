@@ -197,15 +197,13 @@ def simulate(
         )
     )
     ended_s = played[-1].began_s + setting.block_s
-    counted = SchedulerCounters.of(dict(played[-1].last)).since(SchedulerCounters.of(dict(played[0].first)))
+    counted = SchedulerCounters.of(played[-1].last).since(SchedulerCounters.of(played[0].first))
     return Seen(
         ttft_ms=[np.array([answer.ttft_ms for answer in block.answers]) for block in played],
         tbt_ms=[
             np.concatenate([np.empty(0), *(answer.tbts_ms for answer in block.answers)]) for block in played
         ],
-        offline_tokens=[
-            block.last["offline"]["tokens"] - block.first["offline"]["tokens"] for block in played
-        ],
+        offline_tokens=[block.last.offline.tokens - block.first.offline.tokens for block in played],
         wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
         live_tokens_recomputed=counted["live_tokens_recomputed"],
         busy=counted["busy_s"] / (ended_s - played[0].began_s),

@@ -50,7 +50,7 @@ from conserve.cli.bench_report import facts
 from conserve.engine.policy.preemption import LEAVE_RULES
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from conserve.names import OFF
-from tests import virtual_time
+from tests import server_reports, virtual_time
 from tests.commands import HANGS_S
 from tests.conftest import WriteInput
 
@@ -884,38 +884,28 @@ def test_variants_stand_after_their_policy_in_colours_of_their_own() -> None:
 
 
 REPORT: dict[str, Any] = {
-    "policy": "conserve",
-    "slo": {"ttft_ms": 9.0, "tbt_ms": None},
-    "offline": {"tokens": 7},
+    "slo": {"ttft_ms": 9.0, "promises": {"ttft_ms": {"p99": 9.0}}},
+    "offline": {"tokens": 7, "rows": 3},
     "iterations": 5,
     "planned": 4,
     "overruns": 1,
     "busy_s": 0.5,
-}
-SECTION: dict[str, Any] = {
-    "policy": "all-offline",
-    "why_off": None,
-    "tokens_redone": 40,
-    "tokens_wasted": 1.5,
 }
 
 
 class CoServer:
     """Answers `/v1/conserve` and keeps what it was sent."""
 
-    def __init__(self, preemption: dict[str, Any] | None, *, why_off: str | None = None) -> None:
+    def __init__(self, *, why_off: str | None = None) -> None:
         self.sent: list[dict[str, Any]] = []
-        self._report = dict(REPORT) if preemption is None else {**REPORT, "preemption": dict(preemption)}
-        self._why_off = why_off
-        if why_off:
-            self._report["preemption"] |= {"policy": "off", "why_off": why_off}
+        self._preemption = {"policy": "off" if why_off else "all-offline", "why_off": why_off}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
             self.sent.append(json.loads(request.content))
-            if "preemption" in self.sent[-1] and not self._why_off:
-                self._report["preemption"]["policy"] = self.sent[-1]["preemption"]
-        return httpx.Response(200, json=self._report)
+            if not self._preemption["why_off"]:
+                self._preemption["policy"] = self.sent[-1]["preemption"]
+        return httpx.Response(200, content=server_reports.answer(**REPORT, preemption=self._preemption))
 
 
 def deployed(server: CoServer) -> Deployment:
@@ -923,7 +913,7 @@ def deployed(server: CoServer) -> Deployment:
 
 
 def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> None:
-    server = CoServer(SECTION)
+    server = CoServer()
 
     async def go() -> None:
         deployment = deployed(server)
@@ -944,35 +934,31 @@ def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> N
     ]
     assert server.sent[4]["slo"] == {"harm": 0.1}
     assert server.sent[0]["slo"] == {"ttft_ms": 5.0, "tbt_ms": 6.0}
-    assert server.sent[-1]["slo"] == REPORT["slo"]
+    promises = {"ttft_ms": {"p99": 9.0}, "tbt_ms": {}}
+    assert server.sent[-1]["slo"] == {**server_reports.SLO, "ttft_ms": 9.0, "promises": promises}
 
 
 def test_several_engines_are_busy_for_their_mean_share() -> None:
-    one = SchedulerCounters.of(REPORT)
-    assert SchedulerCounters.of({**REPORT, "engines": 2, "busy_s": 2 * REPORT["busy_s"]}) == one
+    one, two = (server_reports.report(**{**REPORT, "busy_s": busy_s}) for busy_s in (0.5, 1.0))
+    assert SchedulerCounters.of(two, engines=2) == SchedulerCounters.of(one)
 
 
-def test_a_server_that_knows_no_preemption_is_not_asked_for_it() -> None:
-    server = CoServer(None)
+def test_a_server_of_another_version_is_named_with_what_its_report_lacks() -> None:
+    def older(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=server_reports.FRONT_END)
 
     async def go() -> None:
-        deployment = deployed(server)
-        counters = await deployment.follow("conserve", preemption="prompt")
-        assert (counters.iterations_left, counters.tokens_redone, counters.tokens_wasted) == (0, 0, 0)
-        await deployment.follow("conserve/off", preemption="prompt")
-        with pytest.raises(EndpointUnusable, match="cannot run conserve/never"):
-            await deployment.follow("conserve/never")
-        assert await deployment.why_rows_stay() == "the server is too old"
-        await deployment.restore(await deployment.regime())
+        deployment = Deployment("http://host", transport=httpx.MockTransport(older))
+        with pytest.raises(EndpointUnusable, match=r"`policy`.*; update it, or the server"):
+            await deployment.counters()
         await deployment.close()
 
     asyncio.run(go())
-    assert all("preemption" not in sent for sent in server.sent)
 
 
 def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
     async def go() -> None:
-        deployment = deployed(CoServer(SECTION, why_off="the pipeline is parallel"))
+        deployment = deployed(CoServer(why_off="the pipeline is parallel"))
         await deployment.follow("conserve", preemption="prompt")
         await deployment.follow("conserve/off", preemption="prompt")
         assert await deployment.why_rows_stay() == "the pipeline is parallel"
@@ -984,12 +970,10 @@ def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
 
 
 def test_arms_and_hygens_terms_reach_the_server() -> None:
-    server = CoServer(SECTION)
-    server._report |= {"checkpoint": {"policy": "adaptive"}, "batching": {"policy": "on"}}
+    server = CoServer()
 
     async def go() -> None:
         deployment = deployed(server)
-        await deployment.require(["conserve/-batching"])
         await deployment.follow("conserve/-checkpoints-batching", preemption="prompt")
         deployment.terms["hygen"] = {"budget_ms": 80.0}
         await deployment.follow("hygen", preemption="prompt")
@@ -1016,21 +1000,9 @@ def test_arms_and_hygens_terms_reach_the_server() -> None:
     ]
 
 
-def test_a_mechanism_that_cannot_be_turned_off_is_refused_before_the_first_block() -> None:
-    async def go() -> None:
-        deployment = deployed(CoServer(SECTION))
-        await deployment.require(["conserve", "conserve/-order"])
-        with pytest.raises(EndpointUnusable, match="cannot run conserve/-batching"):
-            await deployment.require(["conserve", "conserve/-batching"])
-        await deployment.close()
-
-    asyncio.run(go())
-
-
-@pytest.mark.parametrize("name", ["iterations_left", "preemptions"])  # the latter by an older server
-def test_a_block_counts_what_its_time_added(name: str) -> None:
-    first = SchedulerCounters.of({**REPORT, "preemption": {**SECTION, name: 3}})
-    last = SchedulerCounters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, name: 10}})
+def test_a_block_counts_what_its_time_added() -> None:
+    first = SchedulerCounters.of(server_reports.report(busy_s=0.5, preemption={"iterations_left": 3}))
+    last = SchedulerCounters.of(server_reports.report(busy_s=2.0, preemption={"iterations_left": 10}))
     added = last.since(first)
     assert added["iterations_left"] == 7
     assert added["busy_s"] == 1.5

@@ -25,7 +25,7 @@ from conserve.errors import InputError, ServiceFailed
 from conserve.profiles.batch import Batch, Slice
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
-from tests import virtual_time
+from tests import server_reports, virtual_time
 from tests.commands import Done, conserve
 from tests.store_rows import leased
 from tests.unit.test_sizing import ENGINE
@@ -41,8 +41,9 @@ vllm:generation_tokens_total{engine="0"} 100.0
 """
 STATE: dict[str, Any] = {
     "policy": "online-only",
-    "slo": {"ttft_ms": 9.0, "tbt_ms": None},
-    "offline": {"tokens": 7},
+    "slo": {**server_reports.SLO, "harm": 0.1},
+    "latency_model": {**server_reports.MODEL, "name": "another"},
+    "preemption": {"policy": "off"},
     "iterations": 5,
     "planned": 4,
     "overruns": 1,
@@ -66,7 +67,7 @@ class World:
         self.killed = False
         self.started: list[str] = []  # modules of the servers
         self.taken: Callable[[int], None] = lambda block: None  # takes offline rows
-        self.rows: int | None = None  # in the engine, as the server tells; None: it does not
+        self.rows = 1  # in the engine, as the server tells
         self.played: list[
             tuple[str, str]
         ] = []  # by whom each block was answered, and the plug-in's policy then
@@ -109,8 +110,8 @@ class World:
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.method == "POST":
             self.posted.append(json.loads(request.content))
-        told = {} if self.rows is None else {"rows": self.rows}
-        return httpx.Response(200, json={**STATE, "offline": {**STATE["offline"], **told}})
+        offline = {"tokens": 7, "rows": self.rows}
+        return httpx.Response(200, content=server_reports.answer(**STATE, offline=offline))
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Instead of `asyncio.run`."""
@@ -355,7 +356,8 @@ def test_a_server_that_ran_already_is_given_back_as_it_was(stopped: Run, tmp_pat
     world = World(stop_in=1)
     done = stopped(world, "--endpoint", "http://host")
     assert done.returncode == 130, done.stderr
-    assert world.posted[-1] == {"policy": "online-only", "slo": STATE["slo"]}
+    mechanisms = {"preemption": "off", "checkpoint": "off", "batching": "on"}
+    assert world.posted[-1] == {"policy": "online-only", "slo": STATE["slo"], **mechanisms}
     assert world.posted[-2]["policy"] == "conserve"
     assert (tmp_path / "out" / "page.html").exists()
 
@@ -487,7 +489,7 @@ def test_a_second_run_into_a_folder_begins_with_new_rows_on_every_server(
         assert job.rows == 3
 
 
-MODEL = {"name": "conserve", "coefficients": ENGINE.model.coefficients, "scale": 1.0}
+MODEL = {**server_reports.MODEL, "coefficients": ENGINE.model.coefficients}
 TOLD = {"latency_model": MODEL, "max_num_batched_tokens": 512, "max_num_seqs": 32}
 
 

@@ -16,7 +16,7 @@ from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.cli.bench_names import which
 from conserve.errors import SettingsError
-from tests.made_up_blocks import Answered, MadeUp
+from tests.made_up_blocks import Answered, MadeUp, counted
 from tests.unit.test_operating_points import CELL, MACHINE, PLAN, made_up, trace_of
 
 SLO = LatencyLimits(ttft_ms=100.0, tbt_ms=20.0)
@@ -97,10 +97,8 @@ def test_its_figures_are_those_of_one_engine() -> None:
                 Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
                 for one in trace
             ]
-            none, some = {"tokens": 0, "decode_steps": 0}, {"tokens": 1000, "decode_steps": 100}
-            counts = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
-            last = {name: value * split.engines for name, value in some.items()}
-            yield MadeUp(100.0, 130.0, answers, {**counts, "offline": none}, {**counts, "offline": last})
+            last = counted(1000 * split.engines, 100 * split.engines)
+            yield MadeUp(100.0, 130.0, answers, counted(0, 0), last)
 
     simulator = Simulator(machine=MACHINE, simulate=made_up, block_s=30.0, seed=0, simulate_pool=pool)
     plan = replace(PLAN, policies=[*PLAN.policies, "distserve-p"])

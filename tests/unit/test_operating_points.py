@@ -43,7 +43,7 @@ from conserve.errors import InputError, SettingsError
 from conserve.profiles.batch import Slice
 from conserve.profiles.book import Book
 from conserve.profiles.conserve import ConServeModel
-from tests.made_up_blocks import Answered, MadeUp
+from tests.made_up_blocks import Answered, MadeUp, counted
 
 MACHINE = BenchMachine.demo()
 RAW = Path(__file__).parents[2] / "docs" / "benchmarks" / "raw"
@@ -211,13 +211,11 @@ def made_up(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given
 
 def block_of(trace: Trace, slow: float, tokens: int, steps: int) -> MadeUp:
     """A block whose latencies are so many times the shortest ones."""
-    report = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
     answers = [
         Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
         for one in trace
     ]
-    none, some = {"tokens": 0, "decode_steps": 0}, {"tokens": tokens, "decode_steps": steps}
-    return MadeUp(100.0, 130.0, answers, {**report, "offline": none}, {**report, "offline": some})
+    return MadeUp(100.0, 130.0, answers, counted(0, 0), counted(tokens, steps))
 
 
 def simulator() -> Simulator:
@@ -275,8 +273,7 @@ def test_where_live_work_fills_the_time_no_ratio_is_told() -> None:
         for played in made_up(machine, policy, blocks, **given):
             if policy == "non-preemptive":
                 answers = [Answered([at + 1000 for at in one.token_at_s]) for one in played.answers]
-                few = {"tokens": 300, "decode_steps": 10}
-                played = replace(played, answers=answers, last={**played.last, "offline": few})
+                played = replace(played, answers=answers, last=counted(300, 10))
             yield played
 
     found = sweep.simulated(CELL, PLAN, replace(simulator(), simulate=late))

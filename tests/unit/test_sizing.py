@@ -42,6 +42,7 @@ from conserve.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER
+from tests.server_reports import MODEL, answer
 
 BURSTY, CHAT = "azure_code_2023_10min_bursty", "azure_conv_2023_10min"
 ALL = [CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY]
@@ -613,8 +614,7 @@ def test_load_reads_as_a_phrase() -> None:
 # What the server tells
 
 TOLD: dict[str, Any] = {
-    "latency_model": {"name": "conserve", "coefficients": slower(2).model.coefficients, "scale": 1.25},
-    "max_num_batched_tokens": 512,
+    "latency_model": {**MODEL, "coefficients": slower(2).model.coefficients, "scale": 1.25},
     "max_num_seqs": 32,
 }
 
@@ -622,7 +622,8 @@ TOLD: dict[str, Any] = {
 def engine_of(said: dict[str, Any]) -> EngineModel | None:
     async def go() -> EngineModel | None:
         deployment = Deployment(
-            "http://host", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+            "http://host",
+            transport=httpx.MockTransport(lambda request: httpx.Response(200, content=answer(**said))),
         )
         try:
             return await deployment.engine()
@@ -646,7 +647,6 @@ def test_the_engines_speed_is_what_its_server_tells() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {},
         {**TOLD, "latency_model": {**TOLD["latency_model"], "name": "another"}},
         {**TOLD, "latency_model": {**TOLD["latency_model"], "coefficients": {"compute": 1.0}}},
     ],
@@ -664,21 +664,16 @@ class CoServer(BaseHTTPRequestHandler):
     """Tells its speed, and nothing else."""
 
     methods: ClassVar[list[str]] = []
-    said: ClassVar[dict[str, Any]] = {
-        **TOLD,
-        "policy": "conserve",
-        "slo": {"ttft_ms": None, "tbt_ms": None},
-    }
 
     def do_GET(self) -> None:
-        self.reply(self.said if self.path == "/v1/conserve" else {"data": [{"id": "m"}]})
+        models = json.dumps({"data": [{"id": "m"}]}).encode()
+        self.reply(answer(**TOLD) if self.path == "/v1/conserve" else models)
 
     def do_POST(self) -> None:
-        self.reply(self.said)
+        self.reply(answer(**TOLD))
 
-    def reply(self, document: dict[str, Any]) -> None:
+    def reply(self, content: bytes) -> None:
         self.methods.append(self.command)
-        content = json.dumps(document).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -38,7 +38,7 @@ from conserve.profiles.correction import Correction
 from conserve.profiles.profile import Profile, ProfileKey
 from tests.commands import conserve
 from tests.fake_rig import measured_profile
-from tests.made_up_blocks import Answered, MadeUp
+from tests.made_up_blocks import Answered, MadeUp, counted
 
 MACHINE = BenchMachine.demo()
 NOW = 1_763_900_000.0
@@ -108,12 +108,11 @@ class Engine:
         **given: Any,
     ) -> Iterator[MadeUp]:
         self.asked.append(promises)
-        slower, report = self.slower(promises), {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
+        slower = self.slower(promises)
         rows = 0 if policy == "online-only" else round(10_000 * (slower - 0.9)) + ("harm" in promises)
         for trace in blocks:
             answers = [Answered([one.at_s + slower * (0.1 + 0.02 * n) for n in range(8)]) for one in trace]
-            begin, end = ({"tokens": n, "decode_steps": n // 10} for n in (0, rows))
-            yield MadeUp(0.0, 30.0, answers, {**report, "offline": begin}, {**report, "offline": end})
+            yield MadeUp(0.0, 30.0, answers, counted(0, 0), counted(rows, rows // 10))
 
 
 def tuning(engine: Engine, *promised: Promise) -> Tuning:

@@ -19,6 +19,7 @@ from conserve.engine.vllm.simulation.disaggregated import Disaggregated, PoolEng
 from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
 from conserve.names import OFF, PROMPT
 from conserve.profiles.model import LinearModel
+from conserve.server_report import SchedulerReport, of_engine
 
 SCATTER = 0.025  # of one batch around its own median, as measured
 SEED = 7
@@ -46,8 +47,8 @@ class SimulatedBlock:
     began_s: float
     ended_s: float
     answers: Sequence[SimulatedAnswer]
-    first: Mapping[str, Any]
-    last: Mapping[str, Any]
+    first: SchedulerReport
+    last: SchedulerReport
 
 
 def simulate(
@@ -86,7 +87,11 @@ def simulate(
             began_s, first = engine.clock.now, engine.scheduler.conserve()
             answers = engine.play(arrivals, block_s, shared_tokens=shared_tokens)
             yield SimulatedBlock(
-                began_s=began_s, ended_s=engine.said_s, answers=answers, first=first, last=engine.said
+                began_s=began_s,
+                ended_s=engine.said_s,
+                answers=answers,
+                first=of_engine(first),
+                last=of_engine(engine.said),
             )
 
 
@@ -114,7 +119,11 @@ def simulate_pool(
             began_s, first = pool.now, pool.report()
             answers = pool.play(arrivals, block_s, shared_tokens=shared_tokens)
             yield SimulatedBlock(
-                began_s=began_s, ended_s=pool.said_s, answers=answers, first=first, last=pool.said
+                began_s=began_s,
+                ended_s=pool.said_s,
+                answers=answers,
+                first=of_engine(first),
+                last=of_engine(pool.said),
             )
 
 
