@@ -9,7 +9,6 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-REPORT = "/v1/conserve"  # route at which a server tells of its scheduler
 HERE = "127.0.0.1"
 ALL = {"0.0.0.0": HERE, "::": "::1"}  # addresses of all networks, which this machine reaches at these
 IPV4, IPV6 = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")

@@ -17,8 +17,8 @@ from math import inf
 from typing import Any, NoReturn, Self
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.hosts import REPORT
 from conserve.request_fields import PUSH_ARGUMENT, RESUME_ARGUMENT, TTFT_ARGUMENT
+from conserve.server_report import PATH
 from conserve.variables import HARVEST_KEY
 
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
@@ -59,7 +59,7 @@ CLIENTS = frozenset(
 """Routes outside `API` that serve clients. The others (profiler, weights, caches) change the server for all."""
 CHANGES = frozenset(
     {
-        ("POST", REPORT),
+        ("POST", PATH),
         ("POST", "/v1/load_lora_adapter"),
         ("POST", "/v1/unload_lora_adapter"),
         ("POST", "/inference/v1/abort_requests"),

@@ -26,9 +26,9 @@ from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.server.reports import LastReports
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
-from conserve.hosts import REPORT
 from conserve.names import OFF, ON
 from conserve.openai_error import error_body, kind_of
+from conserve.server_report import PATH, SPILL_PATH, WITHIN
 from conserve.variables import SUPERVISOR
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-SPILL_PATH = f"{REPORT}/spill"
-WITHIN = "within_s"  # parameter of GET: seconds after which the last report will do
 LOOK_S = 0.05  # between two checks of the writing workers
 
 
@@ -47,8 +45,8 @@ def attach(app: FastAPI) -> None:
     from conserve.engine.vllm.server import batch_proxy
     from conserve.engine.vllm.server.metrics import MetricsRoute
 
-    app.add_route(REPORT, show, methods=["GET"])
-    app.add_route(REPORT, change, methods=["POST"])
+    app.add_route(PATH, show, methods=["GET"])
+    app.add_route(PATH, change, methods=["POST"])
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
     app.state.conserve_reports = reports = LastReports(scheduler_says)
