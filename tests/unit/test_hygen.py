@@ -195,29 +195,47 @@ class TestOrder:
             assert len(read) == most
 
 
+class WaitingRow:
+    """As much of vLLM's request as terms look at."""
+
+    def __init__(self, num_preemptions: int) -> None:
+        self.num_preemptions = num_preemptions
+
+
+NEW: Any = WaitingRow(0)
+EVICTED: Any = WaitingRow(1)
+
+
 class TestTerms:
     """Parameters as `POST /v1/conserve` brings them."""
 
     def test_rows_are_due_at_the_rate_the_first_at_once(self) -> None:
-        class Row:
-            num_preemptions = 0
-
-        class Evicted:
-            num_preemptions = 1
-
         terms = RowTerms.of({"offline_per_s": 2.0}, now=100.0)
-        assert terms.of_view(100.0)["rows_due"] == 1
-        terms.began([Row(), Evicted()])  # type: ignore[list-item]
-        assert terms.of_view(100.4)["rows_due"] == 0
-        assert terms.of_view(101.6)["rows_due"] == 3
-        assert RowTerms.of({"budget_ms": 80.0}, now=0.0).of_view(9.0) == {
+        assert terms.of_view(100.0, [])["rows_due"] == 1
+        terms.began([NEW, EVICTED])
+        assert terms.of_view(100.4, [NEW, NEW])["rows_due"] == 0
+        assert terms.of_view(101.6, [NEW, NEW])["rows_due"] == 3
+        assert RowTerms.of({"budget_ms": 80.0}, now=0.0).of_view(9.0, [NEW]) == {
             "budget_ms": 80.0,
             "rows_due": None,
             "utility": 0.9,
         }
 
+    def test_a_row_that_gave_its_place_up_waits_for_no_rate(self) -> None:
+        """The rate is of rows that come; at a low one the next is due after minutes."""
+        terms = RowTerms.of({"offline_per_s": 0.01}, now=0.0)
+        terms.began([NEW])
+        assert terms.of_view(10.0, [EVICTED, NEW])["rows_due"] == 1
+        assert terms.of_view(101.0, [EVICTED, NEW])["rows_due"] == 2
+
     @pytest.mark.parametrize(
-        "wrong", [{"budget": 1.0}, {"budget_ms": 0}, {"utility": 1.5}, {"budget_ms": "fast"}]
+        "wrong",
+        [
+            {"budget": 1.0},
+            {"budget_ms": 0},
+            {"utility": 1.5},
+            {"budget_ms": "fast"},
+        ],
     )
     def test_senseless_terms_are_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises((ValueError, TypeError)):

@@ -235,7 +235,7 @@ class View:
     kv_groups: Sequence[KvGroup] = ()  # empty where one group keeps the KV of all tokens
     batches: bool = True  # batching mode is allowed
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
-    rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
+    rows_due: int | None = None  # first waiting rows that a fixed rate lets run now; None without a rate
     utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
     pushed: Set[str] = frozenset()  # offline requests whose jobs would miss their deadline (docs/adr/0030)
     push_scale: float = 1.0  # times an iteration's limit that these may fill

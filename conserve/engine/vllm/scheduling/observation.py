@@ -97,7 +97,9 @@ class Picture:
             most_adapters=scheduler.lora_config.max_loras if scheduler.lora_config is not None else None,
             pushed=self._traffic.pushing.urgent,
             push_scale=self._traffic.pushing.scale,
-            **scheduler.row_terms.of_view(time.monotonic()),
+            **scheduler.row_terms.of_view(
+                time.monotonic(), chain(filterfalse(is_online, holding), offline_lane)
+            ),
             **self._room(holding),
         )
 

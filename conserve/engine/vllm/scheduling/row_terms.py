@@ -31,17 +31,22 @@ class RowTerms:
             raise ValueError(f"HyGen's terms are positive numbers, not {said}")
         return cls(**said, since=now)
 
-    def of_view(self, now: float) -> dict[str, Any]:
-        """Fields of a view."""
+    def of_view(self, now: float, waiting: Iterable[Request]) -> dict[str, Any]:
+        """Fields of a view of an engine where these rows wait.
+
+        The rate is of rows that come. Those that have begun and gave their place up go on as soon as there is room:
+        they wait in front.
+        """
         due = None
         if self.offline_per_s is not None:
             due = max(0, 1 + int(self.offline_per_s * (now - self.since)) - self.begun)
+            due += sum(map(has_begun, waiting))
         return {"budget_ms": self.budget_ms, "rows_due": due, "utility": self.utility}
 
     def began(self, rows: Iterable[Request]) -> None:
         """Count rows that a plan admits for the first time."""
         if self.offline_per_s is not None:
-            self.begun += sum(not row.num_preemptions for row in rows)
+            self.begun += sum(not has_begun(row) for row in rows)
 
     def rest(self) -> None:
         """Wait a little: vLLM schedules again at once, though no row may be due for a second."""
@@ -55,3 +60,8 @@ class RowTerms:
             "offline_per_s": self.offline_per_s,
             "utility": self.utility,
         }
+
+
+def has_begun(row: Request) -> bool:
+    """True if a waiting row ran before: it was evicted or parked."""
+    return bool(row.num_preemptions)
