@@ -55,6 +55,13 @@ class TuningWorkload:
             window=max(1, (preset.offline_window or engine.most_rows) // engine.engines),
         )
 
+    @property
+    def fullest(self) -> Batch:
+        """A full iteration: a whole chunk of a prompt beside a decode step of each place, with long contexts."""
+        context = max(map(sum, self.lengths))
+        steps = [Slice(1, context, True) for _ in range(self.engine.max_requests)]
+        return Batch.of([Slice(self.engine.max_tokens, context), *steps])
+
     def alone(self) -> RunLatencies:
         """Latencies without rows."""
         return _latencies(
@@ -185,12 +192,12 @@ async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
 def _range(policy: str, workload: TuningWorkload, predictor: LinearModel) -> tuple[float, float]:
     """Least and largest value of a policy's parameter.
 
-    HyGen's budget in ms is between the smallest iteration and a full one. The rate of `hygen-star` in rows/s is at
-    most as many as the engine answers.
+    HyGen's budget in ms is between the smallest iteration and the longest one, which no budget cuts. The rate of
+    `hygen-star` in rows/s is at most as many as the engine answers.
     """
     if policy == HYGEN:
         low = smallest_ms(predictor)
-        return low, max(2 * low, predictor.predict(Batch.of([Slice(workload.engine.max_tokens, 0)])))
+        return low, max(2 * low, predictor.predict(workload.fullest))
     _, tokens_per_s = workload.beside(_full(workload))
     row = sum(map(sum, workload.lengths)) / len(workload.lengths)
     return LEAST_ROWS_PER_S, max(2 * LEAST_ROWS_PER_S, tokens_per_s / row)

@@ -380,6 +380,13 @@ def test_a_live_prompt_alone_is_cut_to_the_budget_as_in_the_policy_that_is_tuned
     assert ttft_ms(MODEL.predict(Batch()) / 2) == pytest.approx(MODEL.predict(Batch.of([Slice(500, 0)])))
 
 
+def test_the_largest_budget_that_is_tried_cuts_nothing(workload: TuningWorkload) -> None:
+    low, high = baseline_parameters._range("hygen", workload, MODEL)
+    sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=high, predictor=MODEL)
+    assert workload.beside(sharing)[1] == workload.beside(replace(sharing, budget_ms=float("inf")))[1]
+    assert workload.beside(replace(sharing, budget_ms=low))[1] == 0.0
+
+
 def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
     found = asyncio.run(baseline_parameters.tuned_term("hygen-star", workload, MODEL, promised, None, alone))
