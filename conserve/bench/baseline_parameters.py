@@ -5,22 +5,25 @@ runs are simulated by default; `measured_run` is one on the engine, as in HyGen'
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from conserve.bench.compare import one_turn
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
+from conserve.bench.measure import Block
 from conserve.bench.names import ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
 from conserve.bench.simulate_online import EngineModel, Request, play, share_of
 from conserve.bench.simulate_with_rows import Sharing, play_with_rows
 from conserve.bench.sizing import Sized
-from conserve.bench.slo_search import Found, Promise, RunLatencies, TestRun, excess, search
+from conserve.bench.slo_search import Promise, RunLatencies, excess, search
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.names import HYGEN, HYGEN_STAR
@@ -32,6 +35,7 @@ LEAST_TOKENS = 128  # of an iteration
 LEAST_ROWS_PER_S = 0.01
 ALONE = ONLINE_ONLY_PLANNED  # test runs are all on the server that can be switched
 TERMS = {HYGEN: "budget_ms", HYGEN_STAR: "offline_per_s"}  # parameter of each policy
+TOKENS = "tokens"  # of an iteration, which `hygen-star` has beside its rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +119,7 @@ def token_budget(
     def simulated(tokens: int) -> tuple[RunLatencies, float]:
         return workload.beside(Sharing(online_first=False, max_tokens=tokens))
 
-    least, most = max(LEAST_TOKENS, workload.engine.max_requests), workload.engine.max_tokens
-    tried = sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
+    tried = budgets(workload.engine)
     run, alone, scores = beside or simulated, alone or workload.alone(), []
     for tokens in tried:
         found, rate = run(tokens)
@@ -126,24 +129,71 @@ def token_budget(
     return TokenBudget(tokens=tokens, tried=tried, kept=kept)
 
 
-async def tuned_term(
+def budgets(engine: EngineModel) -> list[int]:
+    """Token budgets to try on an engine."""
+    least, most = max(LEAST_TOKENS, engine.max_requests), engine.max_tokens
+    return sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
+
+
+class TunedTerms(NamedTuple):
+    """Parameters of a policy of HyGen's, by the names of `RowTerms`."""
+
+    values: Mapping[str, float]
+    kept: bool  # False: no test run keeps the promises, and the one with these exceeds them least
+    runs: int
+
+    @property
+    def tokens(self) -> int:
+        """The token budget; only `hygen-star` has one."""
+        return int(self.values[TOKENS])
+
+
+TermsRun = Callable[[Mapping[str, float]], Awaitable[tuple[RunLatencies, float]]]
+"""Plays the live requests with these parameters; returns latencies beside rows, and the rows' rate in any unit."""
+
+
+async def tuned_terms(
     policy: str,
     workload: TuningWorkload,
     predictor: LinearModel,
     promised: Sequence[Promise],
-    run: TestRun | None,
+    run: TermsRun | None,
     alone: RunLatencies,
-) -> Found:
-    """The parameter in `TERMS` of a policy of HyGen's, searched with `run`, or with simulated test runs."""
+    *,
+    tokens: Sequence[int] = (),
+) -> TunedTerms:
+    """Parameters of a policy of HyGen's, searched with `run`, or with simulated test runs.
+
+    The parameter in `TERMS` is searched; for `hygen-star` at each of `tokens`, by default all token budgets that
+    suit the engine: chunks of prompts add to gaps whatever the rate, and its authors choose their size. Of the test
+    runs that keep the promises the one with the most rows is taken.
+    """
+    run = run or _simulated(policy, workload, predictor)
     low, high = await asyncio.to_thread(_range, policy, workload, predictor)
-    return await search(low, high, run or _simulated(policy, workload, predictor), alone, promised)
+    tried: list[tuple[bool, float, Mapping[str, float]]] = []
+
+    async def latencies(value: float, terms: Mapping[str, float]) -> RunLatencies:
+        given = {TERMS[policy]: value, **terms}
+        found, rate = await run(given)
+        over = excess(found, alone, promised)
+        tried.append((over <= 1, rate if over <= 1 else -over, given))
+        return found
+
+    rated = policy == HYGEN_STAR
+    for terms in [{TOKENS: size} for size in tokens or budgets(workload.engine)] if rated else [{}]:
+        await search(low, high, partial(latencies, terms=terms), alone, promised)
+    kept, _, values = max(tried, key=lambda one: one[:2])
+    return TunedTerms(values, kept, len(tried))
 
 
-def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -> str:
-    """Line for the user on a tuned parameter of HyGen's."""
-    value = f"{found.value:,.0f} ms an iteration" if policy == HYGEN else f"{found.value:.3g} rows/s"
+def sentence(policy: str, found: TunedTerms, promised: Sequence[Promise], how: str) -> str:
+    """Line for the user on tuned parameters of HyGen's."""
+    value = found.values[TERMS[policy]]
+    said = f"{value:,.0f} ms an iteration"
+    if policy == HYGEN_STAR:
+        said = f"{value:.3g} rows/s in iterations of at most {found.tokens} tokens"
     kept = "" if found.kept else ", which none keeps and this exceeds least"
-    return f"{policy}: {value} for {', '.join(map(str, promised))}{kept} ({found.runs} test runs, {how})"
+    return f"{policy}: {said} for {', '.join(map(str, promised))}{kept} ({found.runs} test runs, {how})"
 
 
 async def tuned_hygen(
@@ -157,36 +207,45 @@ async def tuned_hygen(
 ) -> list[str]:
     """Find the parameters of HyGen's policies, and give them to the deployment; returns a sentence on each.
 
-    With `measures` every test run is a block on the engine, otherwise a simulated one.
+    With `measures` every test run is a block on the engine, otherwise a simulated one. The token budget of
+    `hygen-star` is chosen by simulated ones in either case: five searches on the engine would take an hour.
     """
     named, said = [name for name in (HYGEN_STAR, HYGEN) if name in sized.design.policies], []
     if not named:
         return []
-    alone = (await measured(playing, sized, ALONE)).as_reference() if measures else workload.alone()
+    if measures:
+        alone = RunLatencies.heard((await measured(playing, sized, ALONE)).answers).as_reference()
+    else:
+        alone = workload.alone()
     how = "on the engine" if measures else "simulated"
     for policy in named:
-        run = measured_run(playing, deployment, sized, policy) if measures else None
         predictor = await deployment.hygen_model() or workload.engine.model
-        found = await tuned_term(policy, workload, predictor, promised, run, alone)
-        deployment.terms[policy] = {TERMS[policy]: found.value}
+        tuned = partial(tuned_terms, policy, workload, predictor, promised)
+        if not measures:
+            found = await tuned(None, alone)
+        else:
+            chosen = [(await tuned(None, workload.alone())).tokens] if policy == HYGEN_STAR else []
+            run = measured_run(playing, deployment, sized, policy)
+            found = await tuned(run, alone, tokens=chosen)
+        deployment.terms[policy] = found.values
         said.append(sentence(policy, found, promised, how))
     return said
 
 
-def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: str) -> TestRun:
+def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: str) -> TermsRun:
     """Test run on the engine itself: a block of the first round's arrivals under this policy."""
 
-    async def run(value: float) -> RunLatencies:
-        deployment.terms[policy] = {TERMS[policy]: value}
-        return await measured(playing, sized, policy)
+    async def run(terms: Mapping[str, float]) -> tuple[RunLatencies, float]:
+        deployment.terms[policy] = terms
+        block = await measured(playing, sized, policy)
+        return RunLatencies.heard(block.answers), block.offline_work / block.engine_s
 
     return run
 
 
-async def measured(playing: Field, sized: Sized, policy: str) -> RunLatencies:
-    """Latencies of a block that is played now and counts for nothing else."""
-    block = await one_turn(playing, policy, None, sized.source(0), sized.design)
-    return RunLatencies.heard(block.answers)
+async def measured(playing: Field, sized: Sized, policy: str) -> Block:
+    """Play a block that counts for nothing else."""
+    return await one_turn(playing, policy, None, sized.source(0), sized.design)
 
 
 def _range(policy: str, workload: TuningWorkload, predictor: LinearModel) -> tuple[float, float]:
@@ -203,15 +262,15 @@ def _range(policy: str, workload: TuningWorkload, predictor: LinearModel) -> tup
     return LEAST_ROWS_PER_S, max(2 * LEAST_ROWS_PER_S, tokens_per_s / row)
 
 
-def _simulated(policy: str, workload: TuningWorkload, predictor: LinearModel) -> TestRun:
+def _simulated(policy: str, workload: TuningWorkload, predictor: LinearModel) -> TermsRun:
     full = _full(workload)
 
-    async def run(value: float) -> RunLatencies:
+    async def run(terms: Mapping[str, float]) -> tuple[RunLatencies, float]:
         if policy == HYGEN:
-            sharing = replace(full, budget_ms=value, predictor=predictor)
+            sharing = replace(full, budget_ms=terms[TERMS[HYGEN]], predictor=predictor)
         else:
-            sharing = replace(full, rows_per_s=value)
-        return (await asyncio.to_thread(workload.beside, sharing))[0]
+            sharing = replace(full, rows_per_s=terms[TERMS[HYGEN_STAR]], max_tokens=int(terms[TOKENS]))
+        return await asyncio.to_thread(workload.beside, sharing)
 
     return run
 

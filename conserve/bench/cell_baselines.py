@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conserve.bench.baseline_parameters import ROWS, TERMS, TuningWorkload, sentence, token_budget, tuned_term
+from conserve.bench.baseline_parameters import (
+    ROWS,
+    TERMS,
+    TunedTerms,
+    TuningWorkload,
+    sentence,
+    token_budget,
+    tuned_terms,
+)
 from conserve.bench.beside import rows_beside
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.names import SARATHI_P
 from conserve.bench.promise_search import latencies
 from conserve.bench.simulated import Simulator
-from conserve.bench.slo_search import DEFAULT, LEAST, MOST, Found, Promise, RunLatencies, excess
+from conserve.bench.slo_search import DEFAULT, LEAST, MOST, Promise, RunLatencies
 from conserve.bench.traces import Trace
 from conserve.names import HYGEN, HYGEN_STAR
 from conserve.profiles.batch import Batch, Slice
@@ -97,9 +105,9 @@ def tuned_cell(policies: Sequence[str], simulator: Simulator, aim: CellAim, seed
         found.told.append(budget.sentence())
     for name in (HYGEN_STAR, HYGEN):
         if name in policies:
-            term = _searched(name, workload, simulator, aim, found, rows_per_s)
-            found.terms[name], found.kept[name] = {TERMS[name]: term.value}, term.kept
-            found.told.append(sentence(name, term, aim.promised, aim.told))
+            terms = _searched(name, workload, simulator, aim, found, rows_per_s)
+            found.terms[name], found.kept[name] = terms.values, terms.kept
+            found.told.append(sentence(name, terms, aim.promised, aim.told))
     return found
 
 
@@ -110,20 +118,15 @@ def _searched(
     aim: CellAim,
     found: TunedCell,
     rows_per_s: Callable[[Sequence[Block]], float],
-) -> Found:
-    """HyGen's parameter: of the values its search tries and that keep the aim, the one with the most rows."""
-    kept: list[tuple[float, float]] = []  # rows per second, value
+) -> TunedTerms:
+    """HyGen's parameters: of those its searches try and that keep the aim, the ones with the most rows."""
 
-    async def run(value: float) -> RunLatencies:
-        found.terms[name] = {TERMS[name]: value}
+    async def run(terms: Mapping[str, float]) -> tuple[RunLatencies, float]:
+        found.terms[name] = terms
         blocks = simulator.play(name, aim.traces, **found.settings(name))
-        heard = latencies(blocks)
-        if excess(heard, aim.reference, aim.promised) <= 1:
-            kept.append((rows_per_s(blocks), value))
-        return heard
+        return latencies(blocks), rows_per_s(blocks)
 
-    term = asyncio.run(tuned_term(name, workload, found.predictor, aim.promised, run, aim.reference))
-    return term._replace(value=max(kept)[1]) if kept else term
+    return asyncio.run(tuned_terms(name, workload, found.predictor, aim.promised, run, aim.reference))
 
 
 def predictor_of(machine: BenchMachine, seed: int) -> HyGenModel:

@@ -23,13 +23,17 @@ from conserve.bench.points import Cell
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
-from conserve.names import CONSERVE, ONLINE_ONLY
+from conserve.names import CONSERVE, HYGEN, HYGEN_STAR, ONLINE_ONLY
 from conserve.words import count, duration
 
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 # Figures of cells: one more with each change of what is played or counted, so that none is beside another's.
 FIGURES = 3
+TUNING, TUNED_ANEW = (
+    2,
+    frozenset({HYGEN, HYGEN_STAR}),
+)  # the same for how these policies are tuned
 Document = dict[str, Any]
 
 
@@ -70,6 +74,7 @@ class SweepPlan:
             "figures": FIGURES,
             **({"machine": self.machine} if self.simulated else self._on_servers()),
             **({"equal_p99": True} if self.equal_p99 else {}),
+            **({"tuning": TUNING} if TUNED_ANEW & {*self.policies} else {}),
         }
 
     def _on_servers(self) -> Document:

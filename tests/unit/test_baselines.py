@@ -4,8 +4,9 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from conserve.bench import baseline_parameters
 from conserve.bench.answers import LoadAnswer, RequestEnd
-from conserve.bench.baseline_parameters import TuningWorkload
+from conserve.bench.baseline_parameters import TunedTerms, TuningWorkload
 from conserve.bench.compare import Design
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
@@ -355,9 +356,10 @@ def workload() -> TuningWorkload:
 def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: TuningWorkload) -> None:
     promised = promises("mean-tbt=30%")
     alone = workload.alone()
-    found = asyncio.run(baseline_parameters.tuned_term("hygen", workload, MODEL, promised, None, alone))
+    found = asyncio.run(baseline_parameters.tuned_terms("hygen", workload, MODEL, promised, None, alone))
     assert found.kept
-    sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=found.value, predictor=MODEL)
+    budget_ms = found.values["budget_ms"]
+    sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=budget_ms, predictor=MODEL)
     inside, tokens = workload.beside(sharing)
     assert excess(inside, alone, promised) <= 1
     assert tokens > 0
@@ -387,13 +389,35 @@ def test_the_largest_budget_that_is_tried_cuts_nothing(workload: TuningWorkload)
     assert workload.beside(replace(sharing, budget_ms=low))[1] == 0.0
 
 
-def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:
+def test_a_fixed_rate_is_tuned_at_each_token_budget(workload: TuningWorkload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
-    found = asyncio.run(baseline_parameters.tuned_term("hygen-star", workload, MODEL, promised, None, alone))
-    sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
-    assert excess(workload.beside(sharing)[0], alone, promised) <= 1
+    tuned = partial(baseline_parameters.tuned_terms, "hygen-star", workload, MODEL, promised, None, alone)
+    found = asyncio.run(tuned())
+    each = [asyncio.run(tuned(tokens=[tokens])) for tokens in (128, 256, 512, 1024)]
+    assert found.runs == sum(one.runs for one in each) <= 4 * MOST_RUNS
+
+    def beside(one: TunedTerms) -> tuple[RunLatencies, float]:
+        rows_per_s = one.values["offline_per_s"]
+        return workload.beside(Sharing(online_first=True, max_tokens=one.tokens, rows_per_s=rows_per_s))
+
     assert found.kept
-    assert "rows/s" in baseline_parameters.sentence("hygen-star", found, promised, "simulated")
+    assert excess(beside(found)[0], alone, promised) <= 1
+    assert beside(found)[1] == max(beside(one)[1] for one in each if one.kept)
+    said = baseline_parameters.sentence("hygen-star", found, promised, "simulated")
+    assert f"rows/s in iterations of at most {found.tokens} tokens for mean TBT +30% (" in said
+
+
+def test_small_iterations_keep_what_no_rate_keeps_in_large_ones(workload: TuningWorkload) -> None:
+    """A row's prompt in one piece is a gap that every live request hears of, however seldom a row begins."""
+    promised, alone = [Promise("p99", "tbt", 0.5)], latencies(1e9, 60.0)
+
+    async def run(terms: Mapping[str, float]) -> tuple[RunLatencies, float]:
+        return latencies(1.0, terms["tokens"] / 2), terms["offline_per_s"]
+
+    tuned = partial(baseline_parameters.tuned_terms, "hygen-star", workload, MODEL, promised, run, alone)
+    assert not asyncio.run(tuned(tokens=[1024])).kept
+    found = asyncio.run(tuned())
+    assert (found.kept, found.tokens) == (True, 128)
 
 
 def test_the_token_budget_is_one_of_those_it_names(workload: TuningWorkload) -> None:

@@ -211,12 +211,13 @@ class TestTerms:
 
     def test_rows_are_due_at_the_rate_the_first_at_once(self) -> None:
         terms = RowTerms.of({"offline_per_s": 2.0}, now=100.0)
-        assert terms.of_view(100.0, [])["rows_due"] == 1
+        assert terms.of_view(100.0, 64, [])["rows_due"] == 1
         terms.began([NEW, EVICTED])
-        assert terms.of_view(100.4, [NEW, NEW])["rows_due"] == 0
-        assert terms.of_view(101.6, [NEW, NEW])["rows_due"] == 3
-        assert RowTerms.of({"budget_ms": 80.0}, now=0.0).of_view(9.0, [NEW]) == {
+        assert terms.of_view(100.4, 64, [NEW, NEW])["rows_due"] == 0
+        assert terms.of_view(101.6, 64, [NEW, NEW])["rows_due"] == 3
+        assert RowTerms.of({"budget_ms": 80.0}, now=0.0).of_view(9.0, 64, [NEW]) == {
             "budget_ms": 80.0,
+            "max_tokens": 64,
             "rows_due": None,
             "utility": 0.9,
         }
@@ -225,8 +226,12 @@ class TestTerms:
         """The rate is of rows that come; at a low one the next is due after minutes."""
         terms = RowTerms.of({"offline_per_s": 0.01}, now=0.0)
         terms.began([NEW])
-        assert terms.of_view(10.0, [EVICTED, NEW])["rows_due"] == 1
-        assert terms.of_view(101.0, [EVICTED, NEW])["rows_due"] == 2
+        assert terms.of_view(10.0, 64, [EVICTED, NEW])["rows_due"] == 1
+        assert terms.of_view(101.0, 64, [EVICTED, NEW])["rows_due"] == 2
+
+    @pytest.mark.parametrize(("tokens", "most"), [(16, 16), (64, 64), (4096, 64)])
+    def test_an_iteration_is_no_longer_than_the_engine_takes(self, tokens: int, most: int) -> None:
+        assert RowTerms.of({"tokens": tokens}, now=0.0).of_view(0.0, 64, [])["max_tokens"] == most
 
     @pytest.mark.parametrize(
         "wrong",
@@ -235,6 +240,8 @@ class TestTerms:
             {"budget_ms": 0},
             {"utility": 1.5},
             {"budget_ms": "fast"},
+            {"tokens": 0},
+            {"tokens": 1.5},
         ],
     )
     def test_senseless_terms_are_refused(self, wrong: dict[str, Any]) -> None:

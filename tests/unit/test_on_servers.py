@@ -384,7 +384,7 @@ def test_every_block_and_test_run_on_the_same_servers_has_prompts_of_its_own(
         field = servers.Servers(plan, PAIR)
         for policy in ("hygen-star", "hygen"):
             test_run = baseline_parameters.measured_run(field, field.deployment, sized_pair(), policy)
-            await test_run(1.0)
+            await test_run({baseline_parameters.TERMS[policy]: 1.0})
             await compared(field)
 
     virtual_time.run(cells())

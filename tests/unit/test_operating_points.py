@@ -524,6 +524,13 @@ def test_cells_that_were_counted_otherwise_are_not_taken_up(
 ) -> None:
     file = tmp_path / "cells.jsonl"
     CellLedger.open(file, PLAN)
+    monkeypatch.setattr(sweep, "TUNING", sweep.TUNING + 1)
+    assert CellLedger.open(file, PLAN).missing, "no policy of it is tuned"
+    tuned = replace(PLAN, policies=[*PLAN.policies, "hygen-star"])
+    CellLedger.open(tmp_path / "tuned.jsonl", tuned)
+    monkeypatch.setattr(sweep, "TUNING", sweep.TUNING + 1)
+    with pytest.raises(InputError, match=r"other tuning; name another folder"):
+        CellLedger.open(tmp_path / "tuned.jsonl", tuned)
     monkeypatch.setattr(sweep, "FIGURES", sweep.FIGURES + 1)
     with pytest.raises(InputError, match=r"other figures; name another folder"):
         CellLedger.open(file, PLAN)

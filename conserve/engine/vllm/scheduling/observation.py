@@ -88,7 +88,6 @@ class Picture:
             online_waited_ms=0.0 if monitor.separable else self._waited_ms(online),
             live_busy=self._traffic.live_busy.share,
             own_ms=0.0 if ahead else scheduler.own_time.ms,  # hidden where the device computes meanwhile
-            max_tokens=scheduler.max_num_scheduled_tokens,
             waiting_with_blocks=Lazy(self._waiting_with_blocks(holding)),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
@@ -98,7 +97,9 @@ class Picture:
             pushed=self._traffic.pushing.urgent,
             push_scale=self._traffic.pushing.scale,
             **scheduler.row_terms.of_view(
-                time.monotonic(), chain(filterfalse(is_online, holding), offline_lane)
+                time.monotonic(),
+                scheduler.max_num_scheduled_tokens,
+                chain(filterfalse(is_online, holding), offline_lane),
             ),
             **self._room(holding),
         )
