@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
+from conserve.bench.beside import rows_beside
 from conserve.bench.deployment import SchedulerCounters
 from conserve.bench.disaggregated import BestSplit, EngineSplit, best_split, pooled
 from conserve.bench.machine import BenchMachine
@@ -120,10 +121,11 @@ class Simulator:
         Figures per second are those of one engine.
         """
         assert self.simulate_pool is not None
-        simulate_pool = self.simulate_pool
+        simulate_pool, mix = self.simulate_pool, self.machine.mix(seed=self.seed)
+        found: dict[EngineSplit, list[Block]] = {}
 
-        def play(split: EngineSplit, most: int | None = None) -> list[Block]:
-            traces = pooled(blocks, split.engines)[:most]
+        def play(split: EngineSplit) -> list[Block]:
+            traces = pooled(blocks, split.engines)
             played = simulate_pool(
                 self.machine,
                 split,
@@ -132,13 +134,16 @@ class Simulator:
                 rows=cycle(self.machine.rows(ROWS, seed=self.seed)),
                 shared_tokens=traces[0].shared_tokens,
             )
-            return [
+            found[split] = [
                 self._block(DISTSERVE_P, *pair, engines=split.engines)
                 for pair in zip(traces, played, strict=True)
             ]
+            return found[split]
 
-        best = best_split(self.machine, play, slo)
-        return play(best.split), best
+        best = best_split(
+            self.machine, play, slo, lambda played: rows_beside(played, self.machine.engine, mix)[0]
+        )
+        return found[best.split], best
 
     def _block(self, name: str, trace: Trace, played: PlayedBlock, *, engines: int = 1) -> Block:
         first, last = SchedulerCounters.of(played.first), SchedulerCounters.of(played.last)

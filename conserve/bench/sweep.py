@@ -32,7 +32,7 @@ AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 FIGURES = 3
 TUNING, TUNED_ANEW = (
     2,
-    frozenset({HYGEN, HYGEN_STAR}),
+    frozenset({HYGEN, HYGEN_STAR, DISTSERVE_P}),
 )  # the same for how these policies are tuned
 Document = dict[str, Any]
 

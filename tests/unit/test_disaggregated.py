@@ -9,7 +9,7 @@ import pytest
 from conserve.bench import sweep
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits
-from conserve.bench.disaggregated import EngineSplit, best_split, budgets, pooled
+from conserve.bench.disaggregated import EngineSplit, best_split, budgets, pooled, score
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.simulated import Simulator
@@ -26,9 +26,13 @@ def test_a_pool_gets_the_arrivals_of_as_many_blocks_as_it_has_engines() -> None:
     blocks = [trace_of((n / 10, 10, n), (5 + n / 10, 20, n), shared=4) for n in range(1, 4)]
     first, second = pooled(blocks, 2)
     assert [one.output_tokens for one in first] == [1, 2, 1, 2]
-    assert [one.output_tokens for one in second] == [1, 3, 1, 3], "the first block again"
+    assert [one.output_tokens for one in second] == [3, 3, 1, 1], "the first block again, half a block later"
+    assert [one.at_s for one in second] == pytest.approx([0.3, 5.3, 15.1, 20.1])
     assert first.shared_tokens == 4
     assert [one.arrivals for one in pooled(blocks, 1)] == [one.arrivals for one in blocks]
+    (crowded,) = pooled(blocks[:1], 4)
+    assert len({one.at_s for one in crowded}) == len(crowded) == 8, "no two come at once"
+    assert crowded.arrivals == tuple(sorted(crowded.arrivals))
 
 
 def test_budgets_hold_as_many_tokens_as_requests() -> None:
@@ -53,12 +57,14 @@ def chosen(
 ) -> tuple[Any, Sequence[EngineSplit]]:
     played: list[EngineSplit] = []
 
-    def play(split: EngineSplit, most: int) -> list[Block]:
-        assert most == 1
+    def play(split: EngineSplit) -> list[Block]:
         played.append(split)
         return [block(*figures.get((split.prefill, split.decode, split.tokens), (900.0, 900.0, 1.0)))]
 
-    return best_split(BenchMachine.demo(), play, SLO), played
+    def rows_per_s(blocks: Sequence[Block]) -> float:
+        return sum(one.offline_work for one in blocks) - 100.0
+
+    return best_split(BenchMachine.demo(), play, SLO, rows_per_s), played
 
 
 def test_the_split_with_the_most_rows_within_the_slo_is_chosen_and_then_its_budget() -> None:
@@ -67,23 +73,46 @@ def test_the_split_with_the_most_rows_within_the_slo_is_chosen_and_then_its_budg
             (1, 1, 512): (90.0, 10.0, 5.0),
             (2, 1, 512): (99.0, 19.0, 7.0),
             (1, 2, 512): (10.0, 25.0, 90.0),
+            (3, 1, 512): (99.0, 19.0, 6.0),
             (2, 1, 128): (50.0, 15.0, 8.0),
             (1, 1, 128): (50.0, 15.0, 80.0),
         }
     )
     assert found.split == EngineSplit(prefill=2, decode=1, tokens=128)
-    assert (found.kept, found.tried, len(played)) == (True, 5, 5)
+    assert (found.kept, found.tried, len(played)) == (True, 6, 6)
     assert found.sentence() == (
-        "distserve-p: 2 engines for prefill (128 tokens an iteration) and 1 for decode, which of 5 choices keeps "
+        "distserve-p: 2 engines for prefill (128 tokens an iteration) and 1 for decode, which of 6 choices keeps "
         "the SLO with the most rows"
     )
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_engines_are_added_as_long_as_that_is_better(prefills: bool) -> None:
+    """Rows are prompts more than answers, so that the best split lacks prefill engines, or the other way round."""
+
+    def of(more: int) -> tuple[int, int, int]:
+        return (more, 1, 512) if prefills else (1, more, 512)
+
+    found, played = chosen({of(more): (90.0, 10.0, float(more)) for more in range(1, 5)})
+    assert [(split.prefill, split.decode) for split in played[3:6]] == [of(more)[:2] for more in (3, 4, 5)]
+    assert (found.split.prefill, found.split.decode, found.tried) == (*of(4)[:2], 8)
+    found, played = chosen({of(more): (90.0, 10.0, float(more)) for more in range(1, 99)})
+    assert max(split.engines for split in played) == found.split.engines == 8
 
 
 def test_where_no_split_keeps_the_slo_the_nearest_one_is_chosen() -> None:
     found, _ = chosen({(1, 2, 512): (300.0, 20.0, 1.0), (1, 1, 512): (100.0, 80.0, 9.0)})
     assert found.split == EngineSplit(prefill=1, decode=2, tokens=512)
     assert not found.kept
-    assert found.sentence().endswith("which of 5 choices comes nearest to the SLO")
+    assert found.sentence().endswith("which of 6 choices comes nearest to the SLO")
+
+
+def test_a_split_is_judged_by_its_rows_beside_all_live_work() -> None:
+    """One that lets live requests wait has more in the block's time."""
+    waits, serves = block(90.0, 10.0, 9.0), block(90.0, 10.0, 5.0)
+    beside = {9.0: 1.0, 5.0: 4.0}
+    scores = [score([one], SLO, lambda blocks: beside[blocks[0].offline_work]) for one in (waits, serves)]
+    assert scores == [(True, 1.0), (True, 4.0)]
 
 
 def test_its_figures_are_those_of_one_engine() -> None:
