@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf
+from math import inf, isinf
 from typing import Any
 
 from conserve.bench.attainment import LatencyLimits
 from conserve.bench.beside import least_room, over, row_rates
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates, compare
+from conserve.bench.measure import Block, PolicyComparison, PolicyOutcome, RowRates, compare, plain
 from conserve.bench.names import alone_of
 from conserve.bench.points import Cell
 from conserve.names import CONSERVE
@@ -69,8 +69,8 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
     return {
         "requests": outcome.requests,
         "failed": outcome.failed,
-        "ttft_ms": outcome.ttft_ms._asdict() if outcome.ttft_ms else None,
-        "tbt_ms": outcome.tbt_ms._asdict() if outcome.tbt_ms else None,
+        "ttft_ms": plain(outcome.ttft_ms),
+        "tbt_ms": plain(outcome.tbt_ms),
         "ratios": _ratios(name, comparison),
         "attainment": _attainment(outcome, played.cell.scale),
         "sent_late": outcome.late._asdict(),
@@ -99,10 +99,9 @@ def _ratios(name: str, comparison: PolicyComparison) -> dict[str, Any]:
 
 
 def _changed(change: Change | None) -> list[float | None] | None:
-    if change is None or not change.without_ms:
+    if change is None or not change.without_ms or isinf(change.with_ms):
         return None
-    interval: Sequence[float | None] = change.ratio_ci or (None, None)
-    return [change.with_ms / change.without_ms, *interval]
+    return [change.with_ms / change.without_ms, *map(plain, change.ratio_ci or (None, None))]
 
 
 def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | None] | None:
@@ -113,7 +112,7 @@ def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | No
 def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:
     """Ratio of a latency to online-only's in a cell's document; infinite for a P99 where a request failed.
 
-    Percentiles are of answers, and a request that failed would have had the longest latency.
+    Percentiles of earlier cells are of answers, and a request that failed would have had the longest latency.
     """
     said = measured["policies"].get(policy, {})
     if said.get("failed") and name.endswith("p99"):

@@ -6,11 +6,14 @@ blocks are resampled where there are enough of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isinf
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from conserve.bench.answers import Floats, LoadAnswer, tbts_ms, ttfts_ms
+from conserve.bench.answers import Floats, LoadAnswer
+from conserve.bench.slo_search import RunLatencies
 
 FEWEST_BLOCKS = 4
 DRAWS = 1000
@@ -29,7 +32,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A percentile with and without offline work; `ratio` is with / without."""
+    """A percentile with and without offline work; `ratio` is with / without.
+
+    With offline work it is infinite where so many requests failed.
+    """
 
     with_ms: float
     without_ms: float
@@ -67,9 +73,10 @@ def harm(
     rng = np.random.default_rng(seed)
     if not enough:
         with_offline, without = ([[a] for block in side for a in block] for side in (with_offline, without))
+    heard = [[RunLatencies.heard(unit) for unit in side] for side in (with_offline, without)]
     pools = [
-        (clusters([of(unit) for unit in with_offline]), clusters([of(unit) for unit in without]))
-        for of in (ttfts_ms, tbts_ms)
+        (clusters([of(unit) for unit in heard[0]]), clusters([of(unit) for unit in heard[1]]))
+        for of in (attrgetter("ttft_ms"), attrgetter("tbt_ms"))
     ]
     ttft, tbt = (change(*pair, rng) for pair in pools)
     ttft_p50, tbt_p50 = (change(*pair, rng, 50) for pair in pools)
@@ -86,20 +93,23 @@ def harm(
 def change(
     with_offline: Clusters, without: Clusters, rng: np.random.Generator, rank: int = 99
 ) -> Change | None:
-    """Change of the percentile, with its interval; None if a side has no value."""
-    if not len(with_offline.values) or not len(without.values):
+    """Change of the percentile, with its interval; None if a side has no value, or no finite one without rows."""
+    if not np.isfinite(with_offline.values).any() or not len(without.values):
         return None
     with_ms, without_ms = percentile(with_offline, rank), percentile(without, rank)
+    if isinf(without_ms):
+        return None
     drawn_with, drawn_without = (resampled(pool, rng, rank=rank) for pool in (with_offline, without))
     positive = bool(without_ms > 0 and np.nanmin(drawn_without) > 0)
-    return Change(
-        with_ms=with_ms,
-        without_ms=without_ms,
-        difference_ms=with_ms - without_ms,
-        difference_ci_ms=interval(drawn_with - drawn_without),
-        ratio=with_ms / without_ms if positive else None,
-        ratio_ci=interval(drawn_with / drawn_without) if positive else None,
-    )
+    with np.errstate(invalid="ignore"):  # draws in which both are infinite
+        return Change(
+            with_ms=with_ms,
+            without_ms=without_ms,
+            difference_ms=with_ms - without_ms,
+            difference_ci_ms=interval(drawn_with - drawn_without),
+            ratio=with_ms / without_ms if positive else None,
+            ratio_ci=interval(drawn_with / drawn_without) if positive else None,
+        )
 
 
 def clusters(units: Sequence[Floats]) -> Clusters:
@@ -143,6 +153,7 @@ def _ranked_from(first: int, pool: Clusters, times: Integers, rank: int) -> Floa
 
 
 def interval(drawn: Floats) -> Interval:
-    """Bounds of the middle 95 % of these values."""
-    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    """Bounds of the middle 95 % of these values; between a finite and an infinite one is none."""
+    between: Literal["linear", "inverted_cdf"] = "inverted_cdf" if np.isinf(drawn).any() else "linear"
+    low, high = np.nanpercentile(drawn, [2.5, 97.5], method=between)
     return Interval(float(low), float(high))

@@ -1,10 +1,12 @@
 """Statistics of a comparison of policies, from its measured blocks. Pure.
 
-A percentile is the smallest measured value that at least so many values do not exceed.
+A percentile is the smallest measured value that at least so many values do not exceed. A request that failed counts
+as an infinite latency, so that no policy's percentiles gain by what it does not answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from conserve.bench.attainment import Attainment, LatencyLimits, attainments
 from conserve.bench.harm import Harm, harm
 from conserve.bench.names import ALL, SARATHI_P, alone_of, most_of
 from conserve.bench.restless import StepTimes, step_times
+from conserve.bench.slo_search import RunLatencies
 from conserve.names import PRIORITY
 
 ORDER = (*ALL, PRIORITY)
@@ -61,7 +64,7 @@ class Block:
 
 
 class Percentiles(NamedTuple):
-    """Percentiles of latencies, in ms."""
+    """Percentiles of latencies, in ms; infinite where so many requests failed."""
 
     p50: float
     p90: float
@@ -175,13 +178,13 @@ class PolicyComparison:
     def document(self) -> dict[str, Any]:
         """Comparison as JSON."""
         return {
-            "reference": _plain(self.reference),
+            "reference": plain(self.reference),
             "policies": {
-                name: {**_plain(asdict(outcome)), **asdict(self.rows.get(name, RowRates()))}
+                name: {**plain(outcome.document()), **asdict(self.rows.get(name, RowRates()))}
                 for name, outcome in self.policies.items()
             },
-            "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},
-            "harm": {name: _plain(asdict(harm)) for name, harm in self.harm.items()},
+            "ratios": {name: plain(asdict(ratios)) for name, ratios in self.ratios.items()},
+            "harm": {name: plain(asdict(harm)) for name, harm in self.harm.items()},
             "steps": self.steps.document() if self.steps else None,
         }
 
@@ -230,6 +233,7 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
     answers = [answer for block in blocks for answer in block.answers]
     failures = [answer.status.value for answer in answers if answer.status is not RequestEnd.OK]
     duration_s = sum(block.engine_s for block in blocks)
+    heard = RunLatencies.heard(answers)
     return PolicyOutcome(
         blocks=len(blocks),
         duration_s=duration_s,
@@ -237,8 +241,8 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         requests=len(answers),
         failed=len(failures),
         failures={status: failures.count(status) for status in sorted(set(failures))},
-        ttft_ms=percentiles(ttfts_ms(answers)),
-        tbt_ms=percentiles(tbts_ms(answers)),
+        ttft_ms=percentiles(heard.ttft_ms),
+        tbt_ms=percentiles(heard.tbt_ms),
         offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
         offline_work_per_s=sum(block.offline_work for block in blocks) / duration_s,
         offline_prompt_tokens_per_s=sum(one.offline_tokens - one.offline_decodes for one in blocks)
@@ -261,8 +265,8 @@ def tokens_within(block: Block) -> int:
 
 
 def percentiles(values_ms: Floats) -> Percentiles | None:
-    """Percentiles of these latencies; None without any."""
-    if not len(values_ms):
+    """Percentiles of these latencies; None without a finite one."""
+    if not np.isfinite(values_ms).any():
         return None
     p50, p90, p99, most = np.percentile(values_ms, [50, 90, 99, 100], method="inverted_cdf")
     return Percentiles(float(p50), float(p90), float(p99), float(most))
@@ -304,8 +308,9 @@ def evicted(blocks: Sequence[Block]) -> Evicted:
 
 def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:
     """Spread of each figure over the blocks of one policy."""
-    ttft = [percentiles(ttfts_ms(block.answers)) for block in blocks]
-    tbt = [percentiles(tbts_ms(block.answers)) for block in blocks]
+    heard = [RunLatencies.heard(block.answers) for block in blocks]
+    ttft = [percentiles(one.ttft_ms) for one in heard]
+    tbt = [percentiles(one.tbt_ms) for one in heard]
     return {
         "ttft_p99_ms": _spread([p.p99 for p in ttft if p]),
         "tbt_p99_ms": _spread([p.p99 for p in tbt if p]),
@@ -319,7 +324,7 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> LatencyLimits | None:
-    """P99s of online-only, the reference that the comparison measures itself."""
+    """P99s of online-only's answers, the reference that the comparison measures itself: a promise is finite."""
     answers = [answer for block in named.get(alone_of([*named]) or "", ()) for answer in block.answers]
     ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
     return LatencyLimits(ttft.p99, tbt.p99) if ttft and tbt else None
@@ -356,11 +361,13 @@ def _p99(latencies: Percentiles | None) -> float | None:
 
 
 def _ratio(value: float | None, to: float | None) -> float | None:
-    return value / to if value is not None and to else None
+    return value / to if value is not None and to and isfinite(to) else None
 
 
-def _plain(value: Any) -> Any:
-    """Convert named tuples to dictionaries, recursively."""
+def plain(value: Any) -> Any:
+    """Convert named tuples to dictionaries, and what is infinite to None, recursively: JSON has neither."""
     if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
+        return plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,34 @@ def test_the_answer_of_very_little_is_still_true() -> None:
     )
     some = said(block("conserve", [answer(30.0), failed()]))
     assert some == (
-        "Under conserve 99% of clients' first tokens came within 30 ms and 99% of the next ones within 10 ms of "
-        "the one before, 1 of 2 requests failed; the queue got nothing."
+        "Under conserve more than 1% of clients got no whole answer, 1 of 2 requests failed; the queue got nothing."
     )
     assert "of what" not in said(block("non-preemptive", [answer(1.0)], offline_tokens=5))
+
+
+def test_a_policy_that_loses_its_slowest_requests_has_the_longest_bar_and_no_better_figure() -> None:
+    answers = [answer(float(ms), due_s=ms / 20) for ms in range(1, 201)]
+    lost = [*answers[:190], *[failed(due_s=ms / 20) for ms in range(191, 201)]]
+    comparison = compare([block("conserve", lost), block("online-only", answers)])
+    assert comparison.policies["conserve"].ttft_ms == pytest.approx((100.0, 180.0, inf, inf))
+    assert comparison.policies["online-only"].ttft_ms == pytest.approx((100.0, 180.0, 198.0, 200.0))
+    first = verdict.chart(comparison).columns[0]
+    assert [(bar.length, bar.value, bar.ratio) for bar in first.bars] == [
+        (1.0, "failed", ""),
+        (1.0, "198 ms", "1.00 x"),
+    ]
+    row, _ = report.table_rows(comparison).rows
+    assert row[3:6] == ["100", "failed", "failed"]
+    assert row[12:14] == ["1.00", "failed"]
+    (receipt,) = report.receipts(comparison)
+    assert "online P99 TTFT went from 198 ms to none, since more than 1 % failed and P99 TBT" in receipt
+    document = comparison.document()
+    json.dumps(document, allow_nan=False)
+    assert document["policies"]["conserve"]["ttft_ms"]["p99"] is None
+    assert document["harm"]["conserve"]["ttft_p99"]["with_ms"] is None
+    without = compare([block("conserve", answers), block("online-only", lost)])
+    assert without.harm["conserve"].ttft_p99 is None, "nothing to compare with"
+    assert without.ratios["conserve"].ttft_p99_to_online_only is None
 
 
 def test_the_chart_has_a_bar_for_every_policy_and_marks_the_clients_alone() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from math import isinf
 from typing import NamedTuple
 
 from conserve.bench.attainment import SCALES, LatencyLimits
@@ -39,7 +40,7 @@ QUEUE = HEADER[8:12] + HEADER[16:18]
 ENGINE = HEADER[18:] + HEADER[2:3]
 CLIENTS_NOTE = (
     "Online requests and their latencies in milliseconds: time to first token (TTFT), time between tokens (TBT). "
-    "Ratios: P50s and P99s to those of online-only."
+    "Ratios: P50s and P99s to those of online-only. A request that failed counts as slower than any."
 )
 QUEUE_NOTE = (
     "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
@@ -233,14 +234,16 @@ def _tables(comparison: PolicyComparison) -> list[tuple[str, str, CellTable]]:
 def _latencies(outcome: PolicyOutcome) -> list[str]:
     ttft, tbt = outcome.ttft_ms, outcome.tbt_ms
     return [
-        *((figure(ttft.p50), figure(ttft.p99), figure(ttft.max)) if ttft else (NOTHING,) * 3),
-        *((figure(tbt.p50), figure(tbt.p99)) if tbt else (NOTHING,) * 2),
+        *(map(verdict.latency, (ttft.p50, ttft.p99, ttft.max)) if ttft else (NOTHING,) * 3),
+        *(map(verdict.latency, (tbt.p50, tbt.p99)) if tbt else (NOTHING,) * 2),
     ]
 
 
 def times(value: float | None) -> str:
     """Ratio in a table."""
-    return NOTHING if value is None else f"{value:.2f}"
+    if value is None:
+        return NOTHING
+    return verdict.FAILED if isinf(value) else f"{value:.2f}"
 
 
 def percent(value: float | None) -> str:
@@ -268,7 +271,7 @@ def _receipt(name: str, harm: Harm) -> str:
         if change is not None
     ]
     if not changes:
-        return f"{name}: nothing to compare, since no online request was answered."
+        return f"{name}: nothing to compare, since no online request was answered, or too few without rows."
     # Blocks of a machine differ, which no interval within a few of them knows of.
     within = (
         "" if harm.resampled == "blocks" else f", so within these blocks; {FEWEST_BLOCKS} rounds tell more"
@@ -279,6 +282,8 @@ def _receipt(name: str, harm: Harm) -> str:
 
 def _changed(change: Change) -> str:
     """Words for a change: `went from 210 to 215 ms (+5 ms [-2, 11]; 1.02 times [0.99, 1.05])`."""
+    if isinf(change.with_ms):
+        return f"went from {figure(change.without_ms)} ms to none, since more than 1 % failed"
     sign = "+" if change.difference_ms >= 0 else ""
     ratio = f"; {change.ratio:.2f} times {_between(change.ratio_ci, 2)}" if change.ratio_ci else ""
     return (
@@ -288,5 +293,7 @@ def _changed(change: Change) -> str:
 
 
 def _between(interval: Interval, decimals: int | None = None) -> str:
-    low, high = (figure(end) if decimals is None else f"{end:.{decimals}f}" for end in interval)
+    low, high = (
+        verdict.latency(end) if decimals is None or isinf(end) else f"{end:.{decimals}f}" for end in interval
+    )
     return f"[{low}, {high}]"

@@ -1,6 +1,7 @@
 """The answer of a comparison, latency of clients and tokens of the queue, as one sentence and one chart."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite, isinf
 from typing import NamedTuple
 
 from conserve.bench.harm import Change
@@ -9,6 +10,7 @@ from conserve.bench.names import alone_of, most_of, runs_offline
 from conserve.bench.pages.svg import figure
 
 NOTHING = "-"
+FAILED = "failed"  # in place of a percentile: so many requests did
 
 
 class Bar(NamedTuple):
@@ -92,7 +94,7 @@ def _latency(
     values = [one.p99 if one else None for one in latencies]
     column = _column(heading, "P99, ms", values, [_times(p99) for p99, _ in ratios], mark)
     middles = [
-        f"P50 {figure(one.p50)} ms {_times(p50)}".rstrip() if one else ""
+        f"P50 {latency(one.p50, ' ms')} {_times(p50)}".rstrip() if one else ""
         for one, (_, p50) in zip(latencies, ratios, strict=True)
     ]
     bars = [bar._replace(middle=middle) for bar, middle in zip(column.bars, middles, strict=True)]
@@ -102,23 +104,34 @@ def _latency(
 def _column(
     heading: str, unit: str, values: list[float | None], ratios: Iterable[str], mark: int | None
 ) -> Column:
-    longest = max([value for value in values if value is not None], default=0.0) or 1.0
+    longest = max([value for value in values if value is not None and isfinite(value)], default=0.0) or 1.0
     plain = unit.rpartition(" ")[2]
     bars = [
-        Bar((value or 0.0) / longest, NOTHING if value is None else f"{figure(value)} {plain}", ratio)
+        Bar(
+            min(1.0, (value or 0.0) / longest),
+            NOTHING if value is None else latency(value, f" {plain}"),
+            ratio,
+        )
         for value, ratio in zip(values, ratios, strict=True)
     ]
     marked = mark is not None and values[mark] is not None
     return Column(heading, unit, bars, bars[mark].length if mark is not None and marked else None)
 
 
+def latency(value: float, unit: str = "") -> str:
+    """A percentile in a table or a chart."""
+    return FAILED if isinf(value) else f"{figure(value)}{unit}"
+
+
 def _clients(outcome: PolicyOutcome, ttft: Change | None, tbt: Change | None) -> str:
     """Words for the two P99s; "P99" is spelled out."""
     if outcome.ttft_ms is None:
         return "no client got a token"
-    said = f"99% of clients' first tokens came within {figure(outcome.ttft_ms.p99)} ms{_before(ttft)}"
-    if outcome.tbt_ms is not None:
-        alone = _before(tbt, again=ttft is not None)
+    said, told = "more than 1% of clients got no whole answer", isfinite(outcome.ttft_ms.p99)
+    if told:
+        said = f"99% of clients' first tokens came within {figure(outcome.ttft_ms.p99)} ms{_before(ttft)}"
+    if outcome.tbt_ms is not None and isfinite(outcome.tbt_ms.p99):
+        alone = _before(tbt, again=told and ttft is not None)
         said += f" and 99% of the next ones within {figure(outcome.tbt_ms.p99)} ms of the one before{alone}"
     return said + (f", {outcome.failed:,} of {outcome.requests:,} requests failed" if outcome.failed else "")
 
@@ -153,7 +166,7 @@ def _beside_live(comparison: PolicyComparison, policy: str) -> str:
 
 
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f} x"
+    return "" if ratio is None or isinf(ratio) else f"{ratio:.2f} x"
 
 
 def _percent(ratio: float | None) -> str:
