@@ -25,6 +25,6 @@ class Answered:
     token_at_s: list[float]
 
 
-def counted(tokens: int, decode_steps: int) -> SchedulerReport:
+def counted(tokens: int, decode_steps: int, **counts: int) -> SchedulerReport:
     """A report of so many offline tokens and decode steps among them."""
-    return report(offline={"tokens": tokens, "decode_steps": decode_steps})
+    return report(offline={"tokens": tokens, "decode_steps": decode_steps}, **counts)

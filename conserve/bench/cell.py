@@ -74,6 +74,7 @@ def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict
         "ratios": _ratios(name, comparison),
         "attainment": _attainment(outcome, played.cell.scale),
         "sent_late": outcome.late._asdict(),
+        "overruns": asdict(outcome.overruns),
         "computed_twice": _twice(outcome),
         **asdict(rates),
         "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,

@@ -215,7 +215,8 @@ def block_of(trace: Trace, slow: float, tokens: int, steps: int) -> MadeUp:
         Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
         for one in trace
     ]
-    return MadeUp(100.0, 130.0, answers, counted(0, 0), counted(tokens, steps))
+    last = counted(tokens, steps, planned=50, overruns=1)
+    return MadeUp(100.0, 130.0, answers, counted(0, 0), last)
 
 
 def simulator() -> Simulator:
@@ -255,6 +256,7 @@ def test_a_simulated_cell_has_every_figure() -> None:
     assert most["ratios"]["ttft_p99"][0] == pytest.approx(10)
     assert ours["attainment"] == {"ttft": 0.0, "tbt": 0.0}
     assert ours["decode_tokens_per_s"] == pytest.approx(100 / 30)
+    assert ours["overruns"] == {"count": PLAN.blocks, "share": 0.02}
     assert 0 < ours["of_non_preemptive"] < 1 == most["of_non_preemptive"]
     assert 0 < ours["of_bound"] < 1
     assert all(
