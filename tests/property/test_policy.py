@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 from math import ceil, inf
 from typing import Any
 
@@ -730,6 +730,7 @@ class Work:
     done: int = 0  # tokens generated
     computed: int = 0
     blocks: int = 0
+    age_ms: float = 0.0
 
     @property
     def wanted(self) -> int:
@@ -741,7 +742,7 @@ class Work:
 
     def candidate(self) -> Candidate:
         decode = self.computed >= self.prompt and self.wanted == 1
-        return Candidate(self.name, self.wanted, self.computed, decode, self.blocks)
+        return Candidate(self.name, self.wanted, self.computed, decode, self.blocks, self.age_ms)
 
 
 @dataclass(slots=True)
@@ -893,6 +894,49 @@ def test_rows_that_give_way_to_live_requests_go_on_and_no_engine_stands_still(da
         assert steps < 20_000
     reached("rows are parked", parked)
     assert all(work.done == work.output for work in works)
+
+
+STEP_MS = 1000.0
+
+
+@settings(max_examples=examples(100))
+@given(st.data())
+def test_a_row_that_lacks_memory_is_overtaken_and_begins_once_live_requests_leave_it(
+    data: st.DataObject,
+) -> None:
+    """A live request holds what it lacks, again and again with short breaks, and small rows never run out."""
+    draw = data.draw
+    block_tokens, blocks, small = 16, 25, st.tuples(st.integers(1, 40), st.integers(10, 30))
+    large = Work("0", draw(st.integers(250, 380)), 5)
+    lacked = block_tokens * (blocks - large.whole(block_tokens) + draw(st.integers(2, 5)))
+    held, left = draw(st.integers(5, 40)), draw(st.integers(1, 4))
+    engine = Engine(
+        policy=Conserve(),
+        model=usual,
+        slo=Slo(),
+        blocks=blocks,
+        block_tokens=block_tokens,
+        slots=draw(st.integers(3, 16)),
+        max_tokens=512,
+        waiting=[large],
+        live=[Work("1000000", lacked, 1000, 1, lacked, lacked // block_tokens)],
+    )
+    steps, names, overtaken = 0, count(1), False
+    while large not in engine.running:
+        if steps % (held + left) == held:
+            engine.live.clear()
+        elif steps and steps % (held + left) == 0:
+            engine.live_waiting.append(Work(str(1_000_000 + steps), lacked, 1000))
+        while len(engine.waiting) < 30:
+            engine.waiting.append(Work(str(next(names)), *draw(small)))
+        engine.step()
+        overtaken = overtaken or bool(engine.running)
+        for work in engine.waiting:
+            work.age_ms += STEP_MS
+        steps += 1
+        assert steps < 16 * 60, "it waits for sixteen minutes: in the last two none overtakes it"
+        assert overtaken, "there is memory for small rows"
+    reached("none overtakes it for a while", steps > 60)
 
 
 @pytest.mark.parametrize("policy", PLANNING)

@@ -606,6 +606,62 @@ def test_a_row_held_out_is_taken_where_the_next_has_no_memory() -> None:
     assert Conserve().plan(view).admitted == ["alike-0", "alike-1"]
 
 
+class TestOvertaking:
+    """A waiting row of 80 KV blocks, where 60 are free and live requests hold 40."""
+
+    LIVE = (Candidate("live", 1, 640, True, 41),)
+    LARGE, SMALL = Candidate("large", 1280, 0), Candidate("small", 16, 0)
+
+    def admitted(self, *waiting: Candidate, **changes: Any) -> list[str]:
+        given: dict[str, Any] = {"online": self.LIVE, "waiting_offline": waiting, "free_blocks": 60}
+        return Conserve().plan(spacious(**{**given, **changes})).admitted
+
+    def test_rows_begin_before_one_for_which_live_requests_leave_no_memory(self) -> None:
+        assert self.admitted(self.LARGE, self.SMALL) == ["small"]
+        assert self.admitted(self.LARGE._replace(restorable=1000), self.SMALL) == ["small"]
+        assert self.admitted(self.SMALL, self.LARGE._replace(restorable=1000), FRESH) == ["small", "fresh"]
+
+    def test_none_begins_before_one_that_would_have_it_once_rows_end(self) -> None:
+        rows = [Candidate(f"row{n}", 1, 160, True, 11) for n in range(2)]
+        assert self.admitted(self.LARGE, self.SMALL, offline=rows) == []
+        assert self.admitted(self.LARGE, self.SMALL, offline=rows, watermark_blocks=3) == ["small"]
+        assert self.admitted(self.LARGE, self.SMALL, waiting_with_blocks=rows) == []
+        assert self.admitted(self.LARGE._replace(restorable=1000), self.SMALL, offline=rows) == []
+
+    @pytest.mark.parametrize(("tokens", "admitted"), [(1600, ["small"]), (1632, [])])
+    def test_one_that_has_no_room_in_the_engine_at_all_is_overtaken_by_none(
+        self, tokens: int, admitted: list[str]
+    ) -> None:
+        assert self.admitted(self.LARGE._replace(tokens=tokens), self.SMALL) == admitted
+
+    @pytest.mark.parametrize(
+        ("minutes", "overtaken"),
+        [(0.87, True), (0.88, False), (1.0, True), (1.74, True), (1.76, False), (40.0, True), (59.0, False)],
+    )
+    def test_none_does_in_the_last_quarter_of_each_doubling_of_its_wait(
+        self, minutes: float, overtaken: bool
+    ) -> None:
+        waits = self.LARGE._replace(age_ms=60_000 * minutes)
+        behind = Candidate("larger", 1290, 0, age_ms=53_000)
+        assert self.admitted(waits, behind, self.SMALL) == ["small"] * overtaken, "the first one decides"
+
+    @pytest.mark.parametrize(("passed", "admitted"), [(MOST_DEFERRED - 1, ["small"]), (MOST_DEFERRED, [])])
+    def test_so_many_are_overtaken_at_most(self, passed: int, admitted: list[str]) -> None:
+        large = [self.LARGE._replace(name=f"large{n}") for n in range(passed)]
+        assert self.admitted(*large, self.SMALL) == admitted
+
+    def test_a_push_overtakes_none(self) -> None:
+        view = spacious(
+            online=self.LIVE,
+            waiting_offline=[self.LARGE, self.SMALL],
+            free_blocks=60,
+            slo=Slo(tbt_ms=11.0),
+            pushed={"large", "small"},
+            push_scale=2.0,
+        )
+        assert not Conserve().plan(view).admitted
+
+
 def test_rows_are_held_out_for_prompts_under_way_and_for_online_ones_too() -> None:
     waiting = sharing(1, behind=5)
     computing = Candidate("computing", 100, 0, False, 7, prefix=waiting[0].prefix)

@@ -47,7 +47,7 @@ class Composer:
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
         self._reserved_blocks = view.set_aside_blocks - view.kept_blocks
-        self._view = view
+        self.view = view
         self._revoked_blocks = 0  # of those that could be evicted at no cost
         self.free_blocks = view.free_blocks
         self.kept_blocks = view.kept_blocks  # of these, which rows leave: 0 once they are not among them
@@ -82,11 +82,11 @@ class Composer:
 
     @cached_property
     def _waiting_with_blocks(self) -> list[Candidate]:
-        return list(self._view.waiting_with_blocks)
+        return list(self.view.waiting_with_blocks)
 
     @cached_property
     def _revocable_blocks(self) -> int:
-        return revocable_blocks(self._view)
+        return revocable_blocks(self.view)
 
     @property
     def predicted_ms(self) -> float:
@@ -285,7 +285,7 @@ class Composer:
         while self.free_blocks < blocks:
             self.evict(victims.pop())
         while self.free_slots < slots:
-            if self._view.parks:
+            if self.view.parks:
                 self.park(last_begun(victims))
             else:
                 self.evict(victims.pop())

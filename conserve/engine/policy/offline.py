@@ -1,7 +1,9 @@
 """Phase 2: offline requests in the harvester's order, until the time is used up (conserve-2026 Algorithm 1)."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, islice
+from math import frexp
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.steps import Steps
@@ -10,8 +12,42 @@ from conserve.engine.policy.view import Candidate, View
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
 MOST_PASSED = 256  # waiting requests that are passed over at most, since their LoRA adapter is one too many
 OVERTAKE_MS = 60_000.0  # by which rows overtake one whose LoRA adapter is one too many, at most
+ENDING = 0.25  # of each doubling of a row's wait for memory, at its end: no row overtakes it then
 MOST_PUSHED = 32  # waiting requests among which pushed ones are looked for
 GROWTH = 2  # running requests for which one block is kept free, so that the next decode step evicts none
+
+
+class Overtaking:
+    """Decides if rows begin before one that lacks memory: only where live requests hold what it lacks.
+
+    Otherwise it waits for rows that end. Rows that overtake it hold memory in turn, and live requests may leave
+    enough of it for moments alone. So none overtakes it in the last quarter of each doubling of its wait: however
+    long rows run, they have ended in one of these, and it begins as soon as the memory is there.
+    """
+
+    def __init__(self, composer: Composer, running: Sequence[Candidate]) -> None:
+        """Made before a row is planned; live requests are."""
+        self._composer, self._running, self._free_blocks = composer, running, composer.free_blocks
+        self._passed = 0
+        self._ends = False
+
+    @cached_property
+    def _blocks(self) -> tuple[int, int]:
+        """KV blocks that rows could have together now, and without live requests."""
+        view = self._composer.view
+        without_rows = self._free_blocks + _blocks_of(chain(self._running, view.waiting_with_blocks))
+        return without_rows, without_rows + _blocks_of(view.online)
+
+    def lets_pass(self, request: Candidate) -> bool:
+        """True if the rows behind this one may begin, which lacks memory or another thing."""
+        blocks = self._composer.blocks_for(request, request.tokens) + self._composer.watermark_blocks
+        without_rows, without_any = self._blocks
+        if not without_rows < blocks <= without_any:
+            return False
+        if not self._passed:
+            self._ends = frexp(request.age_ms / OVERTAKE_MS)[0] >= 1 - ENDING / 2
+        self._passed += 1
+        return self._passed < MOST_DEFERRED and not self._ends
 
 
 def serve_offline(
@@ -24,10 +60,11 @@ def serve_offline(
     kept for live requests, but for one: it may always run. Returns the running requests that were not evicted.
     """
     composer.begin_offline(limit_ms)
+    overtaking = Overtaking(composer, running)
     if composer.kept_blocks and len(running[:2]) > 1:
         composer.leave_kept()
     running, steps, fitting = _with_blocks_to_grow(composer, running, limit_ms)
-    waiting = _restore(composer, _with_adapters(composer, waiting), running)
+    waiting = _restore(composer, _with_adapters(composer, waiting), running, overtaking)
     if steps.has(composer.add_decodes(steps, limit_ms, most=fitting) + 1):
         return running
     prompts = [request for request in running if not request.decode]
@@ -47,7 +84,7 @@ def serve_offline(
             return running
     if running:
         composer.leave_kept()
-    _admit(composer, waiting, limit_ms, first=not running)
+    _admit(composer, waiting, limit_ms, first=not running, overtaking=overtaking)
     return running
 
 
@@ -102,6 +139,10 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
     composer.push(before, limit_ms)
 
 
+def _blocks_of(requests: Iterable[Candidate]) -> int:
+    return sum(request.blocks for request in requests)
+
+
 def _can_start(composer: Composer, request: Candidate) -> bool:
     """True if only time keeps the request from being admitted."""
     taken_back = request.name in composer.evicted
@@ -151,15 +192,15 @@ def _with_adapters(composer: Composer, waiting: Iterable[Candidate]) -> Iterator
 
 
 def _restore(
-    composer: Composer, waiting: Iterable[Candidate], running: Sequence[Candidate]
+    composer: Composer, waiting: Iterable[Candidate], running: Sequence[Candidate], overtaking: Overtaking
 ) -> Iterable[Candidate]:
     """Begin to restore the evicted requests in front; returns the waiting requests after them."""
     rest = iter(waiting)
     for request in rest:
         if not request.restorable:
             return chain((request,), rest)
-        if not _comes_back(composer, request, len(running)):
-            return ()  # none overtakes it, or the blocks that it needs would never be free
+        if not _comes_back(composer, request, len(running)) and not overtaking.lets_pass(request):
+            return ()  # or the blocks that it needs would never be free
     return ()
 
 
@@ -180,8 +221,18 @@ def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
     return True
 
 
-def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:
-    """Admit requests in order, and defer the ones whose first KV block this iteration computes for another."""
+def _admit(
+    composer: Composer,
+    waiting: Iterable[Candidate],
+    limit_ms: float,
+    *,
+    first: bool,
+    overtaking: Overtaking | None = None,
+) -> None:
+    """Admit requests in order, and defer the ones whose first KV block this iteration computes for another.
+
+    Without `overtaking` none begins behind one that lacks memory.
+    """
     # A deferred request finds that block in the prefix cache in the next iteration. It is admitted to this one only
     # if the others leave room.
     # A request that was evicted in this plan waits again: do not admit it at once.
@@ -194,7 +245,8 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
         if composer.free_slots <= composer.reserved_slots:
             return
         if request.restorable:
-            if not _comes_back(composer, request, len(composer.tokens)):
+            back = _comes_back(composer, request, len(composer.tokens))
+            if not back and not (overtaking and overtaking.lets_pass(request)):
                 return
             continue
         if request.images and not composer.token_budget(request, limit_ms):
@@ -212,8 +264,9 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if len(deferred) == MOST_DEFERRED:
                 break
         elif not _has_room(composer, request, first=first):
-            waiting = iter(())  # but deferred requests may need less room
-            break
+            if overtaking is None or not overtaking.lets_pass(request):
+                waiting = iter(())  # but deferred requests may need less room
+                break
         else:
             composer.admit(request, tokens)
             if tokens < request.tokens:
