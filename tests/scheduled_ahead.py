@@ -54,6 +54,7 @@ class ScheduledAhead(BareEngine):
         refuses: bool = True,
         tbt_ms: float | None = None,
         slots: int = 12,
+        **flags: Any,
     ) -> None:
         """Rows leave iterations with the probability `often`; if it `refuses`, one in ten is refused.
 
@@ -65,6 +66,7 @@ class ScheduledAhead(BareEngine):
             block_size=BLOCK,
             max_num_seqs=slots,
             max_num_batched_tokens=256,
+            **flags,
         )
         config.parallel_config.worker_cls = WORKER
         config.scheduler_config.async_scheduling = True

@@ -246,6 +246,19 @@ def test_a_model_that_hears(demo_model: Path, tmp_path: Path) -> None:
     assert said["checkpoint"]["tokens_restored"]
 
 
+def test_no_client_sends_embeddings_for_the_sake_of_checkpoints(demo_model: Path, tmp_path: Path) -> None:
+    """vLLM takes them from everyone, missing ones too, on an engine that gets KV from another."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = tiny_kinds.build_tiny_listener(tmp_path / "model", tokenizer_from=demo_model)
+    config = EngineArgs(
+        model=str(model), kv_transfer_config=transfer({"policy": "eager"})
+    ).create_engine_config()
+    taken = config.model_config.multimodal_config
+    assert not taken.enable_mm_embeds
+    assert not getattr(taken, "allow_missing_mm_embeddings", False)
+
+
 @pytest.mark.full
 def test_an_encoder_and_a_decoder(demo_model: Path, tmp_path: Path) -> None:
     from tests.preempted_engine import Ask, greedy, prompt, started

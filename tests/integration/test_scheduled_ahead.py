@@ -519,6 +519,66 @@ class TestFewSlots:
             assert scheduler.traffic.offline_tokens == engine.offline_computed, "no token is computed twice"
 
 
+class TestBesideCheckpoints:
+    """The connector of checkpoints takes KV from no other engine, so what is freed is free at once."""
+
+    @staticmethod
+    def engine(folder: Path, clock: Any, **settings: Any) -> Any:
+        from conserve.engine.vllm.simulation.copies import HostCopies, checkpointing
+        from tests.scheduled_ahead import BLOCK, ScheduledAhead
+
+        connector = checkpointing(HostCopies(blocks=500, block_ms=1.0), BLOCK)
+        settings = {"seed": 0, "often": 0.0, "refuses": False, "kv_transfer_config": connector, **settings}
+        engine = ScheduledAhead(folder, clock, **settings)
+        engine.scheduler.checkpoints.on = False  # its worker copies nothing
+        return engine
+
+    def test_another_role_in_a_users_own_flags_is_warned_of(
+        self, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.config import KVTransferConfig
+
+        from conserve.engine.vllm.checkpoint import connector
+
+        said: list[str] = []
+        log = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+        monkeypatch.setattr(connector, "log", log)
+        ours = {"kv_connector": "CheckpointConnector", "kv_connector_module_path": "conserve.vllm"}
+        self.engine(tmp_path, clock, blocks=64)
+        assert said == []
+        self.engine(
+            tmp_path, clock, blocks=64, kv_transfer_config=KVTransferConfig(**ours, kv_role="kv_both")
+        )
+        assert ['write "kv_role": "kv_producer"' in line for line in said] == [True]
+
+    def test_the_cache_is_reset_while_an_iteration_is_in_flight(self, tmp_path: Path, clock: Any) -> None:
+        engine = self.engine(tmp_path, clock, blocks=4096)
+        rows = [engine.add(900, 40, offline=True) for _ in range(4)]
+        for _ in range(9):
+            engine.step()
+        assert engine.queued == 1
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        end(engine)
+        assert_settled(engine, rows)
+
+    def test_an_arrival_takes_the_memory_of_the_row_that_is_evicted_for_it(
+        self, tmp_path: Path, clock: Any
+    ) -> None:
+        engine = self.engine(tmp_path, clock, blocks=60, tbt_ms=100.0)
+        asked = [engine.add(150, 90, offline=True) for _ in range(4)]
+        asked.append(engine.add(20, 60))
+        for _ in range(20):
+            engine.step()
+        asked.append(arrival := engine.add(400, 4))
+        output, iteration = planned(engine)
+        assert iteration.follows, "another one is in flight"
+        assert iteration.plan.evicted
+        assert arrival.request_id in output.num_scheduled_tokens
+        engine.run(output)
+        end(engine)
+        assert_settled(engine, asked)
+
+
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:
     """A prefix is registered when its iteration is settled, and the next one is planned before that."""
     from tests.scheduled_ahead import BLOCK, ScheduledAhead

@@ -43,7 +43,7 @@ def spilling_engine(model: Path, folder: Path, *, host_bytes: int = 32 << 20, **
     transfer = KVTransferConfig(
         kv_connector="CheckpointConnector",
         kv_connector_module_path="conserve.vllm",
-        kv_role="kv_both",
+        kv_role="kv_producer",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"policy": "eager", "host_bytes": host_bytes, "spill": str(folder)},
     )

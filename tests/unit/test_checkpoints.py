@@ -303,6 +303,7 @@ def test_the_flag_names_our_connector() -> None:
     assert flags[:2] == ["--dtype", "auto"]
     found = config_of(flags)
     assert found["kv_connector"] == "CheckpointConnector"
+    assert found["kv_role"] == "kv_producer", "it takes KV from no other engine"
     assert found["kv_load_failure_policy"] == "recompute"
     assert found["kv_connector_extra_config"] == {"policy": "eager"}
 

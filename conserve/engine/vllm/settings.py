@@ -34,6 +34,8 @@ SECTION = "conserve"  # our section of vLLM's additional_config
 SCHEDULER = "conserve.vllm.Scheduler"
 CONNECTOR = "CheckpointConnector"
 CONNECTOR_MODULE = "conserve.vllm"
+# Where KV comes from others, vLLM lets every client send embeddings of images, and frees blocks an iteration later.
+CONNECTOR_ROLE = "kv_producer"
 WORKER = "conserve.vllm.Worker"
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 LIVE_PREFIXES, MOST_PREFIXES = 0.5, 0.9  # share of the KV blocks left to live requests: usual, at most

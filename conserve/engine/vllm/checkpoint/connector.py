@@ -26,10 +26,14 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching.flags import spans_machines
-from conserve.engine.vllm.settings import SECTION
+from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_ROLE, SECTION
 
 log = logging.getLogger("vllm.conserve")
 CacheHitSource = internal("vllm.v1.metrics.cache_hit_source.CacheHitSource")
+WRONG_ROLE = (
+    "kv_role of %s is %s: clients of a multimodal model may send embeddings, and evicted rows free their memory "
+    'later; write "kv_role": "%s"'
+)
 USUAL_SPEED = 1e7  # assumed bytes per millisecond of copying, until it is measured
 DEVICE_SHARE = 0.5  # share of an iteration's time for copies that do not use the memory it computes with
 
@@ -46,6 +50,8 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        if role != KVConnectorRole.WORKER and self._kv_transfer_config.kv_role != CONNECTOR_ROLE:
+            log.warning(WRONG_ROLE, CONNECTOR, self._kv_transfer_config.kv_role, CONNECTOR_ROLE)
         workers = vllm_config.parallel_config.world_size
         host_bytes = int(extra.get("host_bytes", HOST_BYTES)) // workers
         self.checkpoints: Checkpoints | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conserve.engine.runtime.vllm_flags import given_flags, value_of
-from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE
+from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE, CONNECTOR_ROLE
 from conserve.errors import SettingsError
 
 FLAG = "--kv-transfer-config"
@@ -22,7 +22,7 @@ def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str
     ours = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
+        "kv_role": CONNECTOR_ROLE,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }

@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.runtime.copy_budget import BlockMs
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
-from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE
+from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE, CONNECTOR_ROLE
 from conserve.engine.vllm.simulation.bare import block_bytes
 
 SLOWS = 0.36  # part of the copies' time by which they lengthen an iteration: 1.8 % of it for 5 % of its time
@@ -30,7 +30,7 @@ def checkpointing(copies: HostCopies, block_size: int) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
+        kv_role=CONNECTOR_ROLE,
         kv_connector_extra_config={
             "policy": ADAPTIVE,
             "host_bytes": copies.blocks * block_bytes(block_size),
