@@ -57,6 +57,7 @@ def require_weights(settings: Settings) -> None:
 OURS = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
 PROMISES = {"ttft": "--ttft-slo", "tbt": "--tbt-slo"}  # vLLM has no flag with such a word
 NOT_WITH = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+COUNTS_ROWS = ("--max-num-queued-reqs", "--max-num-queued-tokens")  # vLLM's front end knows no lanes
 
 
 def vllms_flags(settings: Settings, words: list[str]) -> list[str]:
@@ -96,6 +97,11 @@ def _refuse_ours(flags: list[str], command: str, where: str = "") -> None:
         if name in NOT_WITH:
             raise SettingsError(
                 f"{command} cannot run with {name}{where}; start vllm serve with ConServe's plug-in"
+            )
+        if name in COUNTS_ROWS:
+            raise SettingsError(
+                f"{command} cannot run with {name}{where}: vLLM counts rows too, and would refuse live requests "
+                "as long as rows wait; leave it out"
             )
 
 

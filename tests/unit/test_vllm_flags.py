@@ -110,6 +110,20 @@ def test_what_conserve_serve_sets_is_refused_under_a_short_name_and_by_a_json_ke
         refuse_ours(["--additional_config.conserve.policy", "priority"])
 
 
+@pytest.mark.parametrize("flag", ["--max-num-queued-reqs", "--max_num_queued_tokens=9", "--max-num-queued-t"])
+def test_limits_under_which_rows_would_keep_live_requests_out_are_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"conserve tune cannot run with --max-num-queued-.*counts rows too"
+    ):
+        refuse_ours([flag, "320"], "conserve tune")
+    file = tmp_path / "vllm.yaml"
+    file.write_text("max-num-queued-reqs: 320\n")
+    with pytest.raises(
+        SettingsError, match=r"--max-num-queued-reqs \(in .*vllm.yaml\): vLLM counts rows too"
+    ):
+        refuse_ours(["--config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("cut", "whole"),
     [

@@ -28,7 +28,8 @@ ASKED = (
     *("--additional-config", "--api-key", "--api-server-count", "--async-scheduling", "--config"),
     *("--data-parallel-backend", "--data-parallel-size", "--distributed-executor-backend", "--dtype"),
     *("--enforce-eager", "--grpc", "--headless", "--hf-token", "--kv-transfer-config", "--max-model-len"),
-    *("--model", "--nnodes", "--no-async-scheduling", "--pipeline-parallel-size", "--quantization"),
+    *("--max-num-queued-reqs", "--max-num-queued-tokens", "--model", "--nnodes", "--no-async-scheduling"),
+    *("--pipeline-parallel-size", "--quantization"),
     *("--scheduler-cls", "--scheduling-policy", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile"),
     *("--uds", "--worker-cls"),
 )
