@@ -338,7 +338,7 @@ def assert_nothing_is_left(scheduler: Any) -> None:
     assert not scheduler.with_logprobs
     assert not traffic._arrived_at
     assert not traffic._last_tokens
-    assert not scheduler.finished
+    assert not scheduler.books._ended
     assert not scheduler.grammars
 
 
@@ -1332,6 +1332,21 @@ class TestStreamedPrompts:
         assert said["ttft_ms"]["p99"] < 1000
         assert said["tbt_ms"]["p99"] < 1000
         assert said["attainment"] == 1.0
+
+    @pytest.mark.parametrize("offline", [False, True])
+    def test_meanwhile_no_request_is_there_that_decodes(self, make: Make, *, offline: bool) -> None:
+        engine = make("conserve")
+        scheduler = engine.scheduler
+        first = self.session(engine, offline=offline)
+        engine.add(30, 40, offline=True)
+        engine.step()
+        assert not scheduler.traffic.online_now
+        assert scheduler._rows_alone
+        scheduler.add_request(self.part(engine, first))
+        assert scheduler.traffic.online_now == (not offline)
+        assert scheduler._rows_alone is offline
+        engine.abort([first])
+        assert scheduler._rows_alone
 
     @pytest.mark.parametrize("offline", [False, True])
     def test_nothing_of_it_is_left_once_it_has_ended(self, make: Make, *, offline: bool) -> None:

@@ -192,7 +192,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "SchedulingPolicy.{FCFS,PRIORITY}": "set by our policy",
         "SchedulerOutput.{num_scheduled_tokens,total_num_scheduled_tokens,scheduled_new_reqs}": "the tokens of an iteration",
         "EngineCoreOutputs.outputs": "the tokens that an iteration brought",
-        "EngineCoreOutput.{new_token_ids,request_id}": "the same",
+        "EngineCoreOutput.{finish_reason,new_token_ids,request_id}": "the same",
         "SingleTypeKVCacheManager.{block_pool,block_size,req_to_blocks}": "the blocks that a request holds",
         "SingleTypeKVCacheManager.get_num_skipped_tokens": "the window of its layers",
         "KVCacheBlock.{ref_cnt,is_null,block_hash,block_id}": "blocks shared with running requests; names of the others",

@@ -7,8 +7,10 @@ one. A plan that is repeated, and a pause of rows, may go by latencies that lack
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.vllm.iteration import Iteration
 from conserve.profiles.model import smallest_ms
@@ -32,6 +34,16 @@ class Bookkeeping:
         self._scheduler = scheduler
         self._unnoted: Ended | None = None
         self._unlearned: Iteration | None = None
+        self._ended: dict[
+            str, float | None
+        ] = {}  # requests whose last tokens are not noted; when they were aborted
+        self.silent: set[str] = set()  # live requests that were answered, and whose client is to say more
+
+    def ended(self, request: Request) -> None:
+        """Note, with the latencies of its last tokens, that a request has ended."""
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        self._ended[request.request_id] = time.monotonic() if aborted else None
+        self.silent.discard(request.request_id)
 
     def end(self, iteration: Iteration, outputs: Mapping[int, Any]) -> None:
         """Note when the iteration ended, and owe the rest. The one before it has been noted."""
@@ -51,7 +63,7 @@ class Bookkeeping:
         if self._unnoted is None:
             return
         (iteration, at, by_client), self._unnoted = self._unnoted, None
-        traffic, finished = self._scheduler.traffic, self._scheduler.finished
+        traffic = self._scheduler.traffic
         rows_s = iteration.rows_s
         traffic.rows_time.note(at - iteration.took_s, at, rows_s)
         plan, model = iteration.plan, self._scheduler.iterations.model
@@ -61,9 +73,22 @@ class Bookkeeping:
         for outputs in by_client.values():
             answered = [answer.request_id for answer in outputs.outputs if answer.new_token_ids]
             traffic.tokens(answered, at=at)
-        for name, aborted_at in finished.items():
+            self._note_silent(
+                answer.request_id for answer in outputs.outputs if answer.finish_reason is not None
+            )
+        for name, aborted_at in self._ended.items():
             traffic.finished(name, aborted_at=aborted_at)
-        finished.clear()
+        self._ended.clear()
+
+    def _note_silent(self, stopped: Iterable[str]) -> None:
+        """Note requests whose prompt comes in parts, of which the last one that came is answered: none decodes."""
+        for name in stopped:
+            request = self._scheduler.requests.get(name)
+            if request is None or request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
+            self._scheduler.traffic.finished(name)
+            if name not in self._scheduler.offline:
+                self.silent.add(name)
 
 
 def live_first(outputs: Mapping[int, Any], rows: Set[str]) -> None:

@@ -74,7 +74,6 @@ class CoServing(VllmsAttributes):
         self.offline: set[str] = set()  # offline requests in the engine
         self.with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self.grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
-        self.finished: dict[str, float | None] = {}  # last tokens not counted yet; when it was aborted
         self.books = Bookkeeping(self)
         self.last_iteration = Iteration()  # the newest: the one before that which is being planned
         self.most_tokens = self.max_num_scheduled_tokens
@@ -128,7 +127,7 @@ class CoServing(VllmsAttributes):
         self.arrival_monitor.arrived(name)
         if not arrives or name not in self.requests or self._warms_up(request):
             return
-        self.traffic.finished(name)  # with the part before
+        self.books.silent.discard(name)
         if surcharged(request):
             self.with_logprobs.add(name)
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -154,8 +153,7 @@ class CoServing(VllmsAttributes):
             names.discard(request.request_id)
         self.offline_tokens.forget(request.request_id)
         self.grammars.pop(request.request_id, None)
-        aborted_at = time.monotonic() if request.status == RequestStatus.FINISHED_ABORTED else None
-        self.finished[request.request_id] = aborted_at
+        self.books.ended(request)
         self.recordings.ended(request)
         self.repetition.forget()
         self.prefixes.end(request, now=time.monotonic())
@@ -172,8 +170,8 @@ class CoServing(VllmsAttributes):
 
     @property
     def _rows_alone(self) -> bool:
-        """True if no online request is in the engine."""
-        return len(self.offline) == len(self.requests)
+        """True if no online request is in the engine, but for those whose client is to say more."""
+        return len(self.offline) + len(self.books.silent) == len(self.requests)
 
     @property
     def offline_alone(self) -> bool:
