@@ -154,6 +154,26 @@ def test_a_live_request_whose_kv_a_connector_brings_leaves_iterations_their_limi
     assert iterations_until_answered(engine, live) <= 2
 
 
+def test_a_row_is_not_ended_by_a_token_under_way_whose_kv_it_has_lost(make: Make) -> None:
+    """Another engine would be told to fetch blocks that are gone, as vLLM guards against where it evicts."""
+    from conserve.engine.vllm.scheduling.application import evict
+
+    engine, _ = beside_connector(make, asynchronous=True, max_num_batched_tokens=256)
+    scheduler = engine.scheduler
+    row = engine.add(40, 1, offline=True)
+    under_way = [engine.start()]
+    while row.request_id not in under_way[-1].num_scheduled_tokens:
+        engine.finish(under_way.pop())
+        under_way.append(engine.start())
+    evict(scheduler, [row.request_id], engine.clock.now)
+    engine.finish(under_way.pop())
+    assert not row.is_finished()
+    while not row.is_finished():
+        engine.step()
+    assert row.num_output_tokens == 1
+    assert row.request_id in scheduler.connector.finished
+
+
 def test_a_wall_clock_that_is_set_back_makes_no_arrival_one_to_come(make: Make) -> None:
     engine = make("conserve")
     live = engine.request(100, 2)

@@ -21,7 +21,7 @@ SIGNATURES: dict[Part, dict[str, str]] = {
         ),
         "Scheduler._is_blocked_waiting_status": "status",
         "Scheduler._handle_blocked_waiting_request": "self, request",
-        "Scheduler._preempt_request": "self, request, timestamp, ...",
+        "Scheduler._preempt_request": "self, request, timestamp, ..., drop_stale_output",
         "KVCacheManager.free": "self, request, ...",
         "KVCacheCoordinator.find_longest_cache_hit": "self, block_hashes, max_cache_hit_length, ...",
     },

@@ -33,6 +33,7 @@ class VllmsAttributes:
     max_num_scheduled_tokens: int
     num_prefill_lookahead: int
     num_spec_tokens: int
+    requires_kv_delivery: bool
     _inflight_prefills: set[Request]
     _free_request_blocks: Callable[[Request], Any]
     _handle_blocked_waiting_request: Callable[[Request], bool]

@@ -132,8 +132,7 @@ def evict(scheduler: CoServing, names: Sequence[str], now: float) -> None:
     for name in names:
         request = scheduler.requests[name]
         if is_running(request):
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, now)
+            preempt(scheduler, request, now)
         else:
             # A row that waits with blocks and was not parked has been restored: host memory still has its KV.
             if name in scheduler.parking.names:
@@ -146,15 +145,21 @@ def evict(scheduler: CoServing, names: Sequence[str], now: float) -> None:
             scheduler.waiting.add_request(request)
 
 
+def preempt(scheduler: CoServing, request: Request, now: float) -> None:
+    """Free a running request's KV blocks; if other engines get them at its end, no token under way may end it."""
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, now, drop_stale_output=scheduler.requires_kv_delivery)
+
+
 def park(scheduler: CoServing, names: Sequence[str], now: float) -> None:
     """Free the slots of running rows; one that could not go on where it was loses its KV blocks too."""
     for name in names:
         request = scheduler.requests[name]
-        scheduler.running.remove(request)
         computed, under_way = request.num_computed_tokens, request.num_output_placeholders
         if not scheduler.parking.keeps(request):
-            scheduler._preempt_request(request, now)
+            preempt(scheduler, request, now)
             continue
+        scheduler.running.remove(request)
         with keeping_blocks(scheduler):
             scheduler._preempt_request(request, now)
         scheduler.waiting.remove_request(request)
