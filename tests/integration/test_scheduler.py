@@ -154,6 +154,14 @@ def test_a_live_request_whose_kv_a_connector_brings_leaves_iterations_their_limi
     assert iterations_until_answered(engine, live) <= 2
 
 
+def test_tokens_that_a_connector_brings_are_not_found_in_the_prefix_cache(make: Make) -> None:
+    engine, _ = beside_connector(make)
+    engine.scheduler.connector.answer = (BLOCK * 3, False)
+    assert iterations_until_answered(engine, engine.add(64, 4)) <= 2
+    said = engine.scheduler.conserve()["live_prefixes"]
+    assert (said["prompt_tokens"], said["found_tokens"], said["lost_tokens"]) == (64, 0, 0)
+
+
 def test_a_row_is_not_ended_by_a_token_under_way_whose_kv_it_has_lost(make: Make) -> None:
     """Another engine would be told to fetch blocks that are gone, as vLLM guards against where it evicts."""
     from conserve.engine.vllm.scheduling.application import evict
@@ -1347,7 +1355,11 @@ class TestStreamedPrompts:
         engine.scheduler.add_request(self.part(engine, first))
         for _ in range(3):
             engine.step()
-        said = engine.scheduler.conserve()["online"]
+        report = engine.scheduler.conserve()
+        assert report["live_prefixes"]["prompt_tokens"] == 50, (
+            "its second part found nothing: it holds its KV"
+        )
+        said = report["online"]
         assert said["requests"] == 2, "its second part was answered, too"
         assert said["ttft_ms"]["p99"] < 1000
         assert said["tbt_ms"]["p99"] < 1000

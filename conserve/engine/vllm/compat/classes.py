@@ -46,6 +46,7 @@ MODULES = {
     "vllm.v1.engine.input_processor": "InputProcessor",
     "vllm.v1.engine.output_processor": "OutputProcessor RequestState",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig KVCacheGroupSpec KVCacheTensor",
+    "vllm.v1.metrics.stats": "PrefillStats",
     "vllm.v1.outputs": "KVConnectorOutput ModelRunnerOutput",
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.simple_kv_offload.copy_backend": "DmaCopyBackend",

@@ -169,7 +169,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.core.sched.output.SchedulerOutput": "attributes on it survive pickling",
         "vllm.v1.request.{Request,RequestStatus}": "counters",
         "Request.{num_tokens,num_tokens_with_spec,num_computed_tokens,num_prompt_tokens,num_output_placeholders,"
-        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,arrival_time,priority,block_hashes,num_preemptions,num_output_tokens}": "the "
+        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,prefill_stats,arrival_time,priority,block_hashes,num_preemptions,num_output_tokens}": "the "
         "counters",
         "KVCacheManager.coordinator": "its single_type_managers hold a request's blocks",
         "KVCacheCoordinator.{find_longest_cache_hit,single_type_managers}": "how much of a waiting prompt is cached",
@@ -198,7 +198,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "KVCacheBlock.{ref_cnt,is_null,block_hash,block_id}": "blocks shared with running requests; names of the others",
         "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": "subclassed: what live requests will find is given out last",
         "FreeKVCacheBlockQueue.{num_free_blocks,popleft,popleft_n,remove,append,append_n,prepend_n,get_all_free_blocks}": "its calls",
-        "NewRequestData.num_computed_tokens": "what a request has found in the cache",
+        "{NewRequestData.num_computed_tokens,PrefillStats.num_local_cached_tokens}": "what a request has found in the cache",
     },
     Part.SERVER: {
         "vllm.entrypoints.common.cli_args.{make_arg_parser,validate_parsed_serve_args}": "the flags of vLLM's server",

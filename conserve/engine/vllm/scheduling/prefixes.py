@@ -151,12 +151,16 @@ class LivePrefixes:
         self._drop(now=now)
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
-            again = request.num_preemptions  # the V2 model runner has those among the new ones
-            if again or not is_online(request) or not self._manager.prefix_cache_lookup_enabled(request):
+            # vLLM counts once what a request was spared. Later parts of a prompt and, under the V2 model runner,
+            # preempted requests are among the new ones.
+            spared = request.prefill_stats
+            if spared is None or request.num_preemptions or not is_online(request):
+                continue
+            if not self._manager.prefix_cache_lookup_enabled(request):
                 continue
             usable = request.num_prompt_tokens - 1  # one token is always computed
             names = request.block_hashes[: usable // self._hashed]
-            found = new.num_computed_tokens
+            found = spared.num_local_cached_tokens
             self._prompt_tokens += request.num_prompt_tokens
             self._found_tokens += found
             self._lost_tokens += max(0, self._reuse.found(names, now=now) * self._hashed - found)
