@@ -89,7 +89,8 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     ours = read["additional_config"]["conserve"]
     assert ours == {"ttft_slo_ms": 1500.0, "control": True, "profile": "auto"}
     cuts = SimpleNamespace(enable_chunked_prefill=True)
-    config = SimpleNamespace(additional_config={"conserve": ours}, scheduler_config=cuts)
+    model = SimpleNamespace(hf_config=SimpleNamespace())
+    config = SimpleNamespace(additional_config={"conserve": ours}, scheduler_config=cuts, model_config=model)
     settings = EngineSettings.read(config)
     asked = written({name: value for name, value in section.items() if value is not None})
     assert (settings.policy, settings.promises, settings.receipt, settings.preemption) == (

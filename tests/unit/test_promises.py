@@ -105,7 +105,7 @@ class TestWholePrompts:
     """Engines that take all of a prompt in one iteration."""
 
     def config(self, section: dict[str, Any], **model: Any) -> Any:
-        known = {"is_encoder_decoder": False, "runner_type": "generate"}
+        known = {"is_encoder_decoder": False, "runner_type": "generate", "hf_config": SimpleNamespace()}
         return SimpleNamespace(
             scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
             model_config=SimpleNamespace(**{**known, **model}),
@@ -136,6 +136,17 @@ class TestWholePrompts:
         assert EngineSettings.read(self.config({}, **model)).promises.harm == DEFAULT_HARM
         with pytest.raises(SettingsError, match="vLLM cuts none for this model; leave it out"):
             EngineSettings.read(self.config({"tbt_slo_ms": 100}, **model))
+
+
+def test_a_model_that_vllm_schedules_by_a_class_of_its_own_is_refused() -> None:
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(canvas_length=64)),
+        additional_config={"conserve": {"profile": "auto"}},
+    )
+    for read in (EngineSettings.read, RequestedSettings(folder=Path(), command="").install):
+        with pytest.raises(SettingsError, match="schedules a diffusion model by a class of its own"):
+            read(config)
 
 
 class TestDefault:

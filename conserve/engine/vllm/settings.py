@@ -85,6 +85,7 @@ class RequestedSettings:
     def install(self, config: VllmConfig) -> None:
         """Write the settings into an engine's configuration; raises `ProfileError` and `SettingsError`."""
         scheduler = config.scheduler_config
+        require_decoder(config)
         require_chunks(config, [self.promises, *(one.promises for one in self.classes.named.values())])
         scheduler.scheduler_cls = SCHEDULER
         if self.preemption != OFF and config.parallel_config.worker_cls in VLLMS_WORKERS:
@@ -162,6 +163,7 @@ class EngineSettings:
             promises, receipt = asked.promises, asked.receipt
             section |= asked.source(config)
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
+        require_decoder(config)
         require_chunks(config, [promises, *classes.values()])
         policy = section.get("policy", CONSERVE)
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
@@ -191,6 +193,15 @@ class EngineSettings:
             source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
+        )
+
+
+def require_decoder(config: VllmConfig) -> None:
+    """Raise `SettingsError` for a diffusion model, for which vLLM has schedulers of its own."""
+    if vars(config.model_config.hf_config).get("canvas_length") is not None:  # by which vLLM knows them
+        raise SettingsError(
+            "vLLM schedules a diffusion model by a class of its own, in ConServe's place; start vllm serve with "
+            "the model, and feed that: conserve harvest --endpoint URL"
         )
 
 
