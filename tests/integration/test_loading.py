@@ -112,6 +112,7 @@ def test_rows_leave_under_our_worker_alone() -> None:
             scheduler_config=SimpleNamespace(async_scheduling=False),
             speculative_config=None,
             kv_transfer_config=None,
+            ec_transfer_config=None,
         )
 
     assert why_not(config("conserve.vllm.Worker")) == "the pipeline is parallel"

@@ -610,6 +610,7 @@ class TestTheServersDefault:
             use_v2_model_runner=v2,
             scheduler_config=SimpleNamespace(async_scheduling=ahead),
             kv_transfer_config=None,
+            ec_transfer_config=None,
             speculative_config=None,
             parallel_config=SimpleNamespace(
                 worker_cls="auto", pipeline_parallel_size=pipeline, data_parallel_size=1

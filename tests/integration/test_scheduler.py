@@ -647,7 +647,7 @@ def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
     from conserve.engine.vllm.preemption.reasons import why_not
     from conserve.engine.vllm.settings import WORKER
 
-    config = mock.MagicMock(kv_transfer_config=None, speculative_config=None)
+    config = mock.MagicMock(kv_transfer_config=None, speculative_config=None, ec_transfer_config=None)
     config.parallel_config = SimpleNamespace(
         worker_cls=WORKER, pipeline_parallel_size=2, data_parallel_size=1
     )
@@ -662,6 +662,8 @@ def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
     assert why_not(config) is None
     config.scheduler_config.async_scheduling = config.use_v2_model_runner = False
     assert why_not(config) is None
+    config.ec_transfer_config = SimpleNamespace(ec_connector="ECExampleConnector")
+    assert why_not(config) == "another engine encodes (--ec-transfer-config)"
 
 
 def test_online_only_defers_offline_requests_and_they_keep_their_blocks(make: Make) -> None:

@@ -304,6 +304,7 @@ def test_rows_stay_where_engines_run_in_lockstep(size: int, experts: bool, why: 
         parallel_config=SimpleNamespace(worker_cls=WORKER, pipeline_parallel_size=1, data_parallel_size=size),
         speculative_config=None,
         kv_transfer_config=None,
+        ec_transfer_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=False),
         use_v2_model_runner=False,
     )

@@ -256,7 +256,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",
         "EngineCore.step_with_batch_queue": "wrapped: where the next iteration is not scheduled ahead, a step ends with "
         "its own",
-        "VllmConfig.use_v2_model_runner": "iterations are scheduled ahead under the V2 runner alone",
+        "VllmConfig.{ec_transfer_config,use_v2_model_runner}": "another engine encodes: rows stay; iterations are scheduled ahead under the V2 runner alone",
         "KVCacheManager.{allocate_slots,cache_blocks}": "blocks are registered when they are computed",
         "Scheduler._inflight_prefills": "put back for rows that left",
         "SchedulerOutput.scheduled_encoder_inputs": "what an iteration encodes",

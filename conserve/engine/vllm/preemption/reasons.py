@@ -31,6 +31,8 @@ def why_not(config: Any) -> str | None:
         "data parallel engines wait for each other": parallel.data_parallel_size > 1 and model.is_moe,
         "tokens are speculated": config.speculative_config is not None,
         "another KV connector takes part": connector_of(config) not in (None, CONNECTOR),
+        # A refused iteration would have entered images into vLLM's books that no worker has brought.
+        "another engine encodes (--ec-transfer-config)": config.ec_transfer_config is not None,
         "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,
         "it has an encoder": model.is_encoder_decoder,
         "it does not generate": model.runner_type != "generate",
