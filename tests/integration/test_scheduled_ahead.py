@@ -232,6 +232,21 @@ class TestOnlineRequests:
         _, second = planned(engine)
         assert engine.scheduler.arrival_monitor._flag.is_refused(second.stamp.iteration)
 
+    def test_an_arrival_that_vllm_refuses_is_soon_forgotten(self, engine: Any) -> None:
+        """It refuses all while it drains, and the rows in flight are to end then."""
+        while engine.queued:
+            engine.take_in()
+        monitor = engine.scheduler.arrival_monitor
+        monitor.arriving(engine.request(50, 4), 1.0, arrived=engine.clock.monotonic())
+        asked = []
+        for _ in range(6):
+            output, iteration = planned(engine)
+            asked.append(monitor._flag.rows_asked(iteration.stamp.iteration))
+            engine.run(output)
+            engine.take_in()
+        assert asked == [ALL_ROWS] * 3 + [0] * 3
+        assert not monitor.expects
+
     def test_rows_leave_by_what_they_have_left_of_the_iteration_alone(self, engine: Any) -> None:
         """Tokens of the iteration behind it are none of a row's context."""
         from conserve.engine.vllm.preemption.arrivals import slice_of

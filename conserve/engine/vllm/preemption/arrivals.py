@@ -32,7 +32,10 @@ from conserve.profiles.model import LatencyModel
 log = logging.getLogger("vllm.conserve")
 REACTION_SHARE = 0.005  # most time between two safepoints, as a share of the TTFT promise
 LARGEST_STEP = 8  # most layers between two safepoints
-FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
+# An arrival that has not reached the scheduler by then is no longer expected: vLLM takes requests in between any
+# two iterations, and refuses some, as all while it drains.
+FORGET_S = 10.0
+FORGET_AFTER = 3  # iterations that rows may leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Expected:
     prompt: Slice
     arrived: float  # monotonic seconds
     ttft_ms: float
+    iterations: int = 0  # stamped before it came
 
 
 class ArrivalMonitor:
@@ -239,7 +243,7 @@ class ArrivalMonitor:
             return
         tokens = max(1, request.num_prompt_tokens)
         promise = self._slo.ttft_ms if ttft_ms is None else ttft_ms
-        self._expected[request.request_id] = Expected(Slice(tokens, 0), arrived, promise)
+        self._expected[request.request_id] = Expected(Slice(tokens, 0), arrived, promise, self._iterations)
         if self._in_flight:
             self._consider()
 
@@ -305,7 +309,7 @@ class ArrivalMonitor:
     def _still_expected(self, now: float) -> list[Expected]:
         """Online requests on their way to the scheduler, without the ones that never got there."""
         for name, one in list(self._expected.items()):
-            if one.arrived < now - FORGET_S:
+            if one.arrived < now - FORGET_S or self._iterations > one.iterations + FORGET_AFTER:
                 self._expected.pop(name, None)
         return list(self._expected.values())
 
