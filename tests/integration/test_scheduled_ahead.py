@@ -232,6 +232,27 @@ class TestOnlineRequests:
         _, second = planned(engine)
         assert engine.scheduler.arrival_monitor._flag.is_refused(second.stamp.iteration)
 
+    @pytest.mark.parametrize("dropped", [True, False])
+    def test_where_all_requests_are_aborted_the_next_waits_for_none_in_flight(
+        self, engine: Any, dropped: bool
+    ) -> None:
+        """Behind a fault (--enable-fault-tolerance) vLLM drops what is in flight; where it pauses, results come."""
+        from vllm.v1.request import RequestStatus
+
+        while engine.queued:
+            engine.take_in()
+        for _ in range(2):
+            output, _ = planned(engine)
+            if not dropped:
+                engine.run(output)
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while engine.queued:
+            engine.take_in()
+        live = engine.add(50, 4)
+        assert engine.scheduler.has_requests()
+        end(engine)
+        assert_settled(engine, [live])
+
     def test_an_arrival_that_vllm_refuses_is_soon_forgotten(self, engine: Any) -> None:
         """It refuses all while it drains, and the rows in flight are to end then."""
         while engine.queued:

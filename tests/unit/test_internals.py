@@ -227,8 +227,8 @@ PLANTED = {
     "def f(made: Any): made.evict_blocks(())": "evict_blocks",
     "def f(): return SamplingParams(top_k=1)": "SamplingParams.top_k",
     "def f(common, x): return common.replace(dcp_local_seq_lens=x)": "CommonAttentionMetadata.dcp_local_seq_lens",
-    "class Synchronous:\n    def f(self): self.finish_requests('a', 1)": "Scheduler.finish_requests",
-    "class Synchronous:\n    def finish_requests(self, *args): pass": "Scheduler.finish_requests",
+    "class Synchronous:\n    def f(self): self.set_pause_state(1)": "Scheduler.set_pause_state",
+    "class Synchronous:\n    def set_pause_state(self, *args): pass": "Scheduler.set_pause_state",
     "def f(scheduler):\n    pool = scheduler.kv_cache_manager.block_pool\n    pool.cached_block_hash_to_block": (
         "BlockPool.cached_block_hash_to_block"
     ),

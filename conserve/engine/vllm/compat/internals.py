@@ -153,7 +153,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
     Part.SCHEDULER: {
         "vllm.v1.core.sched.{scheduler.Scheduler,async_scheduler.AsyncScheduler}": "subclassed",
         "Scheduler.{schedule,add_request,update_from_output,has_requests,has_finished_requests,shutdown,"
-        "_free_request,_free_request_blocks,_preempt_request,get_grammar_bitmask}": "overridden or called",
+        "_free_request,_free_request_blocks,_preempt_request,finish_requests,get_grammar_bitmask}": "overridden or called",
         "Scheduler.{running,waiting,requests,policy,scheduler_config,connector,block_size,current_step,kv_cache_manager,"
         "max_num_scheduled_tokens,max_num_running_reqs,max_num_active_reqs,num_spec_tokens,num_prefill_lookahead,pause_state,requires_kv_delivery}": "the state that a "
         "view is made of",

@@ -219,6 +219,11 @@ class ArrivalMonitor:
         self._expected.pop(request, None)
         self._leavers.forget(request)
 
+    def forget_iterations(self) -> None:
+        """Ask no row to leave what is in flight: vLLM has finished all requests."""
+        with self._lock:
+            self._in_flight = []
+
     def close(self) -> None:
         """Remove the flag."""
         with self._lock:

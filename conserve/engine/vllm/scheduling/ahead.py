@@ -64,12 +64,17 @@ class Ahead:
             iteration.overlapped = last.overlapped = True
         self._in_flight.append(iteration)
 
+    def forget(self) -> None:
+        """Wait for no iteration in flight: vLLM has finished all requests, and no results may come."""
+        self._in_flight, self._left = [], False
+        self._scheduler.arrival_monitor.forget_iterations()
+
     def settled(self, iteration: Iteration, now: float) -> None:
         """Note that the outcome of an iteration, the oldest, is known: the next one runs since its end.
 
         The host may read the outcome long after the end, behind the launch of the next iteration.
         """
-        self._in_flight.remove(iteration)
+        self._in_flight = [one for one in self._in_flight if one is not iteration]
         ended = now if iteration.ended is None else min(now, iteration.ended)
         if self._in_flight:
             self._in_flight[0].started = max(self._in_flight[0].started, ended)

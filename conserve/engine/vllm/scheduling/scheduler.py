@@ -111,7 +111,8 @@ class CoServing(VllmsAttributes):
             self.repetition.forget()
             self.traffic.receipt.restart()
             change_regime(self, change)
-        self._end_warm_up()
+        if self.iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
+            self.iterations.end_warm_up()
         return report(self)
 
     # Requests come and go.
@@ -133,8 +134,7 @@ class CoServing(VllmsAttributes):
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self.grammars[name] = request
         if is_online(request):
-            at = arrived_at(request)
-            own, live_class = ttft_promise(request) is not None, class_named(request)
+            at, live_class, own = arrived_at(request), class_named(request), ttft_promise(request) is not None
             self.traffic.arrived(name, request.num_prompt_tokens, at=at, live_class=live_class, own_ttft=own)
         else:
             self.offline.add(name)
@@ -158,6 +158,12 @@ class CoServing(VllmsAttributes):
         self.repetition.forget()
         self.prefixes.end(request, now=time.monotonic())
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Finish requests as vLLM does; where it finishes all, behind a fault say, no results may come any more."""
+        if request_ids is None:
+            self.ahead.forget()
+        return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
@@ -357,10 +363,6 @@ class CoServing(VllmsAttributes):
     def _warms_up(self, request: Request) -> bool:
         """True for a request of the warm-up. Afterwards a client's request may have such a name."""
         return self.iterations.warm_up is not None and is_warm_up(request.request_id)
-
-    def _end_warm_up(self) -> None:
-        if self.iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
-            self.iterations.end_warm_up()
 
     def shutdown(self) -> None:
         """Save the model's correction, and end."""
