@@ -87,9 +87,15 @@ class Ahead:
         # The next iteration counts on what this one encodes, which may be refused.
         if any(iteration.ahead and iteration.encodes for iteration in self._in_flight):
             return True
-        if not self.refusable and (not (self._leaves and self._scheduler.offline) or self._beside_online):
+        if not self.refusable and not self._rows_may_leave_next:
             return False  # as vLLM does
-        return self._left or not self._leaves or not self._scheduler.offline_alone
+        alone = self._leaves and self._scheduler.offline_alone  # an arrival refuses the one that waits
+        return self._left or not alone
+
+    @property
+    def _rows_may_leave_next(self) -> bool:
+        """True if there are rows, and they may leave the iteration that would be scheduled now."""
+        return self._leaves and bool(self._scheduler.offline) and not self._beside_online
 
     @property
     def _beside_online(self) -> bool:
