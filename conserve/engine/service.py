@@ -76,9 +76,11 @@ class SupervisedProcess:
             return file.read().decode(errors="replace")
 
     async def ended(self) -> int:
-        """Wait for the process to end; returns its exit code."""
+        """Wait for the process to end, and kill child processes that it left behind; returns its exit code."""
         assert self.process is not None
-        return await self.process.wait()
+        code = await self.process.wait()
+        self.kill()  # such as an engine core whose server was killed while it started
+        return code
 
     def pause_s(self) -> float:
         """Seconds to wait before the next start: 1, 2, 4 ... if the process keeps ending."""
@@ -215,7 +217,6 @@ class Service:
     async def _keep_server(self) -> None:
         while True:
             code = await self._server.ended()
-            self._server.kill()  # child processes that it left behind
             pause_s = self._server.pause_s()
             self._say(f"{why_ended(self._server, code)}; starting it again")
             await asyncio.sleep(pause_s)

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 from starlette.types import Receive, Scope, Send
 
 from conserve.engine.runtime.api_limits import ApiLimits
-from conserve.engine.vllm.launching.environment import KEEP_ALIVE, prepare_environment
+from conserve.engine.vllm.launching.environment import KEEP_ALIVE, START_METHOD, prepare_environment
 from conserve.engine.vllm.server import process
 from conserve.engine.vllm.server.process import run
 from tests.warned import OF_VLLM
@@ -61,6 +61,22 @@ def test_a_connection_outlasts_the_pause_between_two_polls(monkeypatch: pytest.M
     os.environ[KEEP_ALIVE] = "30"  # the user's own
     prepare_environment(offline=True, served=True)
     assert envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 30
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_processes_are_spawned_unless_the_user_says_otherwise(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of a process with threads would keep the locks that they hold."""
+    from vllm import envs
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop(START_METHOD, None)
+    prepare_environment(offline=True, served=served)
+    assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
+    os.environ[START_METHOD] = "fork"
+    prepare_environment(offline=True, served=served)
+    assert envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"
 
 
 def test_an_answer_without_an_end_does_not_keep_a_server_whose_engine_is_dead(

@@ -120,6 +120,31 @@ def test_a_start_says_its_steps_and_where_its_log_is(
     ]
 
 
+def test_a_server_that_is_killed_while_it_starts_leaves_no_process_behind(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an engine core, which would hold the GPUs' memory."""
+    monkeypatch.setattr(service, "READY_S", 0.0)
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    begins = f"(echo holding; exec sleep 600) > {held} & read word < {held}; kill -9 $$"
+    server = ProcessCommand(name="server", words=("/bin/sh", "-c", begins))
+
+    async def on_ready() -> None:
+        pytest.fail("a server that is dead was ready")
+
+    async def go() -> None:
+        starting = Service(server, None, url=f"http://127.0.0.1:{port}", say=lambda _: None)
+        await starting.run(asyncio.Event(), on_ready=on_ready)
+
+    with pytest.raises(ServiceFailed, match="ended by signal 9"):
+        asyncio.run(go())
+    reading = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b"", "the end comes once the process has ended"
+    os.close(reading)
+
+
 def test_a_server_that_passes_the_batch_apis_streams_on_is_stopped_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ TAIL_BYTES = 65_536
 OUTPUTS = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 OUTPUTS_AT_ONCE = "32"  # requests; vLLM's default is 128
 KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # of engine core and workers; vLLM's default is "fork"
 PYDANTIC_DETAILS = (  # kind, value and address behind a complaint
     r" *\[type=\w+, input_value=.*?, input_type=\w+\](?: For further information visit https?://\S+)?"
 )
@@ -34,6 +35,8 @@ def prepare_environment(*, offline: bool, served: bool = False) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(ENGINE_LOG) else "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM's default, stdout, is for data
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # As `vllm serve` starts them. A fork of this process would lack its threads, and keep the locks that they hold.
+    os.environ.setdefault(START_METHOD, "spawn")
     if served:
         # A live token leaves with those that are processed with it, and those of rows take time to become text.
         os.environ.setdefault(OUTPUTS, OUTPUTS_AT_ONCE)
