@@ -12,6 +12,7 @@ import pytest
 from conserve.engine.vllm.compat import installed, trial
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_engine
 from conserve.engine.vllm.compat.internals import INTERNALS, Part
+from conserve.engine.vllm.compat.rehearsal import COMPILED, EAGER
 from conserve.engine.vllm.compat.trial import UnfitPart
 from tests.warned import OF_VLLM
 
@@ -65,8 +66,10 @@ def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:
     assert [len(answer.tokens) for answer in answers.values()] == [4, 4]
 
 
-@pytest.fixture
-def rehearsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+@pytest.fixture(params=[EAGER, pytest.param(COMPILED, marks=pytest.mark.full)])
+def rehearsing(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, Any]]:
     """The engine of a rehearsal, in this process, and its orders."""
     from conserve.engine.vllm.preemption import rehearsal, worker
     from tests.preempted_engine import clean_up, room_for_an_engine
@@ -74,7 +77,7 @@ def rehearsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     for name in ("TensorParallelOrders", "outcome"):
         monkeypatch.setattr(worker, name, getattr(worker, name))
     with room_for_an_engine():
-        engine, orders = rehearsal.start(tmp_path)
+        engine, orders = rehearsal.start(tmp_path, request.param)
         yield engine, orders
         engine.llm_engine.engine_core.shutdown()
         clean_up()
@@ -91,7 +94,7 @@ def test_a_rehearsal_finds_rows_that_left_with_other_tokens(
         rows,
         "Suspended",
         lambda layer, start, tokens, inputs: whole(
-            layer, start, tokens, {key: value * 0.5 for key, value in inputs.items()}
+            layer, start, tokens, {key: (value * 0.5).to(value.dtype) for key, value in inputs.items()}
         ),
     )
     assert "answers differ" in (rehearsal.difference(*rehearsing) or "")
@@ -104,7 +107,28 @@ def test_a_rehearsal_finds_rows_that_left_with_other_tokens(
 def test_a_rehearsal_in_a_process_of_its_own_has_a_verdict() -> None:
     from conserve.engine.vllm.compat import rehearsal
 
-    assert rehearsal._said() == rehearsal.SAME
+    assert rehearsal._said(EAGER) == rehearsal.SAME
+
+
+def test_rows_of_a_rehearsal_get_on_where_iterations_behind_those_that_they_leave_are_refused() -> None:
+    """As they are on a GPU, where iterations are scheduled ahead."""
+    from conserve.engine.vllm.iteration import Stamp
+    from conserve.engine.vllm.preemption.rehearsal import LAYERS, RowsLeave
+
+    orders = RowsLeave()
+    orders.on = True
+
+    def told(iteration: int) -> list[int]:
+        stamp = Stamp(iteration=iteration, flag="", rows=["a", "b"], every=1)
+        return [orders.rows_ordered(stamp) for _ in range(LAYERS)]
+
+    assert [told(iteration) for iteration in (1, 2, 4, 5, 7)] == [
+        [0, 0, 0, 0],
+        [0, 1, 2, 2],
+        [0, 0, 0, 0],
+        [0, 1, 2, 2],
+        [0, 0, 0, 0],
+    ]
 
 
 def test_tokens_that_were_nearly_as_likely_may_differ() -> None:

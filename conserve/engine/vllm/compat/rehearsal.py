@@ -2,8 +2,9 @@
 
 Names and signatures may all be there (`trial`) and mean something else. A small random model is run with and
 without rows that leave, in a process of its own (`preemption.rehearsal`), since an engine may crash, hang or keep
-memory. That takes some ten seconds, so a verdict is kept for the installed versions on this machine. What kept the
-process from one, such as a full GPU, is told and not kept. Without a verdict no row leaves.
+memory. On a GPU a second process compiles the model, since rows leave between pieces and CUDA graphs there. That
+takes some ten seconds, or a minute on a GPU, so a verdict is kept for the installed versions on this machine. What
+kept a process from one, such as a full GPU, is told and not kept. Without a verdict no row leaves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from conserve import __version__
@@ -24,8 +26,9 @@ WORDS = ("-m", "conserve.engine.vllm.preemption.rehearsal")
 SAME, FAULT, FAILED = "rehearsed: same", "rehearsed: fault: ", "rehearsed: failed: "
 """Beginnings of the line that the process prints: a verdict, or the cause for which there is none."""
 LAUNCHERS = ("VLLM_DP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")  # of processes to wait for
-CHOICES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ATTENTION_BACKEND")  # variables that decide what runs
-REHEARSAL_S = 240.0  # it takes some 12 s of processor time, and a minute on a busy machine
+CHOICES = ("VLLM_USE_V2_MODEL_RUNNER",)  # variables that decide what runs
+EAGER, COMPILED = "eager", "compiled"  # ways to run a model
+REHEARSAL_S = 240.0  # of one way; it takes some 12 s of processor time, and a minute on a busy machine
 REHEARSING = "trying an iteration that rows leave"
 SAME_TOKENS = "rows that leave an iteration have the same tokens"
 NEVER = "no iteration that rows leave has been tried with this version; run: conserve doctor"
@@ -44,9 +47,19 @@ def fault_of(engine: InstalledEngine) -> str | None:
     return told or None
 
 
+def ways(engine: InstalledEngine) -> Sequence[str]:
+    """Ways to run a model in which rows must be seen to leave: those of an engine without flags, and eager mode."""
+    return (EAGER,) if engine.computes_on_cpu else (EAGER, COMPILED)
+
+
+def usual_time(engine: InstalledEngine) -> str:
+    """Time that a rehearsal takes, for the user."""
+    return "in some ten seconds" if engine.computes_on_cpu else "in a minute or two"
+
+
 def rehearse(engine: InstalledEngine) -> None:
     """Have rows leave. The outcome is for this process and those that it starts; a verdict is kept for others."""
-    said = _said()
+    said = next((one for one in map(_said, ways(engine)) if one != SAME), SAME)
     if said == SAME or said.startswith(FAULT):
         fault = said.removeprefix(SAME).removeprefix(FAULT)
         keep(_file(), _key(engine), fault, type_=str)
@@ -55,12 +68,12 @@ def rehearse(engine: InstalledEngine) -> None:
     os.environ[REHEARSED] = fault
 
 
-def _said() -> str:
-    """The line that the process prints, or how it ended without one."""
+def _said(way: str) -> str:
+    """The line that the process of this way prints, or how it ended without one."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     try:
         ended = subprocess.run(
-            [sys.executable, *WORDS],
+            [sys.executable, *WORDS, way],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -61,7 +61,7 @@ def require(*parts: Part, say: Callable[[str], None]) -> None:
             raise EndpointUnusable(f"{told}, and {lost[part]}; {install_command()}")
     if Part.SCHEDULER in parts:  # else no row leaves an iteration
         if to_rehearse() is not None and not rehearsal.is_known(engine):
-            say(f"{rehearsal.REHEARSING}, once for this version of vLLM, in some ten seconds")
+            say(f"{rehearsal.REHEARSING}, once for this version of vLLM, {rehearsal.usual_time(engine)}")
             rehearsal.rehearse(engine)
         lost = lost_parts()
     say(f"{told}; {said_of(lost)}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from conserve.engine.vllm.compat import trial
-from conserve.engine.vllm.compat.installed import installed_engine, untried
-from conserve.engine.vllm.compat.rehearsal import REHEARSAL_S, rehearse
+from conserve.engine.vllm.compat.installed import installed_engine, untried_engine
+from conserve.engine.vllm.compat.rehearsal import REHEARSAL_S, rehearse, ways
 from conserve.engine.vllm.launching.environment import last_error, prepare_environment
 
 LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
@@ -59,7 +59,8 @@ class Loading:
 
     def outcome(self) -> LoadTrial:
         """Wait for the process to end, at most until `LOAD_S` after its start, and longer for a rehearsal."""
-        most_s = LOAD_S + (REHEARSAL_S if untried() is not None else 0.0)
+        newer = untried_engine()
+        most_s = LOAD_S + (REHEARSAL_S * len(ways(newer)) if newer is not None else 0.0)
         try:
             said, complaint = self._process.communicate(
                 timeout=max(0.0, self._began + most_s - time.monotonic())

@@ -1,7 +1,7 @@
 """Rows that leave iterations of a small random model, beside the same rows that stay.
 
-`python -m conserve.engine.vllm.preemption.rehearsal` prints whether their tokens are the same; `compat.rehearsal`
-runs it on a vLLM that was never tried.
+`python -m conserve.engine.vllm.preemption.rehearsal eager|compiled` prints whether their tokens are the same;
+`compat.rehearsal` runs it on a vLLM that was never tried.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.parent import follow_parent
-from conserve.engine.vllm.compat.rehearsal import FAILED, FAULT, SAME
+from conserve.engine.vllm.compat.rehearsal import EAGER, FAILED, FAULT, SAME
 from conserve.engine.vllm.iteration import Stamp
 from conserve.engine.vllm.launching.environment import prepare_environment
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
@@ -27,6 +28,7 @@ LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 128, 2, 256, 512
 LIVE, ROWS = (20,), (40, 70, 100)  # tokens of the prompts
 ANSWER = 8  # tokens
 CHUNK = 96  # tokens of an iteration, fewer than all prompts together
+MOST_REQUESTS = CHUNK // 2  # vLLM makes CUDA graphs of up to twice as many tokens: of all iterations here
 DOUBT = 0.25  # nats between the two likeliest tokens; half precision may swap closer ones
 LATENCY = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
 """Any latency model: without one the scheduler lets no row leave."""
@@ -40,21 +42,26 @@ class Token(NamedTuple):
 
 
 class RowsLeave:
-    """Implements `safepoints.Orders`: in each second iteration one row leaves, and all before the next layer."""
+    """Implements `safepoints.Orders`: in each second iteration one row leaves, and all before the next layer.
+
+    Iterations that are not begun do not count: behind one that rows leave, the worker refuses what was scheduled
+    ahead. Of the numbers of iterations, rows would leave in each that is begun, and never get on.
+    """
 
     flag_readable = True
 
     def __init__(self) -> None:
         self.on = False
         self.joined = 0  # rows that went on where they had left
-        self._iteration = self._looks = 0
+        self._iteration = self._begun = self._looks = 0
 
     def rows_ordered(self, stamp: Stamp) -> int:
         """Number of the stamp's first rows that are to leave; asked before each layer."""
         if stamp.iteration != self._iteration:
             self._iteration, self._looks = stamp.iteration, 0
+            self._begun += 1
         self._looks += 1
-        if not self.on or not stamp.rows or stamp.iteration % 2:
+        if not self.on or not stamp.rows or self._begun % 2:
             return 0
         return {1: 0, LAYERS - 2: 1}.get(self._looks, len(stamp.rows))
 
@@ -66,7 +73,7 @@ class RowsLeave:
         """No word to look at: each safepoint asks."""
 
 
-def main() -> None:
+def main(way: str = EAGER) -> None:
     """Print whether rows that leave have the tokens of rows that stay, or what kept this from being seen."""
     follow_parent(signal.SIGKILL)
     prepare_environment(offline=True)
@@ -74,14 +81,14 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory(prefix="conserve-rehearsal-") as folder:
         try:
-            fault = difference(*start(Path(folder)))
+            fault = difference(*start(Path(folder), way))
         except Exception as error:  # whatever an unknown vLLM raises
             print(f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
             return
         print(SAME if fault is None else f"{FAULT}{fault}", flush=True)
 
 
-def start(folder: Path) -> tuple[Any, RowsLeave]:
+def start(folder: Path, way: str = EAGER) -> tuple[Any, RowsLeave]:
     """Start an engine on a model that is written into the folder; returns it and its worker's orders."""
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -102,10 +109,10 @@ def start(folder: Path) -> tuple[Any, RowsLeave]:
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="float32" if current_platform.is_cpu() else "auto",  # else not by the kernels of real models
-        enforce_eager=True,
+        enforce_eager=way == EAGER,
         max_model_len=256,
         max_num_batched_tokens=CHUNK,
-        max_num_seqs=8,
+        max_num_seqs=MOST_REQUESTS,
         kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.02,  # that vLLM wants free, beside other processes
         scheduling_policy="priority",
@@ -225,4 +232,4 @@ def build_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
