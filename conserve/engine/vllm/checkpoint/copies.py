@@ -1,7 +1,7 @@
 """The workers' half of KV checkpoints: host memory, and copies between it and the device.
 
-vLLM's own offloading worker finds the KV cache's regions, pins host memory and copies on CUDA streams. A CPU engine
-has no streams, so a thread copies there.
+vLLM's offloading worker finds the KV cache's regions and pins host memory. Copies go on CUDA streams (`streams`).
+A CPU engine has no streams, so a thread copies there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 from conserve.engine.runtime.copy_budget import BlockMs
-from conserve.engine.runtime.copy_thread import Copied, CopyThread, Done, Region
+from conserve.engine.runtime.copy_thread import Copied, CopyThread, Region
+from conserve.engine.vllm.checkpoint.streams import ByStreams
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -26,6 +27,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
     A failed copy makes its target useless; all later copies are still made.
     """
 
+    cpu_kv_caches: dict[str, torch.Tensor] | None
     _backend: Any
     _completed_store_events: dict[int, int]
     _pending_load_event_indices: set[int]
@@ -58,6 +60,11 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
     ) -> None:
         if device.type != "cpu":
             super()._init_cpu_mode(unique_gpu_caches, block_bytes, device)
+            self._backend.shutdown()  # its thread has nothing to do yet
+            self._backend = ByStreams()
+            self._backend.init(
+                unique_gpu_caches, self.cpu_kv_caches, device, self.load_stream, self.store_stream
+            )
             return
         # Not zeroed: the kernel provides zeroed pages when they are first written.
         self.cpu_kv_caches = {
@@ -123,7 +130,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Copies that have ended since the last report."""
-        block_ms = self._backend.block_ms() if isinstance(self._backend, ByThread) else BlockMs()
+        block_ms = self._backend.block_ms()
         ended, self._completed_store_events = self._completed_store_events, {}
         if not ended and block_ms == BlockMs():
             return None
@@ -134,20 +141,12 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
     def _poll_stream_events(self, is_store: bool) -> int:
         """The last transfer that has ended with all before it; failed ones are noted."""
         events = self._store_events if is_store else self._load_events
-        pending = self._pending_store_event_indices if is_store else self._pending_load_event_indices
         last = self._store_hwm if is_store else self._load_hwm
         while events and events[0][1].query():
             last, done = events.pop(0)
-            if isinstance(done, Done) and done.failed:
+            if done.failed:
                 self._note_failure(last, is_store)
             self._rows_of.pop(last, None)
-        thread = getattr(self._backend, "_thread", None)
-        # The thread that makes CUDA's copies has died.
-        if pending and not events and thread is not None and not thread.is_alive():
-            for event in sorted(pending):
-                if event > last:
-                    self._note_failure(event, is_store)
-            last = max(last, *pending)
         if is_store:
             self._store_hwm = last
         else:

@@ -38,6 +38,8 @@ SIGNATURES: dict[Part, dict[str, str]] = {
     Part.CHECKPOINTS: {
         "KVConnectorBase_V1.__init__": "self, vllm_config, role, kv_cache_config, ...",
         "SimpleCPUOffloadWorker.__init__": "self, vllm_config, kv_cache_config, cpu_capacity_bytes, ...",
+        "DmaCopyBackend.init": "self, gpu_caches, cpu_caches, device, load_stream, store_stream",
+        "vllm.v1.simple_kv_offload.cuda_mem_ops.copy_blocks": "src_block_ids, dst_block_ids, params, ...",
         "BlockPool.touch": "self, blocks, ...",
         "BlockPool.free_blocks": "self, ordered_blocks, ...",
         "KVCacheManager.get_block_ids": "self, request_id, ...",
@@ -64,6 +66,7 @@ OVERRIDING: dict[Part, tuple[str, ...]] = {
     Part.CHECKPOINTS: (
         "conserve.engine.vllm.checkpoint.connector.CheckpointConnector",
         "conserve.engine.vllm.checkpoint.copies.Copies",
+        "conserve.engine.vllm.checkpoint.streams.ByStreams",
     ),
 }
 

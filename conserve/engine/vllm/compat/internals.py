@@ -312,7 +312,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
     Part.CHECKPOINTS: {
         "vllm.distributed.kv_transfer.kv_connector.v1.base.{KVConnectorBase_V1,SupportsHMA,KVConnectorRole,"
         "KVConnectorTransferResults,KVConnectorWorkerMetadata}": "our connector: all its calls",
-        "vllm.v1.metrics.cache_hit_source.CacheHitSource": "where the tokens of a hit came from, for vLLM's metrics",
+        "vllm.v1.metrics.cache_hit_source.CacheHitSource{,.HOST}": "where a hit's tokens came from, for vLLM's metrics",
         "SimpleCPUOffloadWorker": "subclassed: the KV cache's regions, pinned memory, copies by DMA",
         "SimpleCPUOffloadWorker.{_backend,_store_events,_load_events,_store_hwm,_load_hwm,_init_cpu_mode,"
         "_pending_store_event_indices,_pending_load_event_indices,_completed_store_events,_connector_metadata}": "its "
@@ -337,16 +337,12 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "get_transfer_results,build_connector_worker_meta}": "overridden: the workers' half",
         "SupportsHMA.request_finished_all_groups": "overridden",
         "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole.WORKER": "which half it is",
-        "KVConnectorTransferResults.{finished_recving,failed_recving}": (
-            "rows that are restored, and the broken ones"
-        ),
+        "KVConnectorTransferResults.{finished_recving,failed_recving}": "rows that are back, and the broken ones",
         "KVConnectorOutput.{finished_recving,finished_sending,failed_recving,kv_connector_worker_meta}": "the same",
         "KVTransferConfig.{kv_connector_extra_config,kv_connector_module_path,kv_role}": "our settings",
         "ParallelConfig.world_size": "host memory is divided",
-        "vllm.v1.metrics.cache_hit_source.CacheHitSource.HOST": "restored tokens come from host memory",
         "FullAttentionSpec.{attention_chunk_size,sliding_window}": "KV that is not of the whole context",
-        "KVCacheGroupSpec.kv_cache_spec": "the same",
-        "KVCacheTensor.size": "what a block weighs",
+        "{KVCacheGroupSpec.kv_cache_spec,KVCacheTensor.size}": "the same, and what a block weighs",
         "SimpleCPUOffloadMetadata.{load_event,load_cpu_blocks,load_gpu_blocks,load_event_to_reqs,"
         "store_event,store_cpu_blocks,store_gpu_blocks}": "the copies to make",
         "SimpleCPUOffloadWorkerMetadata.{aggregate,completed_store_events}": "the copies that have ended",
@@ -354,7 +350,11 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "build_connector_worker_meta,clear_connector_metadata,get_finished,handle_preemptions,"
         "register_kv_caches,start_load_kv,wait_for_save}": "overridden or called",
         "SimpleCPUOffloadWorker.{cpu_kv_caches,gpu_kv_caches,num_cpu_blocks}": "the memory on both sides",
-        "DmaCopyBackend.{_thread,launch_copy,shutdown}": "its thread may die; ours stands in for it on a CPU",
+        "{SimpleCPUOffloadWorker.,DmaCopyBackend._}{load,store}_stream": "what copies go on",
+        "DmaCopyBackend.{_copy_loop,_load_params,_queue,_store_params,init,launch_copy,shutdown}": "its thread, with "
+        "copies that are timed; ours stands in for it on a CPU",
+        "vllm.v1.simple_kv_offload.cuda_mem_ops.copy_blocks": "a copy",
+        "vllm.platforms.current_platform.set_device": "for a thread of copies",
     },
     Part.SPILL: {
         "EngineCore.{model_executor,get_weight_version}": "the workers write and read (collective_rpc with a function)",
