@@ -182,7 +182,8 @@ def mechanism_lines(profile: "Profile") -> list[str]:
         lines.append(f"empty iteration: {profile.empty_iteration_ms:.2f} ms")
     if profile.safepoint is not None:
         point = profile.safepoint
-        lines.append(f"safepoint: {point.check_us:.3f} us, {point.per_iteration} in an iteration")
+        what = "a look at the flag" if profile.how == "measured" else "a safepoint"
+        lines.append(f"{what}: {point.check_us:.3f} us, {point.per_iteration} safepoints in an iteration")
     if profile.kv_copies:
         rows = [
             [str(c.blocks), f"{c.bytes / 1e6:.1f}", f"{c.to_host_ms:.2f}", f"{c.to_device_ms:.2f}"]

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from conserve.cli.profile import profiled
+from conserve.cli.profile_report import mechanism_lines
 from conserve.engine.profiling import conclude, measure
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.errors import (
@@ -183,6 +184,13 @@ def test_a_file_whose_checksum_is_right_and_whose_contents_are_not_is_no_profile
         ProfileDamaged, match=r"is no profile \(.*\); measure it again with: conserve profile"
     ):
         read(path)
+
+
+def test_a_measured_time_is_of_a_look_at_the_flag_and_a_papers_of_a_safepoint(profile: Profile) -> None:
+    """On a GPU a safepoint also keeps the host close to the device."""
+    assert "a look at the flag: 0.050 us, 30 safepoints in an iteration" in mechanism_lines(profile)
+    of_a_paper = mechanism_lines(replace(profile, how="derived"))
+    assert "a safepoint: 0.050 us, 30 safepoints in an iteration" in of_a_paper
 
 
 def test_derived_profiles_say_where_they_come_from_and_do_not_serve() -> None:

@@ -98,7 +98,7 @@ def smoke(run: Run, step: str, _: str, limit_s: float) -> None:
 
 
 def profile(run: Run, step: str, _: str, limit_s: float) -> None:
-    """`conserve profile`: coefficients, error, copies of KV, cost of a safepoint."""
+    """`conserve profile`: coefficients, error, copies of KV, a look at the flag."""
     run.stop_server()
     environment = {
         "CONSERVE_HOME": str(run.scratch / "home-profile"),

@@ -146,7 +146,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "KVCacheManager.allocate_slots": "blocks for a context that is not computed",
         "vllm.config.ParallelConfig.worker_extension_cls": "adds our probes to vLLM's worker",
         "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
-        "vllm.config.CompilationConfig.static_forward_context": "the attention layers, of which each has a safepoint",
+        "ModelConfig.get_num_layers": "each layer has a safepoint",
         "EngineCore.{vllm_config,log_stats,shutdown}": "the same core",
         "VllmConfig.max_concurrent_batches": "one batch at a time",
     },
@@ -307,7 +307,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "ModelConfig.hf_text_config": "the same, by what the model says of its layers",
         "VllmConfig.aux_output_config": "experts that are told with answers: rows stay",
         "vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts": "the same",
-        "CompilationConfig.fast_moe_cold_start": "the same",
+        "CompilationConfig.{fast_moe_cold_start,static_forward_context}": "the same; attention layers, for safepoints",
     },
     Part.CHECKPOINTS: {
         "vllm.distributed.kv_transfer.kv_connector.v1.base.{KVConnectorBase_V1,SupportsHMA,KVConnectorRole,"

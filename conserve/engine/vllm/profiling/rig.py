@@ -137,7 +137,7 @@ class EngineRig:
             ]
 
     def safepoint(self) -> Safepoint:
-        """The cost of a safepoint in the slowest worker."""
+        """The time of a look at the flag in the slowest worker, and the number of safepoints."""
         with self._alive():
             answers = self._core.collective_rpc("conserve_safepoint")
             return Safepoint(check_us=max(us for us, _ in answers), per_iteration=max(n for _, n in answers))

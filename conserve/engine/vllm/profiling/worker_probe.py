@@ -21,6 +21,6 @@ class WorkerProbe:
         return time_copies(caches, num_blocks, counts) if caches else []
 
     def conserve_safepoint(self) -> tuple[float, int]:
-        """Cost of a safepoint in microseconds, and the number of layers that would have one."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        return check_us(), len(layers)
+        """Time of a look at the flag in microseconds, and the number of layers, of which each has a safepoint."""
+        config = self.vllm_config
+        return check_us(), config.model_config.get_num_layers(config.parallel_config)
