@@ -38,6 +38,23 @@ def test_the_library_loads_and_names_its_device(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.engine
+def test_the_command_for_missing_kernels_loads_those_of_the_platform(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", list)
+    with pytest.raises(ImportError, match="its kernels are missing; run: python -c") as missing:
+        loading.main()
+    *_, code = shlex.split(str(missing.value))
+    loaded: list[str] = []
+    monkeypatch.setattr(type(current_platform), "import_kernels", lambda _: loaded.append("kernels"))
+    exec(code, {})
+    assert loaded == ["kernels"]
+
+
+@pytest.mark.engine
 @pytest.mark.full
 def test_a_library_without_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself only logs that its kernels are missing."""

@@ -22,6 +22,8 @@ LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
 NAMES = "names: "
 FAULT = "fault: "
 KERNELS = "_C::"  # prefix of vLLM's own operators
+# Each platform has other modules, and vLLM warns of one that it cannot load.
+LOAD_KERNELS = "from vllm.platforms import current_platform as here; here.import_kernels()"
 DEVICE = "device: "
 WORDS = ("-m", "conserve.engine.vllm.launching.loading")
 
@@ -102,7 +104,7 @@ def main() -> None:
 
     current_platform.import_kernels()  # it only logs its errors
     if not any(name.startswith(KERNELS) for name in torch._C._dispatch_get_all_op_names()):
-        raise ImportError("its kernels are missing; run: python -c 'import vllm._C'")
+        raise ImportError(f'its kernels are missing; run: python -c "{LOAD_KERNELS}"')
     if current_platform.is_cuda():
         torch.cuda.init()
     try_names()
