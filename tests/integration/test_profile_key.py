@@ -27,6 +27,23 @@ def test_a_profile_is_of_one_size_of_the_largest_graph(tmp_path: Path) -> None:
     assert key_of(config).flags == {**without.flags, "cudagraph_tokens": "512"}
 
 
+def test_a_profile_is_of_one_model_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's work in an iteration is another under the other one."""
+    from vllm.platforms import current_platform
+
+    from conserve.engine.vllm.model.profile_key import key_of
+    from tests.bare_scheduler import engine_config
+
+    def runner(uses_v2: str, *, on_cpu: bool) -> str | None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", uses_v2)
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+        return key_of(config).flags.get("model_runner")
+
+    config: Any = engine_config(tmp_path, section=None)
+    assert [runner(uses_v2, on_cpu=True) for uses_v2 in "01"] == [None, "V2"], "V1 is usual on a CPU"
+    assert [runner(uses_v2, on_cpu=False) for uses_v2 in "01"] == ["V1", None], "and V2 on a GPU"
+
+
 def test_a_mixture_of_experts_has_one_safepoint_a_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

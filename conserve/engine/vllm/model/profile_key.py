@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def key_of(config: VllmConfig) -> ProfileKey:
     """Profile key of an engine with this configuration."""
+    from vllm.platforms import current_platform
+
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     engine = installed_engine()
     # Engines that are independent are alike, however many there are.
@@ -40,6 +42,8 @@ def key_of(config: VllmConfig) -> ProfileKey:
         "speculative": config.speculative_config.method if config.speculative_config else None,
         "lora": config.lora_config is not None,
     }
+    if (v2 := config.use_v2_model_runner) == current_platform.is_cpu():  # not the one that is usual there
+        flags["model_runner"] = "V2" if v2 else "V1"  # the host's work in an iteration is another
     if graphs := config.compilation_config.max_cudagraph_capture_size:
         flags["cudagraph_tokens"] = graphs  # larger iterations wait for their launches
     return ProfileKey(
