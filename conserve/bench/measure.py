@@ -180,7 +180,7 @@ class PolicyComparison:
         return {
             "reference": plain(self.reference),
             "policies": {
-                name: {**plain(outcome.document()), **asdict(self.rows.get(name, RowRates()))}
+                name: {**plain(asdict(outcome)), **asdict(self.rows.get(name, RowRates()))}
                 for name, outcome in self.policies.items()
             },
             "ratios": {name: plain(asdict(ratios)) for name, ratios in self.ratios.items()},
