@@ -255,6 +255,17 @@ def test_the_report_of_a_spill_has_its_counts() -> None:
     assert {*SpillReport.__struct_fields__} == {"why_off", "refused", *counts}
 
 
+@pytest.mark.parametrize(("terms", "most"), [({"tokens": 64}, 64), ({}, 1024)])
+def test_a_policy_of_hygens_has_iterations_of_the_tokens_that_it_is_given(
+    make: Make, terms: dict[str, int], most: int
+) -> None:
+    engine = make("off", rows=[(900, 3)] * 400)
+    engine.scheduler.conserve({"policy": "hygen-star", "hygen": {"offline_per_s": 100.0, **terms}})
+    engine.go_on_until(engine.clock.now + 20.0)
+    said = engine.scheduler.conserve()
+    assert 0.9 * most < said["offline"]["tokens"] / said["iterations"] <= most
+
+
 def test_rows_pause_where_a_promise_leaves_no_time_for_them(make: Make) -> None:
     from conserve.engine.runtime.class_traffic import WINDOW_S
 
