@@ -151,7 +151,7 @@ def test_jobs_that_ended_are_read_alone_and_in_another_thread(
 
     monkeypatch.setattr(harvest, "read_jobs", noted)
     tally = Tally(jobs={ended_job: None}, completed={ended_job: None})
-    harvester: Any = SimpleNamespace(endpoint=None, tally=tally)
+    harvester: Any = SimpleNamespace(endpoint=SimpleNamespace(notice=None), tally=tally)
 
     async def announced() -> None:
         announcing = asyncio.create_task(harvest.Announcer(harvester, load()).announce())
@@ -170,7 +170,7 @@ def test_an_expired_job_that_is_retried_is_announced_anew(
 ) -> None:
     job_id = submit(write_input(q=["a"]))
     tally = Tally()
-    harvester: Any = SimpleNamespace(endpoint=None, tally=tally)
+    harvester: Any = SimpleNamespace(endpoint=SimpleNamespace(notice=None), tally=tally)
 
     async def announced() -> None:
         announcer = harvest.Announcer(harvester, load())

@@ -173,6 +173,7 @@ def test_what_an_aborted_request_did_not_compute_is_not_lost(computed: int, lost
         num_prompt_tokens=13,
         num_computed_tokens=computed,
         num_preemptions=0,
+        prefill_stats=SimpleNamespace(num_local_cached_tokens=0),
         block_hashes=[b"a", b"b", b"c"],
     )
     (kind,) = manager.coordinator.single_type_managers
