@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conserve.api.servers import ASKED_AT_ONCE, ENDED, REFUSES_LOGIN, WANTS_KEY, Unreported, ask, logins
+from conserve.api.servers import (
+    ASKED_AT_ONCE,
+    ENDED,
+    OTHER_VERSION,
+    REFUSES_LOGIN,
+    WANTS_KEY,
+    Unreported,
+    ask,
+    logins,
+)
 from conserve.cli import output
 from conserve.config import Settings
 
@@ -18,7 +27,11 @@ if TYPE_CHECKING:
 
 SILENT = "silent"  # its scheduler does not answer
 REPORT_FRESH_S = 60.0  # age of its last report from then on: the figures in it are of another minute
-UNSEEN = (WANTS_KEY, REFUSES_LOGIN)  # answers that leave its SLO unknown, until the user does something
+UNSEEN = (
+    WANTS_KEY,
+    REFUSES_LOGIN,
+    OTHER_VERSION,
+)  # answers that leave its SLO unknown, until the user does something
 BAD = ("down", "suspected", SILENT)
 NOT_FED = "not fed"  # no harvester feeds it
 GONE = "gone"  # no harvester feeds it, and nothing listens there: it was stopped, perhaps for good

@@ -36,12 +36,12 @@ def begun(
     if left is not None:
         changed = (left.plan, dict(left.overrides)) != (text, dict(asking.overrides))
         young = now - left.began_at <= plan.resume_s
+        if young and not asking.anew and is_of_another_file(left, asking, text):
+            raise UsageError(
+                f"{plan.name!r} is the name of a file in {left.folder} too, whose run {left.id} has not ended; "
+                f"give {asking.file} another `name`, as runs of one name are one history, or end that run by: --new"
+            )
         if young and not asking.anew and (not changed or has_answers(settings, left, now=now)):
-            if is_of_another_file(left, asking, text):
-                raise UsageError(
-                    f"{plan.name!r} is the name of a file in {left.folder} too, whose run {left.id} has not ended; "
-                    f"give {asking.file} another `name`, since runs of one name are one history"
-                )
             say(f"going on with {left.id}, which has {len(left.suites)} of {len(plan.standards())} suites")
             if changed:
                 say(
@@ -101,7 +101,7 @@ def folder_of(asking: Asking) -> str:
 
 def is_of_another_file(run: RunRecord, asking: Asking, text: str) -> bool:
     """True for a run of another file of this name: of other contents, in another folder."""
-    return run.plan != text and run.folder != folder_of(asking)
+    return plan_text_of(run.plan) != plan_text_of(text) and run.folder != folder_of(asking)
 
 
 def failed_last(settings: Settings, plan: NightlyPlan) -> RunRecord | None:

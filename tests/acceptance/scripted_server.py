@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
 from tests.held_port import hold
-from tests.server_reports import FRONT_END
+from tests.server_reports import FRONT_END, SCHEDULER
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -180,7 +180,7 @@ class ScriptedServer:
             return await reply(writer, 200, {"version": self.script.version})
         if path.partition("?")[0] == "/v1/conserve" and self.script.coserves:
             known = {"identity": self.script.identity, "max_num_seqs": self.script.max_num_seqs}
-            return await reply(writer, 200, {**FRONT_END, **known})
+            return await reply(writer, 200, {**FRONT_END, **SCHEDULER, **known})
         return await reply(writer, 404, {"detail": "Not Found"})
 
     async def _complete(

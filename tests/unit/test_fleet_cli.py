@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from conserve.api.servers import ENDED, REFUSES_LOGIN, STOCK, WANTS_KEY, Unreported
+from conserve.api.servers import ENDED, OTHER_VERSION, REFUSES_LOGIN, STOCK, WANTS_KEY, Unreported
 from conserve.cli import server_status, status_report
 from conserve.cli.fleet_report import Sight, document, lines, ways, well
 from conserve.cli.harvest import targets
@@ -376,7 +376,12 @@ def test_a_server_whose_scheduler_is_silent_is_not_well_whatever_its_last_report
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(WANTS_KEY, f"{WANTS_KEY}, or its SLO is not seen"), (REFUSES_LOGIN, REFUSES_LOGIN)]
+    ("error", "said"),
+    [
+        (WANTS_KEY, f"{WANTS_KEY}, or its SLO is not seen"),
+        (REFUSES_LOGIN, REFUSES_LOGIN),
+        (OTHER_VERSION, OTHER_VERSION),
+    ],
 )
 def test_a_server_that_refuses_the_caller_is_not_watched(error: str, said: str) -> None:
     refused = sight(feeding(), error=error)

@@ -493,13 +493,15 @@ def test_a_run_of_another_file_of_this_name_is_not_gone_on_with(file: Path, tmp_
     asking = Asking(file=file, overrides={})
     run = begun(settings, asking, *plan_of_file(file), now=1e9, say=print)
     job = conserve.open().submit([{"q": "x"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
-    job.run(endpoint="fake:", progress=False)
     theirs = Asking(file=other, overrides={})
-    with pytest.raises(
-        UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"
-    ):
-        begun(settings, theirs, *plan_of_file(other), now=1e9, say=print)
-    assert states() == ["stopped"]
+    for answered in (False, True):
+        if answered:
+            job.run(endpoint="fake:", progress=False)
+        with pytest.raises(
+            UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"
+        ):
+            begun(settings, theirs, *plan_of_file(other), now=1e9, say=print)
+        assert states() == ["stopped"]
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / file.name).write_text(file.read_text())

@@ -58,5 +58,6 @@ def all_refused(job_id: str, error: RequestRejected) -> str:
     return (
         f"the first {FIRST_ROWS} rows of job {job_id} were refused in the same words, so the others wait: {said}; "
         f"a job keeps its parameters: run: conserve cancel {job_id}, and submit the rows with others (as --param "
-        f"max_completion_tokens=N in place of --max-tokens N); or send the others too: conserve run {job_id}"
+        f"max_completion_tokens=N in place of --max-tokens N); or send the others too: conserve run {job_id}; "
+        "rows of other jobs: conserve run JOB"
     )

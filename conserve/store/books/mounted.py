@@ -18,14 +18,19 @@ def require_folders(tx: Connection, where: FilePath) -> None:
 
     Files must be neither judged nor made there: the place is then an empty mount point, or one of another machine.
     """
-    if not isinstance(where, Path) or not (job_ids := catalog.ids(tx)):
+    if not isinstance(where, Path):
         return
-    jobs, named, ours = home.jobs_folder(where), set(job_ids), store_id(tx)
+    jobs, ours, others = home.jobs_folder(where), store_id(tx), False
     with home.damage_apart(jobs):
-        folders = [path for path in jobs.iterdir() if not path.name.startswith(".")] if jobs.is_dir() else []
-    if any(folder.name in named or is_ours(folder, ours) for folder in folders):
+        for folder in jobs.iterdir() if jobs.is_dir() else ():  # of a hundred thousand the first one will do
+            if folder.name.startswith("."):
+                continue
+            if catalog.taken(tx, folder.name) or is_ours(folder, ours):
+                return
+            others = True
+    if not (job_ids := catalog.ids(tx)):
         return
-    found = "has folders of other stores' jobs alone" if folders else "is missing or empty"
+    found = "has folders of other stores' jobs alone" if others else "is missing or empty"
     lost = shlex.join(["mkdir", "-p", str(jobs / job_ids[0])])
     raise StoreError(
         f"{jobs} {found}; mount its disk, or check CONSERVE_HOME and CONSERVE_DATA (if the files "

@@ -137,8 +137,11 @@ def own_folder(folder: Path) -> int:
 
     Others may write beside the backup: a link to another folder would have that one emptied.
     """
-    with suppress(FileExistsError):
+    try:
         folder.mkdir(mode=0o700)
+        made = True
+    except FileExistsError:
+        made = False
     in_the_way = SettingsError(
         f"{folder} is in the way: it is not a folder of this user's; remove it, or name another folder"
     )
@@ -148,6 +151,8 @@ def own_folder(folder: Path) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
             raise in_the_way from error
         raise
+    if made:  # whoever owns it: NFS and CIFS may map owners
+        return held
     if os.fstat(held).st_uid != os.geteuid():
         os.close(held)
         raise in_the_way

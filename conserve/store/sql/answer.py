@@ -130,11 +130,13 @@ def answered(
         yield RowBatches(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
 
 
-def with_cause(left_out: LeftOut, question: SnapshotQuery) -> LeftOut:
-    """Rows that are left out, as those of a job that has changed if that is why its file is not there."""
-    if not left_out.damaged or left_out.job_id not in question.changed():
-        return left_out
-    return replace(left_out, reason=CHANGED, fix=AGAIN)
+def with_causes(left_out: list[LeftOut], question: SnapshotQuery) -> list[LeftOut]:
+    """Rows that are left out, as those of jobs that have changed where that is why a file is not there."""
+    changed = question.changed() if any(one.damaged for one in left_out) else ()
+    return [
+        replace(one, reason=CHANGED, fix=AGAIN) if one.damaged and one.job_id in changed else one
+        for one in left_out
+    ]
 
 
 def by_cause(frames: Iterator[Frame], question: SnapshotQuery) -> Iterator[Frame]:
@@ -155,8 +157,8 @@ def begun(
     for frame in said:
         if frame.kind == SCHEMA:
             return frame.payload
-        for left_out in msgspec.json.decode(frame.payload, type=list[LeftOut]):
-            warn(with_cause(left_out, question))
+        for left_out in with_causes(msgspec.json.decode(frame.payload, type=list[LeftOut]), question):
+            warn(left_out)
     raise AssertionError("an answer without a schema")
 
 
