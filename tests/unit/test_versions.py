@@ -313,6 +313,11 @@ def test_on_a_gpu_rows_leave_a_compiled_model_too(
     assert noted.read_text().split() == tried
     assert ("a minute or two" in trying) is ("compiled" in tried)
     assert told.endswith(rehearsal.SAME_TOKENS)
+    monkeypatch.setattr(rehearsal, "ways", lambda engine: (rehearsal.EAGER,))
+    monkeypatch.delenv(REHEARSED)
+    assert rehearsal.is_known(engine) == (tried == ["eager"]), (
+        "a verdict of eager mode is none of compiled models"
+    )
 
 
 @pytest.mark.usefixtures("fitting")

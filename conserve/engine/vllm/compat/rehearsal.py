@@ -98,7 +98,7 @@ def _file() -> Path:
 
 
 def _key(engine: InstalledEngine) -> str:
-    """Key of a verdict: versions, the machine, and variables that choose among vLLM's parts."""
+    """Key of a verdict: versions, the machine, variables that choose among vLLM's parts, ways beside eager mode."""
     chosen = [f"{name}={os.environ[name]}" for name in CHOICES if name in os.environ]
     versions = [f"{engine.distribution} {engine.version}", f"torch {installed_version('torch')}"]
-    return ", ".join([*versions, f"conserve {__version__}", platform.node(), *chosen])
+    return ", ".join([*versions, f"conserve {__version__}", platform.node(), *chosen, *ways(engine)[1:]])
