@@ -166,7 +166,8 @@ async def tuned_terms(
 
     The parameter in `TERMS` is searched; for `hygen-star` at each of `tokens`, by default all token budgets that
     suit the engine: chunks of prompts add to gaps whatever the rate, and its authors choose their size. Of the test
-    runs that keep the promises the one with the most rows is taken.
+    runs that keep the promises the one with the most rows is taken, else the one that exceeds them least; of equal
+    ones that with the smallest value.
     """
     run = run or _simulated(policy, workload, predictor)
     low, high = await asyncio.to_thread(_range, policy, workload, predictor)
@@ -182,7 +183,7 @@ async def tuned_terms(
     rated = policy == HYGEN_STAR
     for terms in [{TOKENS: size} for size in tokens or budgets(workload.engine)] if rated else [{}]:
         await search(low, high, partial(latencies, terms=terms), alone, promised)
-    kept, _, values = max(tried, key=lambda one: one[:2])
+    kept, _, values = max(tried, key=lambda one: (*one[:2], -one[2][TERMS[policy]]))
     return TunedTerms(values, kept, len(tried))
 
 

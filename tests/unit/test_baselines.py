@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,22 @@ def test_small_iterations_keep_what_no_rate_keeps_in_large_ones(workload: Tuning
     assert not asyncio.run(tuned(tokens=[1024])).kept
     found = asyncio.run(tuned())
     assert (found.kept, found.tokens) == (True, 128)
+
+
+def test_of_settings_that_all_lose_requests_the_gentlest_is_taken(workload: TuningWorkload) -> None:
+    """A mean with a request that failed exceeds each promise infinitely, whatever the setting."""
+    values: list[float] = []
+
+    async def run(terms: Mapping[str, float]) -> tuple[RunLatencies, float]:
+        values.append(terms["budget_ms"])
+        return latencies(1.0, inf), 1.0
+
+    alone = latencies(1e9, 60.0)
+    promised = [Promise("mean", "tbt", 0.5)]
+    found = asyncio.run(baseline_parameters.tuned_terms("hygen", workload, MODEL, promised, run, alone))
+    assert not found.kept
+    assert len(values) > 1
+    assert found.values == {"budget_ms": min(values)}
 
 
 def test_the_token_budget_is_one_of_those_it_names(workload: TuningWorkload) -> None:
