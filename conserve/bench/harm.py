@@ -6,7 +6,7 @@ blocks are resampled where there are enough of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isinf
+from math import inf, isinf
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -101,14 +101,15 @@ def change(
         return None
     drawn_with, drawn_without = (resampled(pool, rng, rank=rank) for pool in (with_offline, without))
     positive = bool(without_ms > 0 and np.nanmin(drawn_without) > 0)
-    with np.errstate(invalid="ignore"):  # draws in which both are infinite
+    lost = np.isinf(drawn_with)  # draws in which the percentile with rows is a request that failed
+    with np.errstate(invalid="ignore"):
         return Change(
             with_ms=with_ms,
             without_ms=without_ms,
             difference_ms=with_ms - without_ms,
-            difference_ci_ms=interval(drawn_with - drawn_without),
+            difference_ci_ms=interval(np.where(lost, inf, drawn_with - drawn_without)),
             ratio=with_ms / without_ms if positive else None,
-            ratio_ci=interval(drawn_with / drawn_without) if positive else None,
+            ratio_ci=interval(np.where(lost, inf, drawn_with / drawn_without)) if positive else None,
         )
 
 

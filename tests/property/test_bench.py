@@ -1,6 +1,7 @@
 """Properties of every trace and of every comparison."""
 
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.attainment import LatencyLimits, attainment
-from conserve.bench.harm import change, clusters, percentile, resampled
+from conserve.bench.harm import Clusters, change, clusters, percentile, resampled
 from conserve.bench.measure import percentiles
 from conserve.bench.pages.svg import Scale, log_ticks, ticks
 from conserve.bench.traces import Arrival, Trace, gamma, on_off
@@ -178,3 +179,15 @@ def test_ticks_are_few_and_on_the_scale(low: float, factor: float, most: int) ->
     assert 1 <= len(ticks(0, high, most)) <= most + 2
     scale = Scale(low=low, high=high, start=100, end=0, log=True)
     assert all(-1e-6 <= scale(tick) <= 100 + 1e-6 for tick in scale.ticks(most))
+
+
+def test_a_draw_in_which_both_sides_failed_counts_as_failed_with_rows() -> None:
+    """It is no draw without a value: the interval would be of the better draws alone."""
+
+    def of_requests(num: int, failed: int) -> Clusters:
+        return clusters([np.array([inf if n < failed else 1.0 + n / num]) for n in range(num)])
+
+    found = change(of_requests(699, 3), of_requests(999, 9), np.random.default_rng(0))
+    assert found is not None
+    assert found.ratio_ci is not None
+    assert found.ratio_ci[1] == found.difference_ci_ms[1] == inf
