@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,24 @@ def test_copies_report_what_a_block_took_on_the_device(copies: Copies) -> None:
     assert report.block_ms == (2 * BLOCK_MS, None)
     assert made_by(copies)[1] is None
     assert copies.rests
+
+
+def test_a_stream_that_takes_nothing_any_more_fails_its_copies(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are computed again; one that waited for the stream's event would wait for ever."""
+
+    record = Event.record
+
+    def refused(self: Event, stream: Stream) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("CUDA error")
+        record(self, stream)
+
+    monkeypatch.setattr(Event, "record", refused)
+    results, report = made_by(copies, **save(1, 0), **load(2, 3))
+    assert (report.completed_store_events, report.failed_stores) == ({1: 1}, {1})
+    assert (results.finished_recving, results.failed_recving) == ({"row"}, {"row"})
 
 
 def test_a_copy_that_fails_is_told_and_the_next_ones_are_made(copies: Copies) -> None:

@@ -27,14 +27,15 @@ class StreamCopy:
         self.failed = False
         self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._queued = False  # on its stream, as far as it got
+        self._lost = False  # the stream takes nothing any more
 
     def query(self) -> bool:
         """True once the transfer has ended, also if it failed."""
-        return self._queued and bool(self._ended.query())
+        return self._queued and (self._lost or bool(self._ended.query()))
 
     @property
     def took_ms(self) -> float:
-        """Time on the device, of a transfer that has ended."""
+        """Time on the device, of a transfer that has ended; an idle stream waits for the host to prepare it."""
         return float(self._begun.elapsed_time(self._ended))
 
     def make(self, copy: Callable[[], object], stream: torch.cuda.Stream, after: Any) -> None:
@@ -47,9 +48,12 @@ class StreamCopy:
         except Exception:  # the rows are computed again, and the next copy may succeed
             log.exception("%d KV blocks could not be copied", self.blocks)
             self.failed = True
-        finally:
+        try:
             self._ended.record(stream)  # a part of the blocks may be on the stream
-            self._queued = True
+        except Exception:
+            log.exception("a CUDA stream for copies of KV blocks is lost")
+            self.failed = self._lost = True
+        self._queued = True
 
 
 class ByStreams(DmaCopyBackend):  # type: ignore[misc]
