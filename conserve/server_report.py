@@ -122,6 +122,7 @@ class HygenReport(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of HyGen's policies, and its latency predictor once it is fitted."""
 
     budget_ms: float | None
+    tokens: int | None
     offline_per_s: float | None
     utility: float
     coefficients: dict[str, float] | None = None

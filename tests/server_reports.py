@@ -53,7 +53,7 @@ SCHEDULER: dict[str, Any] = {
     "alone": None,
     "latency_model": None,
     "batching": {"policy": "on"},
-    "hygen": {"budget_ms": None, "offline_per_s": None, "utility": 0.9},
+    "hygen": {"budget_ms": None, "tokens": None, "offline_per_s": None, "utility": 0.9},
     "max_num_batched_tokens": 512,
     "scheduling_ms": 0.0,
     "online": LIVE,

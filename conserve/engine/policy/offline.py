@@ -12,7 +12,7 @@ from conserve.engine.policy.view import Candidate, View
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
 MOST_PASSED = 256  # waiting requests that are passed over at most, since their LoRA adapter is one too many
 OVERTAKE_MS = 60_000.0  # by which rows overtake one whose LoRA adapter is one too many, at most
-ENDING = 0.25  # of each doubling of a row's wait for memory, at its end: no row overtakes it then
+ENDING = 0.25  # of each doubling of a row's age, at its end: no row overtakes it then
 MOST_PUSHED = 32  # waiting requests among which pushed ones are looked for
 GROWTH = 2  # running requests for which one block is kept free, so that the next decode step evicts none
 
@@ -21,8 +21,9 @@ class Overtaking:
     """Decides if rows begin before one that lacks memory: only where live requests hold what it lacks.
 
     Otherwise it waits for rows that end. Rows that overtake it hold memory in turn, and live requests may leave
-    enough of it for moments alone. So none overtakes it in the last quarter of each doubling of its wait: however
-    long rows run, they have ended in one of these, and it begins as soon as the memory is there.
+    enough of it for moments alone. So none overtakes it in the last quarter of each doubling of its age: however
+    long rows run, they have ended in one of these, and it begins as soon as the memory is there. Its age is bounded
+    by the time that the harvester gives an answer.
     """
 
     def __init__(self, composer: Composer, running: Sequence[Candidate]) -> None:
