@@ -30,10 +30,8 @@ MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine
 # Figures of cells: one more with each change of what is played or counted, so that none is beside another's.
 FIGURES = 3
-TUNING, TUNED_ANEW = (
-    2,
-    frozenset({HYGEN, HYGEN_STAR, DISTSERVE_P}),
-)  # the same for how these policies are tuned
+TUNED_ANEW = frozenset({HYGEN, HYGEN_STAR, DISTSERVE_P})
+TUNING = 2  # the same for how these policies are tuned
 Document = dict[str, Any]
 
 
