@@ -57,13 +57,27 @@ def require_weights(settings: Settings) -> None:
 OURS = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
 PROMISES = {"ttft": "--ttft-slo", "tbt": "--tbt-slo"}  # vLLM has no flag with such a word
 NOT_WITH = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+LISTENING = ("--host", "--port")  # flags of vLLM's that the command has too
 COUNTS_ROWS = ("--max-num-queued-reqs", "--max-num-queued-tokens")  # vLLM's front end knows no lanes
 
 
 def vllms_flags(settings: Settings, words: list[str]) -> list[str]:
     """Flags of vLLM by the settings and the command line; raises for those that the server cannot have."""
-    refuse_ours(flags_as_given(settings, words))
+    given = flags_as_given(settings, words)
+    refuse_ours(given)
+    refuse_addresses(given)
     return engine_flags(settings, words)
+
+
+def refuse_addresses(flags: list[str]) -> None:
+    """Raise for an address in a file of `--config`: the server listens at that of `conserve serve` itself."""
+    for file in files_of(flags):
+        for flag in given_flags(words_of_file(file)):
+            if flag.name in LISTENING:
+                raise SettingsError(
+                    f"conserve serve does not listen where {file} says; "
+                    f"take it out there and give {flag.name} {flag.value} to conserve serve itself"
+                )
 
 
 def refuse_ours(flags: list[str], command: str = "conserve serve") -> None:

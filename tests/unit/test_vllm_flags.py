@@ -175,6 +175,19 @@ def test_flags_in_a_configuration_file_are_refused_by_its_name(tmp_path: Path) -
         refuse_ours([f"--config={tmp_path / 'none.yaml'}"])
 
 
+@pytest.mark.parametrize("text", ["port: 9000", "host: 0.0.0.0"])
+def test_an_address_in_a_configuration_file_is_no_address_of_the_server(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"seed: 3\n{text}\n")
+    done = conserve("serve", "smollm2-demo", "--config", str(file))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"conserve: conserve serve does not listen where {file} says; take it out there and give "
+        f"--{text.replace(':', '')} to conserve serve itself\n"
+    )
+    refuse_ours(["--config", str(file)], "conserve bench")  # which chooses ports itself
+
+
 @pytest.mark.parametrize("given", [("--config", "FILE"), ("--config=FILE",)])
 def test_the_words_of_a_file_stand_in_front_where_vllm_puts_them(
     given: Sequence[str], tmp_path: Path
