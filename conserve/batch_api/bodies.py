@@ -1,14 +1,16 @@
 """JSON bodies, query parameters and headers of clients' requests; each mistake names its parameter."""
 
 import re
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from conserve.batch_api.refusals import Refused
 from conserve.endpoints.protocol import Url
 from conserve.errors import one_line
+from conserve.http_server import STALLED, parts
 from conserve.lengths import SECONDS
 from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
@@ -71,12 +73,17 @@ def no_input(name: str) -> Refused:
 
 
 async def whole_body(request: Request) -> bytes:
-    """The body of a request; raises `Refused` for one beyond `BODY_BYTES`."""
+    """The body of a request; raises `Refused` for one beyond `BODY_BYTES`, and for one that does not end."""
     content = b""
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > BODY_BYTES:
-            raise Refused.invalid(f"the body has more than {BODY_BYTES:,} bytes")
+    try:
+        async for chunk in parts(request.stream()):
+            content += chunk
+            if len(content) > BODY_BYTES:
+                raise Refused.invalid(f"the body has more than {BODY_BYTES:,} bytes")
+    except ClientDisconnect as error:
+        raise Refused.invalid("the body ended early; send it again") from error
+    except TimeoutError as error:
+        raise Refused(HTTPStatus.REQUEST_TIMEOUT, STALLED) from error
     return content
 
 

@@ -1,5 +1,6 @@
 """OpenAI's own client against a live Batch API, with the fake endpoint computing."""
 
+import asyncio
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -16,9 +18,11 @@ import pytest
 import uvicorn
 from openai.types import Batch
 from sqlalchemy import text
+from starlette.requests import Request
 
 from conserve import http_server
-from conserve.batch_api import serving, upload, workers
+from conserve.batch_api import bodies, serving, upload, workers
+from conserve.batch_api.refusals import Refused
 from conserve.batch_api.serving import serve
 from conserve.batch_api.workers import Admissions
 from conserve.config import Settings, load
@@ -524,6 +528,25 @@ def test_an_upload_of_which_no_more_comes_ends(
         with stalled.makefile("rb") as answer:
             assert answer.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
     until(lambda: list(uploads.folder(store).iterdir()) == [])
+
+
+def test_a_request_of_which_no_more_comes_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PART_S", 0.0)
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80)) as stalled:
+        stalled.sendall(b"POST /v1/batches HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
+        with stalled.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+def test_a_client_that_leaves_within_a_request_is_no_error_of_the_server() -> None:
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    with pytest.raises(Refused, match="the body ended early; send it again"):
+        asyncio.run(bodies.whole_body(Request({"type": "http"}, receive)))
 
 
 def test_a_part_of_a_file_can_be_downloaded(url: str, api: openai.OpenAI) -> None:
