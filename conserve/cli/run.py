@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,7 +41,9 @@ from conserve.store.books.states import ENDED_EARLY, GOING, JobState
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
+    from conserve.jobs.harvest.first_rows import FirstRowsEndpoint
     from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.database.store import Store
 
 EXAMPLE = """
 conserve run
@@ -180,9 +183,10 @@ def drain(
 
     with telemetry(settings, "run") as watching, contextlib.closing(Store.open(settings)) as store:
         endpoint = make_endpoint(settings, flags, pace, most_rows=window, say=output.say)
+        watched = of_first_rows(endpoint, store, settings, waiting)
         harvester = harvester_of(
             store,
-            of_first_rows(endpoint, settings, waiting),
+            watched or endpoint,
             settings,
             only,
             rebind=binding.rebind,
@@ -201,17 +205,21 @@ def drain(
             interrupted = uvloop.run(supervise(harvester, progress.show))
         progress.tell_model()
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
+        if watched is not None:
+            done = replace(done, refused=done.refused | watched.paused)
         return report(done, settings, only=only, as_json=as_json)
 
 
-def of_first_rows(endpoint: "Endpoint", settings: Settings, waiting: list[JobReading]) -> "Endpoint":
-    """Endpoint of a server that stops the run where the first rows of a new job are all refused alike."""
+def of_first_rows(
+    endpoint: "Endpoint", store: "Store", settings: Settings, waiting: list[JobReading]
+) -> "FirstRowsEndpoint | None":
+    """Endpoint of a server, around the given one, that pauses a new job whose first rows are all refused alike."""
     new = [reading.id for reading in waiting if not reading.done]
     if server_of(settings) is None or not new:
-        return endpoint
+        return None
     from conserve.jobs.harvest.first_rows import FirstRowsEndpoint
 
-    return FirstRowsEndpoint(endpoint, new)
+    return FirstRowsEndpoint(endpoint, store, new)
 
 
 def server_of(settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""A run stops where the first rows of a job are refused in the same words: its parameters are at fault."""
+"""A job whose first rows are refused in the same words is paused: its parameters are at fault."""
 
 import asyncio
 import json
@@ -12,11 +12,12 @@ from conserve.cli.run import of_first_rows
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.http import HttpEndpoint
-from conserve.errors import EndpointUnusable
+from conserve.errors import StoreError
 from conserve.jobs.harvest.first_rows import FIRST_ROWS, FirstRowsEndpoint
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -57,24 +58,45 @@ def job_id(store: Store, write_input: WriteInput) -> str:
     return submit(store, rows, Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
 
 
-def run(store: Store, server: Choosy, *new: str) -> None:
+def run(store: Store, server: Choosy, *new: str) -> FirstRowsEndpoint:
+    endpoint = FirstRowsEndpoint(server.endpoint(), store, new)
+
     async def go() -> None:
-        clock = asyncio.get_running_loop().time
-        await Harvester(store, FirstRowsEndpoint(server.endpoint(), new), clock=clock).run(asyncio.Event())
+        await Harvester(store, endpoint, clock=asyncio.get_running_loop().time).run(asyncio.Event())
 
     virtual_time.run(go())
+    return endpoint
 
 
-def test_a_run_stops_where_the_first_rows_are_refused_in_the_same_words(store: Store, job_id: str) -> None:
-    server = Choosy(lambda _: UNSUPPORTED)
-    with pytest.raises(
-        EndpointUnusable, match=f"(?s)first {FIRST_ROWS} rows of job {job_id}.*{UNSUPPORTED[:40]}"
-    ):
-        run(store, server, job_id)
-    assert (job(store, job_id).state, job(store, job_id).failed) == (JobState.QUEUED, FIRST_ROWS - 1)
-    assert server.rows < FIRST_ROWS + 4
-    run(store, server)  # as the message says: the others are sent all the same
-    assert job(store, job_id).failed == ROWS
+def test_a_job_is_paused_where_its_first_rows_are_refused_in_the_same_words(
+    store: Store, job_id: str, write_input: WriteInput
+) -> None:
+    rows = str(write_input(q=["good"] * ROWS))
+    good = submit(store, rows, Task(kind=Kind.PROMPT, template="{{ q }}")).job_id
+    server = Choosy(lambda text: None if text == "good" else UNSUPPORTED)
+    endpoint = run(store, server, job_id, good)
+    assert list(endpoint.paused) == [job_id]
+    assert endpoint.paused[job_id].startswith(f"the first {FIRST_ROWS} rows of job {job_id} were refused")
+    assert job(store, job_id).error == f"its first rows were refused: HTTP 400: {UNSUPPORTED}"
+    assert job(store, job_id).state is JobState.PAUSED
+    assert FIRST_ROWS <= job(store, job_id).failed < FIRST_ROWS + 4
+    assert job(store, good).state is JobState.COMPLETED
+    with store.write() as tx:  # as the sentence says: the others are sent all the same
+        catalog.move(tx, job_id, "resume", now=0.0)
+    run(store, server)
+    assert (job(store, job_id).failed, job(store, job_id).error) == (ROWS, None)
+
+
+def test_a_job_that_cannot_be_paused_goes_on(
+    store: Store, job_id: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise StoreError("the store is away")
+
+    monkeypatch.setattr(catalog, "move", unreachable)
+    endpoint = run(store, Choosy(lambda _: UNSUPPORTED), job_id)
+    assert (endpoint.paused, job(store, job_id).failed) == ({}, ROWS)
+    assert f"job {job_id} is not paused: the store is away" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -96,8 +118,8 @@ def test_jobs_of_which_rows_are_done_are_not_watched(store: Store, job_id: str) 
     settings = load({"endpoint": "http://server"})
     endpoint = FakeEndpoint()
     waiting = read_jobs(settings, now=time.time())
-    assert isinstance(of_first_rows(endpoint, settings, waiting), FirstRowsEndpoint)
-    assert of_first_rows(endpoint, load({"endpoint": "fake:"}), waiting) is endpoint
+    assert isinstance(of_first_rows(endpoint, store, settings, waiting), FirstRowsEndpoint)
+    assert of_first_rows(endpoint, store, load({"endpoint": "fake:"}), waiting) is None
     with store.write() as tx:
         tx.exec_driver_sql("update job set failed = 1")
-    assert of_first_rows(endpoint, settings, read_jobs(settings, now=time.time())) is endpoint
+    assert of_first_rows(endpoint, store, settings, read_jobs(settings, now=time.time())) is None

@@ -242,8 +242,11 @@ _MOVES = {
 }
 
 
-def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
-    """Pause, resume or cancel a job, unless it is in that state already; raises `JobRefused` from other states."""
+def move(tx: Connection, job_id: str, verb: str, *, now: float, why: str | None = None) -> JobRecord:
+    """Pause, resume or cancel a job, unless it is in that state already; raises `JobRefused` from other states.
+
+    `why` is shown beside the new state.
+    """
     target, allowed = _MOVES[verb]
     lock_job(tx, get_id(tx, job_id))
     current = get(tx, job_id)
@@ -260,7 +263,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
         .values(
             state=target.value,
             finished_at=finished_at,
-            error=None,
+            error=why,
             deadline=kept_deadline(tx, now) if verb == "resume" else current.deadline,
         )
     )
