@@ -12,9 +12,10 @@ from starlette.concurrency import run_in_threadpool
 
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import backlog
-from conserve.jobs.deadlines.forecast import Forecast, QueuedJob, forecasts
+from conserve.jobs.deadlines.forecast import Forecast, forecasts
 from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import Rates
+from conserve.jobs.deadlines.work import QueuedJob
 from conserve.jobs.telemetry.queue_metrics import QueueSeen, rows_waiting
 from conserve.store.books import catalog, harvested, leases
 from conserve.store.books.queue_name import queue_name

@@ -14,7 +14,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.slack import Demand, SlackOrder, slack_order
+from conserve.jobs.deadlines.slack import SlackOrder, slack_order
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork
 from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.books.slots import SLOT_S
@@ -59,6 +60,19 @@ class Job:
     @property
     def unanswered(self) -> int:
         return len(self.rows) - len(self.done)
+
+    def queued(self, usual_tokens: float) -> QueuedJob:
+        """The job as the slack order takes it; until a row of it is done, rows take `usual_tokens` each."""
+        return QueuedJob(
+            id=str(self.seq),
+            seq=self.seq,
+            work=RemainingWork(
+                rows_left=self.unanswered,
+                row_tokens=fmean(self.done) if self.done else usual_tokens,
+                rows_seen=len(self.done),
+            ),
+            deadline=None if self.deadline_min is None else 60.0 * self.deadline_min,
+        )
 
 
 class Day(NamedTuple):
@@ -206,19 +220,11 @@ class Simulation:
         if self._name == "first come":  # as if each had a deadline, in order of submission
             return SlackOrder(urgent=tuple(sorted(self._here)), share=0.0)
         usual = fmean([fmean(job.done) for job in self._jobs.values() if job.done] or [500.0])
-        demands = [
-            Demand(
-                seq=job.seq,
-                tokens_left=job.unanswered * (fmean(job.done) if job.done else usual),
-                rows_left=job.unanswered,
-                deadline=None if job.deadline_min is None else 60.0 * job.deadline_min,
-            )
-            for job in self._here.values()
-        ]
+        jobs = [job.queued(usual) for job in self._here.values()]
         if self._name == "oracle":  # earliest deadline first leaves least late, if nothing is kept for others
-            return slack_order(demands, now=60.0 * minute, tokens_per_s=None, share=0.0)
+            return slack_order(jobs, now=60.0 * minute, tokens_per_s=None, share=0.0)
         rate = None if self._name == "strict" else self._rates.mean(60.0 * minute)
-        return slack_order(demands, now=60.0 * minute, tokens_per_s=rate)
+        return slack_order(jobs, now=60.0 * minute, tokens_per_s=rate)
 
     def day(self) -> Day:
         """Outcome of the day; rows of jobs whose deadline is later than it count as undated."""

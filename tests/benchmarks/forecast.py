@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-from conserve.jobs.deadlines.forecast import Forecast, QueuedJob, forecasts
+from conserve.jobs.deadlines.forecast import Forecast, forecasts
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import SHARE
-from conserve.jobs.deadlines.work import RemainingWork
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork
 from conserve.store.books.slots import SLOT_S
+from conserve.store.books.states import OnLate
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks forecast"
@@ -185,7 +186,7 @@ def random_queue(
         mean = scale * fmean(dice.choices(lengths, k=seen_rows)) if seen_rows else hour_tokens / 2000
         deadline = now + 3600 * dice.uniform(0.5, 24) if dice.random() < 0.6 else None
         work = RemainingWork(rows_left=rows, row_tokens=mean, rows_seen=seen_rows)
-        job = QueuedJob(id=f"job-{seq}", seq=seq, work=work, deadline=deadline, expires=False)
+        job = QueuedJob(id=f"job-{seq}", seq=seq, work=work, deadline=deadline, on_late=OnLate.BEST_EFFORT)
         queue.append(Running(job, tokens, dice.random()))
     return queue
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from conserve.bench.offline import like_papers
 from conserve.bench.traces import gamma
-from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
+from conserve.jobs.deadlines.forecast import finite, forecasts
 from conserve.jobs.deadlines.rate import WEEK, Rates
-from conserve.jobs.deadlines.work import RemainingWork
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork
 from conserve.jobs.harvest.turns import COURSES, LOOK_S
 from conserve.store.books.slots import SLOT_S
 from tests.benchmarks.report import Figure

@@ -15,7 +15,6 @@ from conserve.jobs.deadlines.backlog import backlog
 from conserve.jobs.deadlines.forecast import (
     Forecast,
     Level,
-    QueuedJob,
     finite,
     forecast,
     forecasts,
@@ -26,6 +25,7 @@ from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import DAY, HORIZON_S, Course, Rates
 from conserve.jobs.deadlines.work import (
     UNSEEN_TOKENS,
+    QueuedJob,
     RemainingWork,
     computed_tokens,
     usual_row_tokens,
@@ -242,7 +242,7 @@ def test_a_job_that_expires_leaves_its_time_to_those_behind_it() -> None:
     behind = job("b", deadline=NOW + 90_000.0)
     long = {"rows": 50_000, "deadline": NOW + 3600.0}
     assert ends(job("a", **long), behind)["b"] < NOW + 6000.0
-    assert ends(job("a", **long, expires=False), behind)["b"] > NOW + 45_000.0
+    assert ends(job("a", **long, on_late=OnLate.BEST_EFFORT), behind)["b"] > NOW + 45_000.0
 
 
 RATES = st.dictionaries(

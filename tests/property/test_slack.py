@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from conserve.jobs.deadlines.slack import (
     SHARE,
-    Demand,
     SlackOrder,
     claim_order,
     is_others_turn,
     share_of_tokens,
     slack_order,
 )
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, chained
@@ -34,15 +34,20 @@ class Dated(NamedTuple):
 DATED = st.lists(st.builds(Dated, st.integers(1, 30), st.integers(0, 400)), min_size=1, max_size=5)
 
 
-def feasible(dated: list[Dated], rate: float) -> list[Demand]:
+def job(seq: int, rows: int, deadline: float | None = None, *, row_tokens: float = 1.0) -> QueuedJob:
+    work = RemainingWork(rows_left=rows, row_tokens=row_tokens, rows_seen=0)
+    return QueuedJob(id=f"job-{seq}", seq=seq, work=work, deadline=deadline)
+
+
+def feasible(dated: list[Dated], rate: float) -> list[QueuedJob]:
     """Jobs whose deadlines earliest deadline first keeps at so many rows a second, the share of others left."""
-    demands: list[Demand] = []
+    jobs: list[QueuedJob] = []
     due, deadline = 0, 0.0
     for seq, (rows, to_spare_s) in enumerate(dated, start=1):
         due += rows
         deadline = max(deadline, due / rate + len(dated) + to_spare_s)
-        demands.append(Demand(seq=seq, tokens_left=rows, rows_left=rows, deadline=deadline))
-    return demands
+        jobs.append(job(seq, rows, deadline))
+    return jobs
 
 
 @given(dated=DATED, undated=st.booleans(), seed=st.integers(0, 1000))
@@ -52,9 +57,9 @@ def test_what_earliest_deadline_first_keeps_is_kept_whoever_rides(
 ) -> None:
     """An adversary takes any row that may ride; a row takes a second."""
     dice, now, turn = random.Random(seed), 0.0, 0
-    left = {demand.seq: demand for demand in feasible(dated, 1 - SHARE if undated else 1.0)}
+    left = {one.seq: one for one in feasible(dated, 1 - SHARE if undated else 1.0)}
     while left:
-        others = [Demand(seq=99, tokens_left=50.0, rows_left=50, deadline=None)] if undated else []
+        others = [job(99, 50)] if undated else []
         order = slack_order([*left.values(), *others], now=now, tokens_per_s=1.0)
         riders = [*sorted(order.riders), *([99] if undated and order.others_ride else [])]
         taken = 99 if undated and is_others_turn(turn, SHARE) else dice.choice(riders)
@@ -62,31 +67,25 @@ def test_what_earliest_deadline_first_keeps_is_kept_whoever_rides(
         now, turn = now + 1.0, turn + 1
         if taken == 99:
             continue
-        demand = left.pop(taken)
-        assert demand.deadline is not None
-        assert now <= demand.deadline + 1.0, "a share comes in whole rows"
-        if demand.tokens_left > 1:
-            rest = demand.tokens_left - 1
-            left[taken] = Demand(seq=taken, tokens_left=rest, rows_left=rest, deadline=demand.deadline)
+        one = left.pop(taken)
+        assert one.deadline is not None
+        assert now <= one.deadline + 1.0, "a share comes in whole rows"
+        if one.work.rows_left > 1:
+            left[taken] = job(taken, one.work.rows_left - 1, one.deadline)
 
 
-DEMANDS = st.lists(
+JOBS = st.lists(
     st.tuples(st.integers(1, 10_000), st.none() | st.integers(1, 100_000)), min_size=1, max_size=8
-).map(
-    lambda pairs: [
-        Demand(seq=seq, tokens_left=float(tokens), rows_left=tokens, deadline=deadline)
-        for seq, (tokens, deadline) in enumerate(pairs)
-    ]
-)
+).map(lambda pairs: [job(seq, rows, deadline) for seq, (rows, deadline) in enumerate(pairs)])
 
 
-@given(demands=DEMANDS, now=st.integers(0, 1000), rate=st.floats(0.1, 1000.0), more=st.floats(1.0, 10.0))
+@given(jobs=JOBS, now=st.integers(0, 1000), rate=st.floats(0.1, 1000.0), more=st.floats(1.0, 10.0))
 @hypothesis_settings(max_examples=examples(200))
-def test_riders_grow_with_slack(demands: list[Demand], now: int, rate: float, more: float) -> None:
+def test_riders_grow_with_slack(jobs: list[QueuedJob], now: int, rate: float, more: float) -> None:
     """A faster engine lets at least the same jobs ride; the first job always may run."""
-    order = slack_order(demands, now=now, tokens_per_s=rate)
-    faster = slack_order(demands, now=now, tokens_per_s=rate * more)
-    deadlines = {demand.seq: demand.deadline for demand in demands if demand.deadline is not None}
+    order = slack_order(jobs, now=now, tokens_per_s=rate)
+    faster = slack_order(jobs, now=now, tokens_per_s=rate * more)
+    deadlines = {one.seq: one.deadline for one in jobs if one.deadline is not None}
     assert list(order.urgent) == sorted(deadlines, key=lambda seq: (deadlines[seq], seq))
     assert order.riders == set(order.urgent[: len(order.riders)])
     assert order.riders <= faster.riders
@@ -99,27 +98,21 @@ def test_riders_grow_with_slack(demands: list[Demand], now: int, rate: float, mo
 def test_a_job_is_tight_below_four_times_its_work_and_a_minute(left_s: float, rides: bool) -> None:
     """A second job without a deadline takes a fifth of the rows: 8,000 tokens at 80 a second, 100 s."""
     now = 1_000_000.0
-    demands = [
-        Demand(seq=1, tokens_left=8000.0, rows_left=80, deadline=now + left_s),
-        Demand(seq=2, tokens_left=100.0, rows_left=1, deadline=None),
-    ]
-    assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
+    jobs = [job(1, 80, now + left_s, row_tokens=100.0), job(2, 1, row_tokens=100.0)]
+    assert slack_order(jobs, now=now, tokens_per_s=100.0).others_ride is rides
 
 
 @pytest.mark.parametrize(("left_s", "rides"), [(1499.9, False), (1500.1, True)])
 def test_long_rows_without_a_deadline_leave_less_to_the_others(left_s: float, rides: bool) -> None:
     """A fifth of the rows is nine tenths of the tokens where rows are 36 times as long."""
     now = 1_000_000.0
-    demands = [
-        Demand(seq=1, tokens_left=3600.0, rows_left=360, deadline=now + left_s),
-        Demand(seq=2, tokens_left=3600.0, rows_left=10, deadline=None),
-    ]
+    jobs = [job(1, 360, now + left_s, row_tokens=10.0), job(2, 10, row_tokens=360.0)]
     assert share_of_tokens(SHARE, due=[(3600, 360)], kept=[(3600, 10)]) == pytest.approx(0.9)
-    assert slack_order(demands, now=now, tokens_per_s=100.0).others_ride is rides
+    assert slack_order(jobs, now=now, tokens_per_s=100.0).others_ride is rides
 
 
 def test_without_a_known_rate_no_row_goes_ahead() -> None:
-    jobs = [Demand(seq=n, tokens_left=1.0, rows_left=1, deadline=n * 1e9) for n in (1, 2)]
+    jobs = [job(n, 1, n * 1e9) for n in (1, 2)]
     order = slack_order(jobs, now=0.0, tokens_per_s=None)
     assert (order.urgent, order.riders, order.others_ride) == ((1, 2), {1}, False)
 
@@ -130,27 +123,20 @@ def test_the_share_is_kept_over_any_stretch_of_turns(share: float, start: int, t
     assert abs(given_turns - share * turns) <= 1.0 + 1e-6
 
 
-class Job(NamedTuple):
-    """A runnable job."""
-
-    seq: int
-    priority: int
-    deadline: float | None
-
-
 @given(
     jobs=st.lists(st.tuples(st.integers(-2, 2), st.none() | st.floats(1, 9)), max_size=8),
     turn=st.integers(0, 50),
 )
 def test_priority_stands_above_deadlines(jobs: list[tuple[int, float | None]], turn: int) -> None:
     runnable = sorted(
-        (Job(seq, priority, deadline) for seq, (priority, deadline) in enumerate(jobs)),
-        key=lambda job: (-job.priority, job.seq),
+        (job(seq, 1, deadline)._replace(priority=priority) for seq, (priority, deadline) in enumerate(jobs)),
+        key=lambda one: (-one.priority, one.seq),
     )
     ordered = claim_order(runnable, turn)
-    assert sorted(ordered) == sorted(runnable)
-    assert [job.priority for job in ordered] == [job.priority for job in runnable]
-    if all(job.deadline is None for job in runnable):
+    assert {one.seq for one in ordered} == {one.seq for one in runnable}
+    assert len(ordered) == len(runnable)
+    assert [one.priority for one in ordered] == [one.priority for one in runnable]
+    if all(one.deadline is None for one in runnable):
         assert ordered == runnable
     for before, after in pairwise(ordered):
         if before.priority == after.priority and before.deadline is not None and after.deadline is not None:

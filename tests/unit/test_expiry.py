@@ -12,8 +12,6 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import StoreInUse
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.release import LOOK_S, Release, waited
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
@@ -26,6 +24,7 @@ from conserve.store.books.leases import Sign
 from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.ledgers import ledger_of
 from tests.store_rows import job, leased, put_back, result, select
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -47,17 +46,12 @@ class Machine:
         self.store, self.world, self.ahead_s = store, world, ahead_s
         self.tally = Tally()
         self.held: list[ReadyRow] = []
-        self.ledger = Ledger(
+        self.ledger = ledger_of(
             store,
             self.tally,
             lease_s=LEASE_S,
-            only=None,
-            utility=0.9,
-            share=None,
-            rebind=False,
             clock=lambda: 1e9 + world.passed + self.ahead_s,
             monotonic=lambda: 500.0 + world.passed,
-            observer=Observer(),
         )
 
     def claim(self, limit: int = 8) -> list[int]:

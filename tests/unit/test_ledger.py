@@ -29,7 +29,6 @@ from conserve.errors import (
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest import comparing, turned_away, workload
 from conserve.jobs.harvest import ledger as ledger_module
-from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.release import Release
@@ -70,6 +69,7 @@ from conserve.store.files.marks import Mark
 from conserve.store.upkeep.sweep import STALE_AFTER_S
 from tests.commands import HANGS_S, conserve, until
 from tests.conftest import WriteInput
+from tests.ledgers import ledger_of
 from tests.store_rows import (
     add_job,
     claim,
@@ -101,17 +101,8 @@ class Party:
 
     def __init__(self, store: Store, share: str | None = None) -> None:
         self.clock, self.tally = Clock(), Tally()
-        self.ledger = Ledger(
-            store,
-            self.tally,
-            lease_s=LEASE_S,
-            only=None,
-            utility=0.9,
-            share=share,
-            rebind=False,
-            clock=self.clock,
-            monotonic=self.clock,
-            observer=Observer(),
+        self.ledger = ledger_of(
+            store, self.tally, share=share, lease_s=LEASE_S, clock=self.clock, monotonic=self.clock
         )
 
     def claim(self, limit: int = 8, *, suspect: bool = False) -> list[ReadyRow]:

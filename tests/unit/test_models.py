@@ -20,8 +20,6 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Endpoint, model_of
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -36,6 +34,7 @@ from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.ledgers import ledger_of
 from tests.store_rows import add_job, claim_in, finish, leased
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -58,23 +57,6 @@ def harvest(store: Store, model: str, *, stop_after_s: float | None = None, **na
         return await Harvester(store, endpoint, clock=loop.time, **named).run(stop)
 
     return virtual_time.run(run())
-
-
-def ledger_of(store: Store, tally: Tally, *, model: str) -> Ledger:
-    ledger = Ledger(
-        store,
-        tally,
-        lease_s=60.0,
-        only=None,
-        utility=0.9,
-        share=None,
-        rebind=False,
-        clock=lambda: 0.0,
-        monotonic=lambda: 0.0,
-        observer=Observer(),
-    )
-    ledger.model = model
-    return ledger
 
 
 def bound(store: Store, job_id: str) -> str | None:
@@ -148,7 +130,7 @@ def test_the_last_of_several_runs_without_an_answer_frees_the_job(
 ) -> None:
     """The second one saw the job when it was bound already."""
     job_id = queue_up(write_input)
-    first, second = (ledger_of(store, Tally(), model="typo") for _ in range(2))
+    first, second = (ledger_of(store, model="typo") for _ in range(2))
     second.owner = "bob"
     assert first.claim(1, False, "typo@1")
     assert second.claim(1, False, "typo@1")
@@ -165,7 +147,7 @@ def test_a_run_that_was_killed_before_its_first_answer_leaves_the_job_to_any_mod
 ) -> None:
     job_id = queue_up(write_input)
     host, pid, _, nonce = this_process().rsplit(":", 3)
-    killed = ledger_of(store, Tally(), model="typo")
+    killed = ledger_of(store, model="typo")
     killed.owner = f"{host}:{pid}:1.00:{nonce}"  # of a process that began just after the boot
     assert killed.claim(1, False, "typo@1")
     killed.close()

@@ -38,11 +38,8 @@ from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.errors import StoreError, StoreMoved
 from conserve.jobs.harvest import harvester
-from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
-from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.recorder import Recorder
-from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.hooks.courier import Courier
 from conserve.jobs.requests.submit import submit
@@ -87,6 +84,7 @@ from conserve.store.upkeep.removal import remove
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import HANGS_S, conserve, until
 from tests.conftest import WriteInput
+from tests.ledgers import ledger_of
 from tests.postgres import Databases
 from tests.receiver import receiving
 from tests.store_rows import (
@@ -118,22 +116,6 @@ def store(postgres: Settings) -> Iterator[Store]:
     opened = Store.open(postgres)
     yield opened
     opened.close()
-
-
-def new_ledger(store: Store) -> Ledger:
-    """The ledger of a harvester; its clock stands."""
-    return Ledger(
-        store,
-        Tally(),
-        lease_s=9.0,
-        only=None,
-        utility=0.9,
-        share=None,
-        rebind=False,
-        clock=lambda: 1.0,
-        monotonic=lambda: 1.0,
-        observer=Observer(),
-    )
 
 
 def submitted(store: Store, path: Path) -> str:
@@ -546,7 +528,7 @@ def test_a_claim_that_finds_a_job_emptied_holds_no_lock_while_it_asks_for_anothe
         put_back(store, (lease := leased(store, only=[job_id])), 0)
         put_back(store, lease, 1)
     claimed: list[str] = []
-    with closing(new_ledger(store)) as ledger, store.write() as commit:
+    with closing(ledger_of(store)) as ledger, store.write() as commit:
         catalog.lock_job(commit, earlier)
         thread = threading.Thread(
             target=lambda: claimed.extend(row.job_id for row in ledger.claim(limit, False, ""))
@@ -819,7 +801,7 @@ def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) 
 def test_a_refusal_waits_for_a_commit_of_its_lease(store: Store) -> None:
     """Rows that it puts back are those that the commit left."""
     add_job(store, rows=2)
-    ledger = new_ledger(store)
+    ledger = ledger_of(store)
     lease = leased(store, owner=ledger.owner)
     with store.write() as tx:
         journal.commit(tx, [Finished(lease.epoch, "job-1", 0, result(0))], now=0.0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from conserve.jobs.deadlines.forecast import QueuedJob
+from conserve.jobs.deadlines.work import QueuedJob
 
 WITHIN_S = (3600, 4 * 3600, 12 * 3600, 24 * 3600)
 

@@ -13,23 +13,11 @@ from random import Random
 
 from conserve.jobs.deadlines.rate import Course, Rates
 from conserve.jobs.deadlines.slack import SHARE, share_of_tokens
-from conserve.jobs.deadlines.work import RemainingWork
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork
 
 COURSES = 200
 SPREAD = 0.6  # standard deviation of row lengths over their mean, as of tasks with short and long inputs
 UNSEEN_SPREAD = 0.5  # of the mean itself, until a row of the job is answered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedJob:
-    """One job that waits or runs."""
-
-    id: str
-    seq: int
-    work: RemainingWork
-    priority: int = 0
-    deadline: float | None = None
-    expires: bool = True  # at its deadline, with the rows that are left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

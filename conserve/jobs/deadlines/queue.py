@@ -1,47 +1,23 @@
 """The queue as the forecast sees it, from the readings of the store."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
-from conserve.jobs.deadlines.forecast import COURSES, Forecast, QueuedJob, forecasts
+from conserve.jobs.deadlines.forecast import COURSES, Forecast, forecasts
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.work import WorkCounters, usual_row_tokens, work_of
+from conserve.jobs.deadlines.work import QueuedJob, RemainingWork, queued_job, usual_row_tokens, work_of
+from conserve.store.books.shapes import ListedJob
 from conserve.store.books.slots import HarvestedQuarter
-from conserve.store.books.states import GOING, JobState, OnLate
+from conserve.store.books.states import GOING, OnLate
 
 LIKELY = 0.9  # a job is said to make its deadline from this probability on
 NEW = "(new)"  # id of a job that is about to be queued
-
-
-class ListedJob(WorkCounters, Protocol):
-    """A job of the store."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def state(self) -> JobState: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def unanswered(self) -> int: ...
-    @property
-    def deadline(self) -> float | None: ...
-    @property
-    def on_late(self) -> OnLate | None: ...
 
 
 def queued(jobs: Sequence[ListedJob], *, now: float) -> list[QueuedJob]:
     """Jobs with rows to run, oldest first as they are given; those past their deadline end at the next look."""
     usual = usual_row_tokens(jobs)
     return [
-        QueuedJob(
-            id=job.id,
-            seq=seq,
-            work=work_of(job, job.unanswered, usual),
-            priority=job.priority,
-            deadline=job.deadline if job.deadline is not None and job.deadline > now else None,
-            expires=job.on_late is not OnLate.BEST_EFFORT,
-        )
+        queued_job(job, seq, work_of(job, job.unanswered, usual), now=now)
         for seq, job in enumerate(jobs)
         if job.state in GOING and job.unanswered and not is_over(job, now)
     ]
@@ -75,12 +51,6 @@ def forecast_new(
 ) -> Forecast | None:
     """Forecast of a job that would be queued behind these; None before anything was harvested."""
     waiting = queued(jobs, now=now)
-    work = work_of(Unseen(), rows, usual_row_tokens(jobs))
+    work = RemainingWork(rows_left=rows, row_tokens=usual_row_tokens(jobs), rows_seen=0)
     new = QueuedJob(id=NEW, seq=len(jobs), work=work, priority=priority, deadline=deadline)
     return forecasts([*waiting, new], Rates.of(list(slots)), now=now).get(NEW)
-
-
-class Unseen:
-    """Counters of a job without answers."""
-
-    succeeded = prompt_tokens = completion_tokens = cached_tokens = 0

@@ -5,9 +5,10 @@ later job may go ahead if it shares the prefix in progress and no job before it 
 time to its deadline is shorter than four times the predicted time of all rows that are due by then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+
+from conserve.jobs.deadlines.work import QueuedJob
 
 SHARE = 0.2  # of the rows, for jobs without a deadline while others have one
 CAUTION = 4.0  # times the predicted time of the rows due by a deadline, below which a job is tight
@@ -15,16 +16,6 @@ MARGIN_S = 60.0  # before the deadline: rows in flight end, and results are writ
 
 TokensAndRows = Sequence[tuple[float, float]]
 """Tokens and rows that are left, of each job."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """One job with rows to run."""
-
-    seq: int  # in order of submission
-    tokens_left: float  # predicted
-    rows_left: float
-    deadline: float | None  # s since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +29,15 @@ class SlackOrder:
 
 
 def slack_order(
-    demands: Iterable[Demand], *, now: float, tokens_per_s: float | None, share: float = SHARE
+    jobs: Sequence[QueuedJob], *, now: float, tokens_per_s: float | None, share: float = SHARE
 ) -> SlackOrder:
     """Order of the jobs; without a known rate every job counts as tight, so that no row goes ahead."""
-    demands = list(demands)
-    dated = sorted(
-        (demand.deadline, demand.seq, demand.tokens_left) for demand in demands if demand.deadline is not None
-    )
+    dated = sorted((job.deadline, job.seq, job.work.tokens) for job in jobs if job.deadline is not None)
     urgent = tuple(seq for _, seq, _ in dated)
     if not dated or not tokens_per_s:
         return SlackOrder(urgent=urgent, riders=frozenset(urgent[:1]), share=share)
     left = {
-        kept: [(one.tokens_left, one.rows_left) for one in demands if (one.deadline is None) == kept]
+        kept: [(job.work.tokens, job.work.rows_left) for job in jobs if (job.deadline is None) == kept]
         for kept in (False, True)
     }
     usable = tokens_per_s * (1 - share_of_tokens(share, due=left[False], kept=left[True]))
@@ -80,21 +68,7 @@ def is_others_turn(turn: int, share: float) -> bool:
     return int((turn + 1) * share) > int(turn * share)
 
 
-class Claimable(Protocol):
-    """A runnable job, as the queue lists it."""
-
-    @property
-    def priority(self) -> int: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def deadline(self) -> float | None: ...
-
-
-J = TypeVar("J", bound=Claimable)
-
-
-def claim_order(jobs: Sequence[J], turn: int) -> list[J]:
+def claim_order(jobs: Sequence[QueuedJob], turn: int) -> list[QueuedJob]:
     """Runnable jobs by priority, then by deadline; on the others' turns those without a deadline go first.
 
     Priority stands above deadlines: a job of a lower priority waits, whatever its deadline.
@@ -103,7 +77,7 @@ def claim_order(jobs: Sequence[J], turn: int) -> list[J]:
         return list(jobs)
     undated_first = is_others_turn(turn, SHARE)
 
-    def place(job: J) -> tuple[float, ...]:
+    def place(job: QueuedJob) -> tuple[float, ...]:
         undated = job.deadline is None
         return -job.priority, undated != undated_first, job.deadline or 0.0, job.seq
 

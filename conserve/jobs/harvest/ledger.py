@@ -6,6 +6,7 @@ from contextlib import suppress
 from conserve import owners
 from conserve.endpoints.protocol import KvCache
 from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreForbidden
+from conserve.jobs.deadlines.work import QueuedJob
 from conserve.jobs.harvest.bound import BoundElsewhere
 from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.expiry import Expiry
@@ -14,7 +15,7 @@ from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turned_away import TurnedAway
-from conserve.jobs.harvest.turns import RunnableJob, Turns
+from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.window.group_window import GroupWindow
@@ -22,7 +23,7 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, leases, queue, servers
 from conserve.store.books.leases import Lease, Terms
-from conserve.store.books.looks import RunnableRow
+from conserve.store.books.shapes import RunnableRow
 from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
@@ -217,7 +218,7 @@ class Ledger:
         limit: int,
         suspect: bool,
         now: float,
-    ) -> tuple[Lease | None, Sequence[RunnableJob], bool]:
+    ) -> tuple[Lease | None, Sequence[QueuedJob], bool]:
         """Lease rows of one of the waiting jobs; also the jobs that contend for more, and if the window chooses."""
         terms = Terms(self.owner, now, self._lease_s, self.model)
         runnable = self._turns.ordered(waiting, now=now, group=window.group)
@@ -237,7 +238,7 @@ class Ledger:
         return [job for job in found if self._shares.weights.group_of(job) == group]
 
     def _claim_chosen(
-        self, window: GroupWindow, jobs: Sequence[RunnableJob], limit: int, identity: str
+        self, window: GroupWindow, jobs: Sequence[QueuedJob], limit: int, identity: str
     ) -> list[ReadyRow] | None:
         """Lease the rows that the window gives out, in its order; None if all of them were leased by others."""
         lookahead = window.lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)

@@ -7,7 +7,7 @@ from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Workload
 from conserve.store.books import catalog, leases, spans
-from conserve.store.books.looks import RunnableRow
+from conserve.store.books.shapes import RunnableRow
 from conserve.store.database.store import Store
 
 AGAIN_S = 60.0  # until files that this process may not read are tried again

@@ -3,42 +3,18 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from typing import NamedTuple
 
-from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
+from conserve.jobs.deadlines.forecast import finite, forecasts
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.slack import (
-    Demand,
-    SlackOrder,
-    claim_order,
-    slack_order,
-)
-from conserve.jobs.deadlines.work import RemainingWork, usual_row_tokens, work_of
+from conserve.jobs.deadlines.slack import SlackOrder, claim_order, slack_order
+from conserve.jobs.deadlines.work import QueuedJob, queued_job, usual_row_tokens, work_of
 from conserve.store.books import harvested
-from conserve.store.books.looks import RunnableRow
+from conserve.store.books.shapes import RunnableRow
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 
 LOOK_S = 60.0  # between two readings of the rate of harvested tokens, and two forecasts
 COURSES = 100  # of a forecast
-
-
-class RunnableJob(NamedTuple):
-    """A runnable job; `deadline` is None once it has passed and the job goes on all the same."""
-
-    id: str
-    seq: int
-    priority: int
-    next_position: int
-    num_rows: int
-    deadline: float | None
-    work: RemainingWork
-    on_late: OnLate | None = None
-
-    @property
-    def pushes(self) -> bool:
-        """True if it may take more of what live requests bear, should it miss its deadline otherwise."""
-        return self.deadline is not None and self.on_late is OnLate.PUSH
 
 
 class Turns:
@@ -57,7 +33,7 @@ class Turns:
 
     def ordered(
         self, runnable: Sequence[RunnableRow], *, now: float, group: Hashable | None = None
-    ) -> list[RunnableJob]:
+    ) -> list[QueuedJob]:
         """Jobs in the order of this claim, which is of a group of its own, or of all jobs."""
         self._claims[group] += 1
         self._turn = self._claims[group]
@@ -83,18 +59,7 @@ class Turns:
         self._rate(now)
         usual = usual_row_tokens(runnable)
         jobs = {job.id: candidate(job, usual, now) for job in runnable}
-        waiting = [
-            QueuedJob(
-                id=job.id,
-                seq=job.seq,
-                work=job.work,
-                priority=job.priority,
-                deadline=job.deadline,
-                expires=job.on_late is not OnLate.BEST_EFFORT,
-            )
-            for job in jobs.values()
-        ]
-        found = forecasts(waiting, self._rates, now=now, courses=COURSES)
+        found = forecasts(list(jobs.values()), self._rates, now=now, courses=COURSES)
         self._late = frozenset(
             id_
             for id_, forecast in found.items()
@@ -102,7 +67,7 @@ class Turns:
         )
         self._foreseen_at = self._clock()  # the forecast took its time
 
-    def before(self, ordered: Sequence[RunnableJob], first: RunnableJob) -> list[RunnableJob]:
+    def before(self, ordered: Sequence[QueuedJob], first: QueuedJob) -> list[QueuedJob]:
         """Jobs whose rows that came back go before fresh rows, of which those of `first` go now.
 
         Rows of jobs without a deadline share prefixes, so that none of these jobs is before another.
@@ -113,21 +78,12 @@ class Turns:
         alike = [job for job in ordered if job.deadline is None and job.priority == first.priority]
         return list(dict.fromkeys([*ahead, *alike]))
 
-    def order(self, jobs: Sequence[RunnableJob]) -> SlackOrder:
+    def order(self, jobs: Sequence[QueuedJob]) -> SlackOrder:
         """Slack order among jobs of one priority."""
         if all(job.deadline is None for job in jobs):
             return SlackOrder()
         now = self._clock()
-        demands = [
-            Demand(
-                seq=job.seq,
-                tokens_left=job.work.tokens,
-                rows_left=job.work.rows_left,
-                deadline=job.deadline,
-            )
-            for job in jobs
-        ]
-        return slack_order(demands, now=now, tokens_per_s=self._rate(now))
+        return slack_order(jobs, now=now, tokens_per_s=self._rate(now))
 
     def _rate(self, now: float) -> float | None:
         """Tokens per second to expect of the hours to come; None before any were harvested."""
@@ -142,10 +98,7 @@ class Turns:
         return not self._look_at - LOOK_S <= now < self._look_at
 
 
-def candidate(job: RunnableRow, usual_tokens: float, now: float) -> RunnableJob:
+def candidate(job: RunnableRow, usual_tokens: float, now: float) -> QueuedJob:
     """A runnable job with its predicted work."""
-    left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens)
-    to_come = job.deadline is not None and job.deadline > now
-    deadline = job.deadline if to_come else None
-    late = None if job.on_late is None else OnLate(job.on_late)
-    return RunnableJob(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, late)
+    work = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens)
+    return queued_job(job, job.seq, work, now=now, next_position=job.next_position, num_rows=job.num_rows)

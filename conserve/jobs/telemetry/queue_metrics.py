@@ -12,10 +12,11 @@ from prometheus_client.registry import Collector
 from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import Backlog, backlog
-from conserve.jobs.deadlines.queue import ListedJob, queued
+from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import Rates
 from conserve.store.books.queue_name import read_queue_name
 from conserve.store.books.readings import read_harvested, read_jobs
+from conserve.store.books.shapes import ListedJob
 from conserve.store.books.states import GOING, JobState
 
 LABEL = "queue"  # tells the queues of one Prometheus apart

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group
 from conserve.store.books import choice
-from conserve.store.books.looks import ClaimableJob
+from conserve.store.books.shapes import ClaimableJob
 from conserve.store.database.store import Transaction
 
 

@@ -15,7 +15,7 @@ from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.prompt_key import prompt_key
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.books import catalog, choice
-from conserve.store.books.looks import ClaimableJob
+from conserve.store.books.shapes import ClaimableJob
 from conserve.store.database.store import Store
 from conserve.store.files import home
 

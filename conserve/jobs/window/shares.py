@@ -8,12 +8,10 @@ its own.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from conserve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from conserve.store.books.looks import ClaimableJob
+from conserve.store.books.shapes import ClaimableJob
 
 JOBS = "jobs"
 USUAL_TOKENS = 500.0  # of a row before any has ended
@@ -55,7 +53,7 @@ class Weights:
             found[priority] = parts
         return cls(found)
 
-    def group_of(self, job: "ClaimableJob") -> Group:
+    def group_of(self, job: ClaimableJob) -> Group:
         """Group of a runnable job."""
         return Group(0, job.seq) if self.by_priority is None else Group(job.priority)
 
@@ -88,7 +86,7 @@ class Shares:
         self._in_flight: dict[RowKey, Charge] = {}
         self._ended: dict[Group, tuple[int, float]] = {}  # rows and their tokens
 
-    def groups(self, runnable: "Iterable[ClaimableJob]") -> list[Group]:
+    def groups(self, runnable: Iterable[ClaimableJob]) -> list[Group]:
         """Groups of these jobs, in their order; the others have no rows from now on."""
         found = dict.fromkeys(map(self.weights.group_of, runnable))
         self._stay_busy(self._busy & found.keys())

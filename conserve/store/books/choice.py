@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Select, select, update
 
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
-from conserve.store.books.looks import ClaimableJob
 from conserve.store.books.queue import (
     JobEmptied,
     having,
@@ -23,6 +22,7 @@ from conserve.store.books.queue import (
     take_back,
     waiting_row,
 )
+from conserve.store.books.shapes import ClaimableJob
 from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.bulk import afresh, insert_rows, matching, upsert_into

@@ -5,7 +5,7 @@ To make one and to tell it from others takes SQLAlchemy longer than SQLite takes
 
 from collections.abc import Collection
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, and_, bindparam, case, func, or_, select
 
@@ -26,41 +26,7 @@ RUNNABLE = (
     ),
     *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
 )
-"""Columns of a job that its turn follows from."""
-
-
-class ClaimableJob(Protocol):
-    """A job that may have rows to claim."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def next_position(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-
-
-class RunnableRow(ClaimableJob, Protocol):
-    """Row of the columns `RUNNABLE`."""
-
-    @property
-    def deadline(self) -> float | None: ...
-    @property
-    def on_late(self) -> str | None: ...
-    @property
-    def succeeded(self) -> int: ...
-    @property
-    def failed(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
+"""Columns of a job that its turn follows from, as `shapes.RunnableRow` has them."""
 
 
 class Looks(NamedTuple):

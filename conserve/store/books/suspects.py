@@ -5,8 +5,8 @@ from math import inf
 
 from sqlalchemy import Connection, select
 
-from conserve.store.books.looks import RunnableRow
 from conserve.store.books.queue import IS_DUE, due_at, runnable_jobs
+from conserve.store.books.shapes import RunnableRow
 from conserve.store.database import schema
 
 request = schema.request
