@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sqlalchemy import Connection, text
 from conserve import owners
 from conserve.store.books import catalog, journal, queue, spans
 from conserve.store.books.catalog import Source
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.queue import Returned
@@ -22,13 +24,21 @@ from conserve.store.files import home
 LEASE_S = 10.0
 
 
+def terms_in(named: dict[str, Any]) -> JobTerms:
+    """Terms of a job among these arguments, which are taken out of them."""
+    return JobTerms(
+        **{field.name: named.pop(field.name) for field in fields(JobTerms) if field.name in named}
+    )
+
+
 def add_job(store: Store, job_id: str = "job-1", rows: int = 4, **named: Any) -> str:
     """A queued job of so many rows, with its folder."""
     home.job_folder(store.home, job_id).mkdir(parents=True)
-    values = {"task": '{"kind":"prompt"}', "priority": 0, "now": 0.0} | named
+    terms = terms_in(named)
+    values = {"task": '{"kind":"prompt"}', "now": 0.0} | named
     with store.write() as tx:
         source = Source(path="input.parquet", format="parquet")
-        catalog.add(tx, job_id=job_id, source=source, num_rows=rows, **values)
+        catalog.add(tx, job_id, terms, source=source, num_rows=rows, **values)
     return job_id
 
 

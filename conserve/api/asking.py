@@ -1,7 +1,7 @@
 """Jobs as they are asked for, on the command line or from Python: the input, the task and its parameters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from conserve.errors import UsageError, one_line
@@ -10,7 +10,7 @@ from conserve.words import count
 if TYPE_CHECKING:
     from conserve.jobs.inputs.source import Input
     from conserve.jobs.requests.submit import Submitted
-    from conserve.jobs.task import Task
+    from conserve.jobs.task import Order, Task
 
 
 def make_input(
@@ -36,47 +36,70 @@ def make_input(
     )
 
 
-def job_name(name: str | None) -> str | None:
-    """Name that the job's id begins with."""
-    from conserve.jobs.requests.submit import slug
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRequest:
+    """What a job asks of each row, as flags and arguments say it."""
 
-    if name is None:
-        return None
-    if not any(character.isascii() and character.isalnum() for character in name):
-        raise UsageError(f"--name takes Latin letters, digits and dashes, as in --name nightly, not {name!r}")
-    return slug(name)
+    prompt: str | None = None
+    messages: str | None = None
+    system: str | None = None
+    completions: bool = False
+    id_column: str | None = None
+    order: str = "prefix"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    flag_params: Mapping[str, Any] = field(default_factory=dict)  # with a flag of their own; None: not given
+    logprobs: int | None = None
+    schema: Mapping[str, Any] | None = None
+    unknown_params: bool = False
 
+    def task(self) -> "Task":
+        """Task of the job: a prompt template, a column of chats, or lines in OpenAI's form."""
+        from conserve.endpoints.protocol import Url
+        from conserve.jobs.task import Kind, Task
 
-def make_task(
-    prompt: str | None,
-    messages: str | None,
-    system: str | None,
-    completions: bool,
-    id_column: str | None,
-    params: dict[str, Any],
-) -> "Task":
-    """Task of a job: a prompt template, a column of chats, or lines in OpenAI's form."""
-    from conserve.endpoints.protocol import Url
-    from conserve.jobs.task import Kind, Task
-
-    if prompt is not None and messages is not None:
-        raise UsageError("give --prompt or --messages, not both")
-    if completions and (messages is not None or system is not None):
-        raise UsageError("--completions sends bare text: it takes --prompt and no --messages or --system")
-    url = Url.COMPLETIONS if completions else Url.CHAT
-    if prompt is not None:
+        params = self._body_fields()
+        is_prompt, is_chat = self.prompt is not None, self.messages is not None
+        if is_prompt and is_chat:
+            raise UsageError("give --prompt or --messages, not both")
+        if self.completions and (is_chat or self.system is not None):
+            raise UsageError("--completions sends bare text: it takes --prompt and no --messages or --system")
+        of_rows = self.system is not None or self.id_column is not None or self.completions
+        if of_rows and not (is_prompt or is_chat):
+            raise UsageError("--system, --id and --completions go with --prompt or --messages")
+        order, order_seed = order_of(self.order)
         return Task(
-            kind=Kind.PROMPT, url=url, template=prompt, system=system, id_column=id_column, params=params
+            kind=Kind.PROMPT if is_prompt else Kind.MESSAGES if is_chat else Kind.OPENAI,
+            url=Url.COMPLETIONS if self.completions else Url.CHAT,
+            template=self.prompt,
+            column=self.messages,
+            system=self.system,
+            id_column=self.id_column,
+            params=params,
+            order=order,
+            order_seed=order_seed,
         )
-    if messages is not None:
-        return Task(kind=Kind.MESSAGES, column=messages, system=system, id_column=id_column, params=params)
-    if system is not None or id_column is not None or completions:
-        raise UsageError("--system, --id and --completions go with --prompt or --messages")
-    return Task(kind=Kind.OPENAI, params=params)
+
+    def _body_fields(self) -> dict[str, Any]:
+        """Fields of every request: those with flags of their own, then `params`."""
+        from conserve.jobs.requests.parameter_names import unknown_name
+
+        fields = {name: value for name, value in self.flag_params.items() if value not in (None, [])}
+        if self.logprobs is not None and self.completions:
+            fields["logprobs"] = self.logprobs
+        elif self.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": self.logprobs}
+        if self.schema is not None:
+            answer = {"name": "answer", "schema": dict(self.schema), "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": answer}
+        if both := sorted(fields.keys() & self.params.keys()):
+            raise UsageError(f"{both[0]} is given twice, by a flag of its own and by --param; leave one out")
+        if not self.unknown_params and (unknown := unknown_name(self.params)) is not None:
+            raise UsageError(f"--param: {one_line(unknown)}")
+        return fields | dict(self.params)
 
 
-def in_order(task: "Task", wanted: str) -> "Task":
-    """Task with the order of --order."""
+def order_of(wanted: str) -> "tuple[Order, int]":
+    """Order and seed of --order."""
     from conserve.jobs.task import Order
 
     name, colon, seed = wanted.partition(":")
@@ -84,32 +107,7 @@ def in_order(task: "Task", wanted: str) -> "Task":
         raise UsageError(f"--order takes prefix, input, random or random:SEED, not {wanted!r}")
     if colon and not (seed.isascii() and seed.isdigit()):
         raise UsageError(f"--order random:SEED takes a whole number, as in --order random:7, not {seed!r}")
-    return replace(task, order=Order(name), order_seed=int(seed or 0))
-
-
-def request_params(
-    given: Mapping[str, Any],
-    *,
-    completions: bool,
-    logprobs: int | None,
-    schema: Mapping[str, Any] | None,
-    unknown_params: bool,
-    **plain: Any,
-) -> dict[str, Any]:
-    """Body fields of every request: those with names of their own, then those that were `given`."""
-    from conserve.jobs.requests.parameter_names import unknown_name
-
-    params: dict[str, Any] = {key: value for key, value in plain.items() if value not in (None, [])}
-    if logprobs is not None:
-        params |= {"logprobs": logprobs} if completions else {"logprobs": True, "top_logprobs": logprobs}
-    if schema is not None:
-        answer = {"name": "answer", "schema": dict(schema), "strict": True}
-        params["response_format"] = {"type": "json_schema", "json_schema": answer}
-    if both := sorted(params.keys() & given.keys()):
-        raise UsageError(f"{both[0]} is given twice, by a flag of its own and by --param; leave one out")
-    if not unknown_params and (unknown := unknown_name(given)) is not None:
-        raise UsageError(f"--param: {one_line(unknown)}")
-    return params | dict(given)
+    return Order(name), int(seed or 0)
 
 
 def unanswerable(done: "Submitted") -> str | None:

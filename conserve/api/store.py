@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.api import display
-from conserve.api.asking import in_order, job_name, make_task, request_params, unanswerable
+from conserve.api.asking import TaskRequest, unanswerable
 from conserve.api.caller import warn
 from conserve.api.due import moment_of, on_late_of
 from conserve.api.handing import Source, input_of
@@ -19,6 +19,7 @@ from conserve.api.twins import blocking
 from conserve.config import Settings
 from conserve.errors import RowsUnanswerable
 from conserve.store.books.job_names import namesakes
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.readings import job_named, read_jobs
 
 if TYPE_CHECKING:
@@ -79,29 +80,28 @@ class Store:
         from conserve.store.database.store import Store as Database
 
         settings = self._settings
-        moment, late = moment_of(deadline), on_late_of(on_late, deadline)
-        fields = request_params(
-            params or {},
+        terms = JobTerms(
+            name=name,
+            priority=priority,
+            model=model,
+            tags=tags or {},
+            deadline=moment_of(deadline),
+            on_late=on_late_of(on_late, deadline),
+        )
+        task = TaskRequest(
+            prompt=prompt,
+            messages=messages,
+            system=system,
             completions=completions,
-            logprobs=None,
+            id_column=id,
+            order=order,
+            params=params or {},
             schema=schema,
             unknown_params=unknown_params,
-        )
-        task = in_order(make_task(prompt, messages, system, completions, id, fields), order)
+        ).task()
         given = input_of(source, form=format, keep=keep_input, copy_gib=settings.input_copy_gib)
         with closing(Database.open(settings)) as database:
-            done = submit(
-                database,
-                given,
-                task,
-                name=job_name(name),
-                priority=priority,
-                deadline=moment,
-                on_late=late,
-                model=model,
-                tags=tags,
-                constant_prompt=constant_prompt,
-            )
+            done = submit(database, given, task, terms, constant_prompt=constant_prompt)
         return self._handle(done)
 
     @blocking

@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from conserve.cli.deadline import moment_of, on_late_of
+from conserve.cli import output
+from conserve.cli.deadline import moment_of, on_late_of, say_push
 from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.states import OnLate
@@ -57,3 +58,9 @@ class DeadlineFlags:
         self.warning = warning(found, self.deadline, now)
         if self.warning and self.strict:
             raise JobRefused(f"the job {self.warning}; give it more time, or leave out --strict")
+
+    def tell(self) -> None:
+        """Print what a push needs, and that the deadline may be missed."""
+        say_push(self.on_late)
+        if self.warning:
+            output.say(f"warning: {self.warning}")

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from conserve.api.asking import in_order, job_name, make_input, make_task, request_params, unanswerable
+from conserve.api.asking import TaskRequest, make_input, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.deadline import By, OnLateFlag, Within, say_push
+from conserve.cli.deadline import By, OnLateFlag, Within
 from conserve.cli.due import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.cli.takers import Taker, taker, what_runs
 from conserve.config import Settings
 from conserve.errors import ConserveError, one_line
+from conserve.store.books.job_terms import JobTerms
 
 if TYPE_CHECKING:
     from conserve.jobs.inputs.source import Input
@@ -130,21 +131,26 @@ def submit(
     """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
     from conserve.jobs.requests.submit import submit as enqueue
 
-    params = request_params(
-        read_params(param or []),
+    task = TaskRequest(
+        prompt=read_prompt(prompt, prompt_file),
+        messages=messages,
+        system=system,
         completions=completions,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        n=n,
+        id_column=id,
+        order=order,
+        params=read_params(param or []),
+        flag_params={
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "stop": stop,
+            "n": n,
+        },
         logprobs=logprobs,
         schema=None if schema is None else read_schema(schema),
         unknown_params=unknown_params,
-    )
-    task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
-    task = in_order(task, order)
+    ).task()
     due = DeadlineFlags.of(by, within, on_late, strict=strict, priority=priority)
     context: Context = ctx.obj
     given = make_input(
@@ -165,27 +171,22 @@ def submit(
             store,
             given,
             task,
-            name=job_name(name),
-            priority=priority,
-            deadline=due.deadline,
-            on_late=due.on_late,
-            check_rows=lambda rows: due.check(context.settings(), rows),
-            model=model,
-            tags=read_tags(tag or []),
+            JobTerms(
+                name=name,
+                priority=priority,
+                model=model,
+                tags=read_tags(tag or []),
+                deadline=due.deadline,
+                on_late=due.on_late,
+            ),
             constant_prompt=constant_prompt,
+            check_rows=lambda rows: due.check(context.settings(), rows),
             before_queueing=lambda: until_told.enter_context(held_back()),
         )
         with withdrawn_unless_printed(store, done.job_id):
-            if as_json:
-                output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
-            else:
-                output.data(done.job_id)
-        if name and done.namesakes:
-            output.say(taken(name, done))
+            print_id(done, as_json=as_json)
         tell(done, name, taker(context.settings(), store, model), of_another_database(store))
-        say_push(due.on_late)
-        if due.warning:
-            output.say(f"warning: {due.warning}")
+        due.tell()
 
 
 def of_another_database(store: "Store") -> str | None:
@@ -212,8 +213,18 @@ def preview(
     show_previews(found, local_counter(settings, settings.engine_model), task.params, as_json=as_json)
 
 
+def print_id(done: "Submitted", *, as_json: bool) -> None:
+    """Print the job's id to standard output."""
+    if as_json:
+        output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
+    else:
+        output.data(done.job_id)
+
+
 def tell(done: "Submitted", name: str | None, found: Taker | None, doubt: str | None) -> None:
     """Print what was queued, who runs it, and what it is called if that is not this name."""
+    if name is not None and done.namesakes:
+        output.say(taken(name, done))
     if name is not None and (sentence := renamed(name)) is not None:
         output.say(sentence)
     output.say(f"queued {output.count(done.rows, 'row')}; {what_runs(found)}")
@@ -245,7 +256,9 @@ def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
 
 def renamed(name: str) -> str | None:
     """Sentence on a name that ids cannot have as it is; None for one that is only written small."""
-    kept = job_name(name)
+    from conserve.jobs.requests.submit import slug
+
+    kept = slug(name)
     if kept == name.lower():
         return None
     return (

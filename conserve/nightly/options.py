@@ -1,15 +1,14 @@
 """Options of suites that ask the rows of a data set."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from conserve.api.asking import in_order, make_task, request_params
+from conserve.api.asking import TaskRequest
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import OF_SUITE, PlanTable, unknown
 from conserve.jobs.requests.parameter_names import unknown_name
-from conserve.jobs.task import Task
 from conserve.nightly.samples import check_data
 
 ASKING = ("prompt", "prompt_file", "messages", "system", "completions", "params", "unknown_params")
@@ -56,7 +55,8 @@ class Options:
     def check(self) -> list[str]:
         """Columns of the data set; raises for options with which no row could be asked."""
         try:
-            return check_data(self.suite, self.data, task_of(self.asking()), self.columns(), self.folder)
+            task = TaskRequest(**self.asking(), unknown_params=True).task()
+            return check_data(self.suite, self.data, task, self.columns(), self.folder)
         except UsageError as error:
             where = "" if self.where in str(error) else f"{self.where}: "
             raise SettingsError(f"{where}{error}") from error
@@ -92,18 +92,3 @@ def prompt_of(table: PlanTable, folder: Path) -> str | None:
         return (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"the prompt file {folder / name} cannot be read; write it, as UTF-8") from error
-
-
-def task_of(asking: Mapping[str, Any], id_column: str | None = None) -> Task:
-    """Task of these arguments of `Store.submit`."""
-    params = request_params(
-        asking["params"],
-        completions=asking["completions"],
-        logprobs=None,
-        schema=asking.get("schema"),
-        unknown_params=True,
-    )
-    given = make_task(
-        asking["prompt"], asking["messages"], asking["system"], asking["completions"], id_column, params
-    )
-    return in_order(given, "prefix")

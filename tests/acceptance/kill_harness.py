@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from conserve.config import load
 from conserve.endpoints.fake import WORDS as FAKE_WORDS
 from conserve.endpoints.fake import Script, answer_tokens, request_text
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.database.store import Store
@@ -27,6 +26,7 @@ from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked, Forks
 from tests.acceptance.phases import Phase, Trace
 from tests.acceptance.record import Record
+from tests.submitting import submit
 
 IN_START = 0.1  # share of the random kills that come while an interpreter starts
 IN_RECOVERY = 0.1  # share that come between the open store and the first claim

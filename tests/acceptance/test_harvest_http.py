@@ -14,13 +14,13 @@ from conserve.errors import EndpointUnusable
 from conserve.jobs.harvest import harvester, retry
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import HANGS_S
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 audit = importlib.import_module("tests.break.audit").audit  # `break` is a keyword

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import Figure
+from tests.submitting import submit
 
 ROWS = 100_000
 RUNS = 5

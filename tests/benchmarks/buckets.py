@@ -16,6 +16,7 @@ from sqlalchemy import insert
 from conserve.config import load
 from conserve.store.books import catalog, results
 from conserve.store.books.catalog import Source
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -108,11 +109,11 @@ def fill(at: Path, data: str) -> None:
         source = Source(path=None, format="table")
         catalog.add(
             tx,
-            job_id=JOB,
+            JOB,
+            JobTerms(),
             source=source,
             num_rows=SHARDS * ROWS,
             task='{"kind":"prompt"}',
-            priority=0,
             now=0.0,
         )
         record = catalog.record(tx, JOB)

@@ -20,12 +20,12 @@ from sqlalchemy import create_engine, text
 from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from tests import postgres
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import Figure
+from tests.submitting import submit
 
 ROWS = int(os.environ.get("ROWS", 200_000))
 HARVESTERS = [int(number) for number in os.environ.get("HARVESTERS", "1 5 20").split()]

@@ -19,12 +19,12 @@ from conserve.config import load
 from conserve.endpoints.protocol import Url
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.benchmarks.real_engine import EXAMPLE, Running
 from tests.benchmarks.report import Figure
+from tests.submitting import submit
 
 COMMAND = "python -m tests.benchmarks prefix_order"
 MMLU = Path(__file__).parent / "data" / "mmlu_57x20.parquet"

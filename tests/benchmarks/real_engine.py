@@ -15,10 +15,10 @@ from conserve.endpoints.protocol import Call, Url
 from conserve.endpoints.wrapped import BorrowedEndpoint
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from tests.benchmarks.report import REPOSITORY, Figure
+from tests.submitting import submit
 
 T = TypeVar("T")
 PAIRS = 3

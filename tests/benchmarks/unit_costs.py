@@ -26,12 +26,12 @@ from conserve.config import Settings, load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import Figure
 from tests.postgres_server import PostgresServer, running
+from tests.submitting import submit
 
 ROWS = 20_000
 PACE_ROWS_S = 1e9 / 86_400 / 1_000  # of one server of a thousand, at a billion rows a day

@@ -22,7 +22,6 @@ from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.prompt_key import prompt_key
@@ -30,6 +29,7 @@ from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.database.store import Store
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import RAW, Figure
+from tests.submitting import submit
 
 COMMAND = "python -m tests.benchmarks waiting"
 SEED = 44

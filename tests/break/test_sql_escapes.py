@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import ConserveError
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.requests.wording import Tasks
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
@@ -25,6 +24,7 @@ from conserve.store.sql.named_files import named_file
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased
+from tests.submitting import submit
 
 from .statements import Function, Generator, known
 from .table import report

@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, event
 from conserve.config import load
 from conserve.store.books import catalog, choice, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.catalog import Source
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.results import Result
@@ -79,7 +80,7 @@ class Queue(RuleBasedStateMachine):
         home.job_folder(self.folder, JOB).mkdir(parents=True)
         with self.store.write() as tx:
             source = Source(path="gone.parquet", format="parquet")
-            catalog.add(tx, job_id=JOB, task="{}", source=source, num_rows=rows, priority=0, now=self.now)
+            catalog.add(tx, JOB, JobTerms(), task="{}", source=source, num_rows=rows, now=self.now)
 
     @rule(owner=st.sampled_from(OWNERS), limit=st.integers(1, 8), suspect=st.booleans(), ends=st.booleans())
     def claim(self, owner: str, limit: int, suspect: bool, ends: bool) -> None:

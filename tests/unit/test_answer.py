@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import QueryError, QueryTooGreedy, StoreError
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -34,6 +33,7 @@ from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.commands import threads_of
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 MIB = 1 << 20
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")

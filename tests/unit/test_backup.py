@@ -27,7 +27,6 @@ from conserve import __version__
 from conserve.cli.found_promises import tuned_file
 from conserve.config import Settings, load
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreFull, StoreInUse
-from conserve.jobs.requests import submit as submitting
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.readings import read_jobs
@@ -40,7 +39,7 @@ from conserve.store.database.connection import address, engine_of
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import digests, home, marks, nights
-from tests import commands
+from tests import commands, submitting
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked
 from tests.commands import Done, conserve

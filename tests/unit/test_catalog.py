@@ -20,6 +20,7 @@ from conserve.errors import (
 from conserve.store.books import catalog, readings
 from conserve.store.books.catalog import InputFile, Source
 from conserve.store.books.job_names import FIRST_JOB, resolve
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.readings import (
     JOBS,
     JobReading,
@@ -62,7 +63,9 @@ def read_settings(request: pytest.FixtureRequest, settings: Settings) -> Setting
 
 def test_a_job_is_stored_as_it_was_submitted(store: Store) -> None:
     with store.write() as tx:
-        catalog.add(tx, job_id="a", task='{"kind":"prompt"}', source=SOURCE, num_rows=9, priority=3, now=4.0)
+        catalog.add(
+            tx, "a", JobTerms(priority=3), task='{"kind":"prompt"}', source=SOURCE, num_rows=9, now=4.0
+        )
         assert catalog.taken(tx, "a")
         assert not catalog.taken(tx, "b")
         found = catalog.get(tx, "a")

@@ -18,7 +18,6 @@ from conserve.config import Settings, load
 from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
 from conserve.jobs.requests.file import RequestFile
-from conserve.jobs.requests.submit import submit as submit_job
 from conserve.jobs.task import Kind, Task
 from conserve.owners import this_process
 from conserve.store.books import catalog, shards
@@ -32,6 +31,7 @@ from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import own_environment
 from tests.store_rows import add_job, finish, job, leased, select, while_writing
+from tests.submitting import submit as submit_job
 from tests.tiers import in_full, named
 
 ROWS = 40

@@ -14,6 +14,7 @@ from conserve.config import Settings
 from conserve.errors import DatabaseDamaged, StoreError, StoreUnreachable
 from conserve.store.books import catalog, shards
 from conserve.store.books.catalog import Source
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -34,11 +35,11 @@ def queued(store: Store, job_id: str = "job-1", rows: int = 4) -> str:
     with store.write() as tx:
         catalog.add(
             tx,
-            job_id=job_id,
+            job_id,
+            JobTerms(),
             source=Source(path=None, format="jsonl", copied=True),
             task='{"kind":"prompt"}',
             num_rows=rows,
-            priority=0,
             now=0.0,
             files=digests.seals(folder / name for name in (home.REQUESTS, home.INPUTS)),
         )

@@ -26,12 +26,12 @@ from conserve.errors import (
 from conserve.jobs.fleet.fleet import Fleet
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 ROW_S = 3.0  # that a row takes
 KILLER_S = 1.0  # until a row that kills has done so

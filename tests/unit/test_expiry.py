@@ -16,7 +16,6 @@ from conserve.jobs.harvest.release import LOOK_S, Release, waited
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.harvest.write_behind import Outcomes
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import leases
 from conserve.store.books.journal import Finished
@@ -26,6 +25,7 @@ from tests import virtual_time
 from tests.conftest import WriteInput
 from tests.ledgers import ledger_of
 from tests.store_rows import job, leased, put_back, result, select
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 LEASE_S = 60.0

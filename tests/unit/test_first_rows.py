@@ -15,7 +15,6 @@ from conserve.endpoints.http import HttpEndpoint
 from conserve.errors import StoreError
 from conserve.jobs.harvest.first_rows import FIRST_ROWS, FirstRowsEndpoint
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
@@ -24,6 +23,7 @@ from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
 from tests.store_rows import job
+from tests.submitting import submit
 
 ROWS = 100
 UNSUPPORTED = "Unsupported parameter: 'max_tokens' is not supported with this model."

@@ -30,7 +30,6 @@ from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes, merged, of_this_machine
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.prompt_key import prompt_key
 from conserve.store.books import catalog
@@ -40,6 +39,7 @@ from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
 from tests.modelled_server import ChangingList, ModelledServer, fleet_of
+from tests.submitting import submit
 
 TOKENS = 24  # in each answer
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}", params={"max_tokens": TOKENS})

@@ -46,7 +46,6 @@ from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, journal, leases, queue, saved_tokens, shards
@@ -58,6 +57,7 @@ from tests import virtual_time
 from tests.commands import HANGS_S
 from tests.conftest import COUNT_FROZEN, WriteInput
 from tests.store_rows import add_job, leased
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 Row = tuple[int, str | None, str | None, int, int]

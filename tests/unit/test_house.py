@@ -15,7 +15,6 @@ from sqlalchemy import inspect, text
 
 from conserve.config import Settings
 from conserve.errors import StoreTooNew
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import schema
@@ -23,6 +22,7 @@ from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from tests.class_index import statements
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = {"torch", "vllm", "transformers"}

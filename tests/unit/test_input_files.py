@@ -21,7 +21,6 @@ from conserve.jobs.inputs.files import FileFormat, files_of, partitions, spelled
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
@@ -30,6 +29,7 @@ from conserve.store.sql.query import views
 from conserve.store.sql.scan import scanned
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 CSV = 'q,n\r\n"one, two",007\r\n"line\nbreak",\r\n"quote "" here",x\r\n'

@@ -20,7 +20,7 @@ from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.preview import previews
-from conserve.jobs.requests.submit import new_ids, slug, submit
+from conserve.jobs.requests.submit import new_ids, slug
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.states import OnLate
@@ -31,6 +31,7 @@ from conserve.store.sql.export import write_lines
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 OPENAI = Task(kind=Kind.OPENAI)

@@ -20,7 +20,6 @@ from conserve.jobs.inputs import keeping
 from conserve.jobs.inputs import source as sources
 from conserve.jobs.inputs.keeping import Keep, keep
 from conserve.jobs.inputs.source import Input
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
@@ -29,6 +28,7 @@ from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import views
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
+from tests.submitting import submit
 from tests.tiers import in_full
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")

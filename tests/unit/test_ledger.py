@@ -40,7 +40,6 @@ from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.inputs import fingerprint as fingerprints
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group
@@ -55,6 +54,7 @@ from conserve.store.books import (
     servers,
     shards,
 )
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease
 from conserve.store.books.results import encode
@@ -82,6 +82,7 @@ from tests.store_rows import (
     result,
     select,
 )
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 LEASE_S = 60.0
@@ -161,7 +162,7 @@ def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: P
     assert not party.ledger.claimable()
     with store.write() as tx:
         source = catalog.Source(path=None, format="jsonl")
-        catalog.add(tx, job_id="later", task="{}", source=source, num_rows=1, priority=0, now=0.0)
+        catalog.add(tx, "later", JobTerms(), task="{}", source=source, num_rows=1, now=0.0)
     assert party.ledger.claimable()
 
 

@@ -17,7 +17,6 @@ from conserve.endpoints.protocol import KvCache
 from conserve.jobs.deadlines.slack import SlackOrder
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window import lookahead
 from conserve.jobs.window.lookahead import WindowPlace
@@ -30,6 +29,7 @@ from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.submitting import submit
 from tests.tiers import in_full
 
 CHAT = "/v1/chat/completions"

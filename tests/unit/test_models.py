@@ -21,7 +21,6 @@ from conserve.endpoints.protocol import Endpoint, model_of
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.owners import this_process
 from conserve.store.books import catalog, choice, leases, queue, results, saved_tokens
@@ -36,6 +35,7 @@ from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.ledgers import ledger_of
 from tests.store_rows import add_job, claim_in, finish, leased
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 ONE, OTHER = "fake:?model=one&identity=one@1", "fake:?model=other&identity=other@2"

@@ -16,7 +16,6 @@ from pyarrow import fs
 
 from conserve.config import Settings
 from conserve.errors import StoreError, StoreUnreachable
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.uploads import changes
 from conserve.store.database.store import Store
@@ -32,6 +31,7 @@ from conserve.store.upkeep.sweep import OBJECTS_STALE_AFTER_S
 from tests.conftest import WriteInput
 from tests.played_bucket import DENIED, ConnectionLost, Service, ServiceError, play, play_boto3
 from tests.store_rows import add_job
+from tests.submitting import submit
 
 TEAM = Bucket.parse("s3://lake/team")
 DATA = ObjectPath(TEAM)

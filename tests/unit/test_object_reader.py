@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
@@ -25,6 +24,7 @@ from conserve.store.sql.snapshot import snapshot
 from tests.conftest import WriteInput
 from tests.played_bucket import play_with_folders
 from tests.store_rows import finish, leased
+from tests.submitting import submit
 
 LAKE = Bucket.parse("s3://lake/team")
 Put = Callable[[str, bytes], ObjectPath]

@@ -13,7 +13,6 @@ import pytest
 from conserve.config import Settings, load
 from conserve.errors import StoreUnreachable
 from conserve.jobs.harvest.outage import Outage
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
@@ -26,6 +25,7 @@ from conserve.store.upkeep.sweep import sweep
 from tests.commands import conserve, process
 from tests.s3 import KEYS, Fault, Proxy, Request, make_bucket, proxied, s3_server
 from tests.store_rows import add_job, finish, leased
+from tests.submitting import submit
 
 pytest.importorskip("moto.server")
 pytest.importorskip("fsspec")

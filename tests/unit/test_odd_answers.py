@@ -15,13 +15,13 @@ from conserve.errors import EndpointBusy, EndpointFault, EndpointUnusable
 from conserve.jobs.harvest import flights
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.submitting import submit
 from tests.tiers import in_full, named
 
 JSON_TASK = Task(kind=Kind.PROMPT, template="{{ q }}", params={"response_format": {"type": "json_object"}})

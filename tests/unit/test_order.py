@@ -18,7 +18,7 @@ from conserve.jobs.requests import external_sort
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.order import prompt_key, token_text
 from conserve.jobs.requests.rendering import RenderedRow
-from conserve.jobs.requests.submit import slug, submit
+from conserve.jobs.requests.submit import slug
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import row_order
@@ -27,6 +27,7 @@ from conserve.store.files import home
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 QUESTIONS = ["b 2", "a 1", None, "b 1", "REJECT", "a 2", None, "a 1"]
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}", order=Order.PREFIX)

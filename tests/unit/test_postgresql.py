@@ -42,7 +42,6 @@ from conserve.jobs.harvest.notes import ServerNotes
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.write_behind import Outcomes
 from conserve.jobs.hooks.courier import Courier
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import (
     batches,
@@ -100,6 +99,7 @@ from tests.store_rows import (
     result,
     select,
 )
+from tests.submitting import submit
 from tools.deploy.chart import CHART
 
 ROWS = 100

@@ -26,7 +26,6 @@ from conserve.errors import InputError, QueryError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.catalog import Source
@@ -51,6 +50,7 @@ from conserve.store.sql.unheld import read_fault
 from tests import commands, virtual_time
 from tests.conftest import WriteInput, own_environment
 from tests.store_rows import finish, leased
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 

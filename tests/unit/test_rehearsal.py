@@ -17,7 +17,6 @@ from conserve.endpoints.tokens import ServerTokens
 from conserve.errors import EndpointUnusable, SettingsError
 from conserve.jobs.requests import rehearsal
 from conserve.jobs.requests.rehearsal import Length, Rehearsal, prompt_tokens, rehearse
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import queue
 from conserve.store.books.readings import read_jobs
@@ -25,6 +24,7 @@ from conserve.store.database.store import Store
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import claim_in, select
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}", params={"max_tokens": 4})
 

@@ -16,11 +16,11 @@ from conserve.errors import EndpointBusy, EndpointUnavailable, EndpointUnusable,
 from conserve.jobs.fleet.fleet import Fleet
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 ROW_S = 1.0
 OF_CONTENTS = (400, 413, 422)

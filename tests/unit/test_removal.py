@@ -20,6 +20,7 @@ from conserve.config import Settings
 from conserve.errors import JobRefused, StoreError, UsageError
 from conserve.owners import this_process
 from conserve.store.books import catalog, shards
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import removal
@@ -474,7 +475,7 @@ def test_each_part_of_a_store_is_measured(
         (home.job_folder(store.local, job_id) / home.RESULTS).mkdir(parents=True)
         with store.write() as tx:
             source = catalog.Source(path=None, format="jsonl")
-            catalog.add(tx, job_id=job_id, source=source, task="{}", num_rows=7, priority=0, now=0.0)
+            catalog.add(tx, job_id, JobTerms(), source=source, task="{}", num_rows=7, now=0.0)
     folder = home.job_folder(store.local, "b")
     sizes = {"requests.parquet": 300, "inputs.parquet": 20, "results/x": 1, "results/y": 1, "job.json": 5000}
     for name, length in sizes.items():

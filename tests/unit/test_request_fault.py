@@ -12,13 +12,13 @@ from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.json_schema import MOST_BYTES, MOST_ITEMS, MOST_SAID, schema_fault
 from conserve.jobs.requests.parameter_names import unknown_name
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.commands import conserve
 from tests.conftest import WriteInput
+from tests.submitting import submit
 
 CHAT, COMPLETIONS = str(Url.CHAT), str(Url.COMPLETIONS)
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -11,7 +11,6 @@ from sqlalchemy import text
 from conserve.endpoints.protocol import Url
 from conserve.errors import StoreDamaged
 from conserve.jobs.requests.asked import asked as asked_of
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog, choice, shards
@@ -24,6 +23,7 @@ from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased, positions, put_back
 from tests.store_rows import job as record
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="Say {{ q }}", id_column="q", params={"max_tokens": 7})
 

@@ -15,7 +15,6 @@ from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import claim_order
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.turns import LOOK_S, Turns, candidate
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, harvested, queue
 from conserve.store.books.harvested import KEPT_S
@@ -25,6 +24,7 @@ from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
 from tests.store_rows import job
+from tests.submitting import submit
 from tests.virtual_time import BEGIN_S
 
 DAY_S = 86_400.0

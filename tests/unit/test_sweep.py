@@ -16,9 +16,10 @@ import pytest
 
 from conserve.config import Settings, load
 from conserve.errors import StoreFull
-from conserve.jobs.requests.submit import submit
+from conserve.jobs.inputs.source import open_input
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, shards
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.uploads import make_folder
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
@@ -27,6 +28,7 @@ from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, claim_turn, modifi
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, leased, select, while_writing
+from tests.submitting import submit
 
 HOUR_S = 3600.0
 LATER = 4e9  # years after everything that a test writes
@@ -230,9 +232,7 @@ def test_a_submit_holds_its_folder_until_the_job_is_registered(
         return after
 
     monkeypatch.setattr(home, "adopt", then_sweep(home.adopt))
-    monkeypatch.setattr(
-        "conserve.jobs.requests.submit.open_input", then_sweep(submit.__globals__["open_input"])
-    )
+    monkeypatch.setattr("conserve.jobs.requests.submit.open_input", then_sweep(open_input))
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     assert swept == [0, 0]
     assert home.requests_file(store.home, job_id).is_file()
@@ -497,7 +497,7 @@ def test_a_folder_that_is_registered_while_the_sweep_looks_stays(
     monkeypatch.setattr(catalog, "ids", lambda tx: [])
     with store.write() as tx:
         source = catalog.Source(path=None, format="jsonl")
-        catalog.add(tx, job_id=folder.name, source=source, task="{}", num_rows=1, priority=0, now=0.0)
+        catalog.add(tx, folder.name, JobTerms(), source=source, task="{}", num_rows=1, now=0.0)
         assert real(tx) == [folder.name]
     assert sweep(store, now=LATER) == 0
     assert folder.is_dir()

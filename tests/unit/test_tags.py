@@ -6,13 +6,13 @@ import pytest
 
 from conserve.config import Settings
 from conserve.errors import UsageError
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.commands import Done, conserve, ended, until
 from tests.conftest import StartForked, WriteInput
+from tests.submitting import submit
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 

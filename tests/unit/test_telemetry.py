@@ -42,7 +42,6 @@ from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer, Observers
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.telemetry import otlp, queue_metrics
 from conserve.jobs.telemetry.metrics import BROKEN, WITHDRAWN, HarvesterCollector, HarvestMetrics, kind_of
@@ -61,6 +60,7 @@ from tests.commands import REPOSITORY, conserve, ended, until
 from tests.conftest import WriteInput
 from tests.otlp_receiver import OtlpReceiver
 from tests.server_reports import changed
+from tests.submitting import submit
 from tools.docs.generated import DOCS
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")

@@ -12,12 +12,12 @@ from conserve.errors import InputError, UsageError
 from conserve.jobs.inputs.cells import Unreadable, for_python, python_values
 from conserve.jobs.requests.admission import HIGHEST, LOWEST
 from conserve.jobs.requests.file import RequestFile, StoredRequest
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.commands import conserve, ended, until
 from tests.conftest import StartForked, WriteInput
+from tests.submitting import submit
 from tests.tiers import in_full
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")

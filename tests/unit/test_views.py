@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
-from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
@@ -22,6 +21,7 @@ from conserve.store.sql.snapshot import snapshot
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased
+from tests.submitting import submit
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 ODD = ("text", "json", "Text", "input_text", "job_id", "row_index", "file_row_number")

@@ -15,9 +15,11 @@ from conserve.bench.sizing import Sized
 from conserve.bench.stock import RowsInFlight
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
+from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.profiles.worth import Worth
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 
@@ -99,6 +101,7 @@ def submit_rows(settings: Settings, path: Path) -> None:
     settings.home.mkdir(parents=True, exist_ok=True)
     store = Store.open(settings)
     try:
-        submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")
+        task = Task(kind=Kind.OPENAI, url=Url.COMPLETIONS)
+        submit(store, Input(names=[str(path)]), task, JobTerms(name="offline"))
     finally:
         store.close()

@@ -19,6 +19,7 @@ from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import batches, uploads
 from conserve.store.books.batch_state import BatchState
 from conserve.store.books.batches import BatchRecord, InputFault, Overtaken
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
@@ -83,11 +84,13 @@ def queue(store: Store, found: BatchRecord, upload: File, path: Path, limits: Li
             store,
             Input(names=[str(path)], form=FileFormat.JSONL),
             Task(kind=Kind.OPENAI, url=endpoint, order=Order.PREFIX),
-            name=slug(upload.filename.partition(".")[0]),
-            tags=tags,
+            JobTerms(
+                name=slug(upload.filename.partition(".")[0]),
+                tags=tags,
+                deadline=found.created_at + found.window_s if found.window_s is not None else None,
+                on_late=found.on_late,
+            ),
             batch_id=found.id,
-            deadline=found.created_at + found.window_s if found.window_s is not None else None,
-            on_late=found.on_late,
         )
     except Overtaken:
         log.info("batch %s was admitted by another process, or cancelled", found.id)

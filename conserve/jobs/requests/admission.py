@@ -1,7 +1,5 @@
 """Admission of tasks and inputs: checked before anything is rendered, each mistake named in one sentence."""
 
-from collections.abc import Mapping
-
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.inputs.openai_line import OPENAI_COLUMNS
@@ -9,6 +7,7 @@ from conserve.jobs.inputs.source import InputRows, check_columns, other_separato
 from conserve.jobs.requests.fault import DECIDED, parameter_fault
 from conserve.jobs.requests.rendering import odd_name_hint, template_names
 from conserve.jobs.task import Kind, Task
+from conserve.store.books.job_terms import JobTerms
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1  # priorities: 32 bits in every database
 
@@ -43,15 +42,15 @@ def check_parameters(task: Task) -> None:
         raise UsageError(f"{fault}; correct it and submit again")
 
 
-def check_priority(priority: int) -> None:
-    """Raise for a priority that some database cannot hold."""
-    if not LOWEST <= priority <= HIGHEST:
-        raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {priority}")
-
-
-def check_tags(tags: Mapping[str, str]) -> None:
-    """Raise for tags that a table, a shell and a database do not all take as they are."""
-    for key, value in tags.items():
+def check_terms(terms: JobTerms) -> None:
+    """Raise for a name, a priority or tags that ids, shells and databases do not all take as they are."""
+    if terms.name is not None and not any(one.isascii() and one.isalnum() for one in terms.name):
+        raise UsageError(
+            f"--name takes Latin letters, digits and dashes, as in --name nightly, not {terms.name!r}"
+        )
+    if not LOWEST <= terms.priority <= HIGHEST:
+        raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {terms.priority}")
+    for key, value in terms.tags.items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise UsageError(f"a tag and its value are text, not {key!r}: {value!r}; put them in quotes")
         if not key or "=" in key or not (key.isprintable() and value.isprintable()):

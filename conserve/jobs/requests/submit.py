@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,8 @@ from conserve.jobs.inputs.openai_line import id_of_line
 from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
 from conserve.jobs.requests.admission import (
     check_input,
-    check_priority,
-    check_tags,
     check_task,
+    check_terms,
     needed_columns,
 )
 from conserve.jobs.requests.external_sort import ExternalSort
@@ -30,8 +29,8 @@ from conserve.jobs.requests.order import SortKey, sort_key
 from conserve.jobs.requests.rendering import RenderedRow, renderer
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.mounted import require_folders
-from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.objects import ObjectPath
@@ -58,31 +57,24 @@ class Submitted:
 
 def submit(
     store: Store,
-    given: Input | str,
+    given: Input,
     task: Task,
+    terms: JobTerms,
     *,
-    name: str | None = None,
-    priority: int = 0,
-    model: str | None = None,
-    tags: Mapping[str, str] | None = None,
-    constant_prompt: bool = False,
-    before_queueing: Callable[[], object] = lambda: None,
     batch_id: str | None = None,
-    deadline: float | None = None,
-    on_late: OnLate | None = None,
+    constant_prompt: bool = False,
     check_rows: Callable[[int], None] = lambda rows: None,
+    before_queueing: Callable[[], object] = lambda: None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
     `check_rows` is called with the number of rows, and may raise; `before_queueing` once only the queueing is left.
     With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
-    given = Input(names=[given]) if isinstance(given, str) else given
     if isinstance(store.data, ObjectPath) and given.keep is not Keep.REFERENCE:
         given = replace(given, keep=Keep.COPY)  # a link would be to a file of this machine
     check_task(task)
-    check_priority(priority)
-    check_tags(tags or {})
+    check_terms(terms)
     with store.read() as tx:
         require_folders(tx, store.data)
     with home.new_job_folder(store.local, store.id) as folder:
@@ -97,20 +89,9 @@ def submit(
         check_ids(folder / home.REQUESTS, task)
         check_rows(written.rows)
         before_queueing()
-        return enqueue(
-            store,
-            folder,
-            opened,
-            task,
-            written,
-            name=name or slug(given.label),
-            priority=priority,
-            model=model_name(model) if model else None,
-            tags=tags or {},
-            batch_id=batch_id,
-            deadline=deadline,
-            on_late=on_late,
-        )
+        name = slug(given.label if terms.name is None else terms.name)
+        terms = replace(terms, model=model_name(terms.model) if terms.model else None)
+        return enqueue(store, name, folder, opened, task, written, terms, batch_id)
 
 
 def write_requests(path: Path, rows: InputRows, task: Task) -> RequestWriter:
@@ -207,18 +188,13 @@ def check_ids(requests: Path, task: Task) -> None:
 
 def enqueue(
     store: Store,
+    name: str,
     folder: Path,
     opened: Opened,
     task: Task,
     written: RequestWriter,
-    *,
-    name: str,
-    priority: int,
-    model: str | None,
-    tags: Mapping[str, str],
+    terms: JobTerms,
     batch_id: str | None,
-    deadline: float | None,
-    on_late: OnLate | None,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
@@ -241,17 +217,13 @@ def enqueue(
                 raise StoreError("the database took too long to answer; submit again")
             catalog.add(
                 tx,
-                job_id=job_id,
+                job_id,
+                terms,
                 task=task.to_json(),
                 source=opened.source,
                 num_rows=written.rows,
-                priority=priority,
                 now=now,
                 files=files,
-                model=model,
-                tags=tags,
-                deadline=deadline,
-                on_late=on_late,
             )
             if batch_id is None:
                 batches.of_submitted(tx, job_id, now=now)

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, exists, func, insert, or_, select,
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
 from conserve.store.books.job_names import resolve
+from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES
@@ -103,34 +104,30 @@ class JobRecord:
 
 def add(
     tx: Connection,
-    *,
     job_id: str,
+    terms: JobTerms,
+    *,
     task: str,
     source: Source,
     num_rows: int,
-    priority: int,
     now: float,
     files: Mapping[str, Seal] | None = None,
-    model: str | None = None,
-    tags: Mapping[str, str] | None = None,
-    deadline: float | None = None,
-    on_late: OnLate | None = None,
 ) -> None:
     """Queue a job whose folder is in place; `files` are the seals of the files in it, by name."""
     tx.execute(
         insert(job).values(
             id=job_id,
             state=JobState.QUEUED.value,
-            priority=priority,
+            priority=terms.priority,
             submitted_at=now,
             task=task,
             source=msgspec.json.encode(source).decode(),
             num_rows=num_rows,
             files=msgspec.json.encode(files or {}).decode(),
-            model=model,
-            tags=msgspec.json.encode(tags).decode() if tags else None,
-            deadline=deadline,
-            on_late=on_late.value if on_late else None,
+            model=terms.model,
+            tags=msgspec.json.encode(terms.tags).decode() if terms.tags else None,
+            deadline=terms.deadline,
+            on_late=terms.on_late.value if terms.on_late else None,
         )
     )
     wake(tx)
