@@ -17,12 +17,13 @@ import pyarrow.parquet as pq
 
 from conserve.config import load
 from conserve.endpoints.protocol import Url
+from conserve.endpoints.wrapped import BorrowedEndpoint
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
-from tests.benchmarks.real_engine import EXAMPLE, Running
+from tests.benchmarks.real_engine import EXAMPLE
 from tests.benchmarks.report import Figure
 from tests.submitting import submit
 
@@ -114,7 +115,7 @@ class Bench:
             store = Store.open(settings)
             started, cpu_s = time.perf_counter(), spent_cpu_s()
             submit(store, str(path), task)
-            tally = await Harvester(store, Running(self.endpoint)).run(asyncio.Event())
+            tally = await Harvester(store, BorrowedEndpoint(self.endpoint)).run(asyncio.Event())
             wall_s, cpu_s = time.perf_counter() - started, spent_cpu_s() - cpu_s
             store.close()
             assert tally.succeeded == len(prompts)
