@@ -10,7 +10,7 @@ from conserve.api.handing import Source
 from conserve.api.opening import open as open_store
 from conserve.api.results import Results
 from conserve.api.running import ProfileFlags, check_endpoint
-from conserve.api.runs import RunArguments
+from conserve.api.runs import RunArguments, run_now
 from conserve.api.store import Store
 from conserve.api.twins import PortalCall
 from conserve.config import Settings
@@ -59,9 +59,7 @@ async def map(
         unknown_params=unknown_params,
     )
     try:
-        await job.run.aio(
-            model=model, endpoint=endpoint, engine=engine, engine_args=engine_args, progress=progress
-        )
+        await run_now(opened._settings, job.id, asked)
     except ConserveError as error:
         if not await asyncio.to_thread(withdrawn, opened._settings, job.id):
             error.add_note(f"its rows are job {job.id}, and store.job({job.id!r}).run() goes on with them")
