@@ -20,21 +20,18 @@ class DeadlineFlags:
     deadline: float | None
     on_late: OnLate | None
     strict: bool
-    priority: int
     warning: str | None = None  # once `check` has found that the deadline may be missed
 
     @classmethod
-    def of(
-        cls, by: str | None, within: str | None, on_late: str | None, *, strict: bool, priority: int
-    ) -> Self:
+    def of(cls, by: str | None, within: str | None, on_late: str | None, *, strict: bool) -> Self:
         """Read the flags; raises `UsageError` for flags that only mean something beside a deadline."""
         deadline = moment_of(by, within, now=time.time())
         for flag, is_given in (("--on-late", on_late is not None), ("--strict", strict)):
             if is_given and deadline is None:
                 raise UsageError(f"{flag} wants a deadline; give --by or --within too")
-        return cls(deadline=deadline, on_late=on_late_of(on_late), strict=strict, priority=priority)
+        return cls(deadline=deadline, on_late=on_late_of(on_late), strict=strict)
 
-    def check(self, settings: Settings, rows: int) -> None:
+    def check(self, settings: Settings, priority: int, rows: int) -> None:
         """Forecast a job of so many rows; with --strict, raises `JobRefused` if it will not make its deadline."""
         if self.deadline is None:
             return
@@ -48,7 +45,7 @@ class DeadlineFlags:
             read_jobs(settings, now=now),
             read_harvested(settings),
             rows=rows,
-            priority=self.priority,
+            priority=priority,
             deadline=self.deadline,
             now=now,
         )

@@ -151,7 +151,7 @@ def submit(
         schema=None if schema is None else read_schema(schema),
         unknown_params=unknown_params,
     ).task()
-    due = DeadlineFlags.of(by, within, on_late, strict=strict, priority=priority)
+    due = DeadlineFlags.of(by, within, on_late, strict=strict)
     context: Context = ctx.obj
     given = make_input(
         files or [], sql=sql, form=form, keep=keep_input, copy_gib=context.settings().input_copy_gib
@@ -180,7 +180,7 @@ def submit(
                 on_late=due.on_late,
             ),
             constant_prompt=constant_prompt,
-            check_rows=lambda rows: due.check(context.settings(), rows),
+            check_rows=lambda rows: due.check(context.settings(), priority, rows),
             before_queueing=lambda: until_told.enter_context(held_back()),
         )
         with withdrawn_unless_printed(store, done.job_id):
