@@ -63,7 +63,8 @@ class ServerFacts:
             return f"{base_url} co-serves {one_line(self.model)}: {behind}{key}"
         kind = "stock vLLM" if self.has_metrics else "a server"
         how = f"with priority {self.priority}" if self.priority else "without priorities"
-        by = "its metrics" if self.has_metrics else "the time that probe requests take"
+        by = "the time that small requests take"
+        by = f"{by} while its metrics show others" if self.has_metrics else by
         rows = f"{self.most_rows} rows at once"
         rows = f"{rows} whatever its load" if steady else f"at most {rows}, adjusted by {by}"
         hint = " (which counts under --scheduling-policy priority)" if self.priority else ""

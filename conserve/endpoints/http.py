@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
-from math import inf
 from typing import Any
 
 import httpx
@@ -13,14 +11,13 @@ from msgspec.structs import replace
 
 from conserve import open_files
 from conserve.endpoints.answers import UNREADABLE
+from conserve.endpoints.considerate import ConsiderateRows
 from conserve.endpoints.culprit import Culprit
 from conserve.endpoints.discovery import (
     LOOK_S,
-    MOST_ROWS,
     Mode,
     ServerFacts,
     discover,
-    metrics,
     vllm_version,
 )
 from conserve.endpoints.exchange import (
@@ -39,18 +36,12 @@ from conserve.endpoints.exchange import (
 from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
-from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens, Url, model_of
+from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens, model_of
 from conserve.endpoints.refusals import untrusted, unwrapped
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, streamed_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
-from conserve.endpoints.window import (
-    CALM_AGAIN,
-    CongestionWindow,
-    MetricsPressure,
-    SendingOrder,
-    SlownessWindow,
-)
+from conserve.endpoints.window import CongestionWindow, SendingOrder
 from conserve.errors import (
     AnswerTooLong,
     EndpointBusy,
@@ -67,8 +58,6 @@ from conserve.hosts import server_root, split_login
 log = logging.getLogger(__name__)
 
 PIECE_TOKENS = 8  # of a row in one event: making one takes the server longer than the rest of a token does
-LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
-PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
 PROXY_S = 12.0  # longer than AWS's balancer looks for a server (10 s); Envoy gives a request up after 15 s
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
@@ -103,10 +92,8 @@ class HttpEndpoint(Endpoint):
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
         self._server: ServerFacts | None = None
-        self._window = CongestionWindow(high=MOST_ROWS)
-        self._halved_at, self._streams = -inf, True
-        self._in_flight, self._order = 0, SendingOrder()
-        self._route = Url.CHAT  # of the row that was sent last
+        self._streams = True
+        self._order = SendingOrder()
         self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
@@ -114,6 +101,7 @@ class HttpEndpoint(Endpoint):
         self._watch: asyncio.Task[None] | None = None
         self._client = open_client(self.base_url, api_key, transport, login=login)
         self._probes = Probes(self._client)
+        self._rows = ConsiderateRows(self._client, self._probes, lambda: self.server)
         self._culprit = Culprit(self._probes, self.base_url)
         self._rejections = Rejections(self._probes, self._culprit, self.base_url, self._see_what_it_is)
 
@@ -150,13 +138,13 @@ class HttpEndpoint(Endpoint):
     @property
     def capacity(self) -> int:
         adaptive = self._considerate and not self._steady and self.server.mode is not Mode.COSERVING
-        return self._window.size if adaptive else self.server.most_rows
+        return self._rows.window.size if adaptive else self.server.most_rows
 
     async def start(self) -> None:
         """Find out the server's kind and model."""
         await self._discover()
         if self._considerate and not self._steady and self._watch is None:
-            self._watch = asyncio.create_task(self._keep_looking())
+            self._watch = asyncio.create_task(self._rows.keep_looking())
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer one call.
@@ -164,24 +152,23 @@ class HttpEndpoint(Endpoint):
         Raises `RequestRejected`, `EndpointUnusable` if no row can be answered, or a `RetryableError` otherwise.
         """
         await self._see_that_it_is_the_same(call)
-        self._in_flight, self._route = self._in_flight + 1, call.url
+        self._rows.sent(call.url)
+        answered = False
         try:
             async with self._culprit.judging(self.server.model, call.url):
                 completion = await self._complete(call, on_tokens)
+            answered = True
             self._rejections.answered(call)
             return completion
         except EndpointBusy:
-            now = asyncio.get_running_loop().time()
-            if now >= self._halved_at + LOOK_EVERY_S:  # a burst of refusals is one sign of pressure
-                self._halved_at = now
-                self._window.observe(pressed=True)
+            self._rows.refused()
             raise
         except (EndpointUnavailable, EngineDied, ServerLost):
             self._look_again = True
             raise
         finally:
-            self._in_flight -= 1
-            if not self._in_flight and self.server.mode is Mode.COSERVING:
+            self._rows.ended(answered=answered)
+            if not self._rows.in_flight and self.server.mode is Mode.COSERVING:
                 self._look_again = True  # a restart now would break no row, so go unnoticed
 
     async def alive(self) -> bool:
@@ -216,8 +203,8 @@ class HttpEndpoint(Endpoint):
             listed_only=self._listed_only,
             known=None if self._server is None or self._listed_only else self._server.model,
         )
-        if self._server is None or server.most_rows != self._window.high:
-            self._window = CongestionWindow(high=server.most_rows)
+        if self._server is None or server.most_rows != self._rows.window.high:
+            self._rows.window = CongestionWindow(high=server.most_rows)
         if self._server is None or server.identity != self._server.identity:
             self._culprit.forget()
             self._rejections.forget()
@@ -363,30 +350,3 @@ class HttpEndpoint(Endpoint):
         )
         waited = self.server.mode is Mode.COSERVING and (silent or not begun)
         return EndpointUnavailable(said) if waited else AnswerTooLong(said)
-
-    # Rows in flight.
-
-    async def _keep_looking(self) -> None:
-        """Move the window by the server's pressure, read repeatedly while rows are in flight."""
-        from_metrics = MetricsPressure()
-        from_probes = defaultdict[Url, SlownessWindow](SlownessWindow)  # each route takes another time
-        while True:
-            by_metrics = self.server.has_metrics and not from_metrics.mixed
-            await asyncio.sleep(LOOK_EVERY_S if by_metrics else PROBE_EVERY_S)
-            if not self._in_flight or self.server.mode is Mode.COSERVING:
-                continue
-            if by_metrics:
-                page = await metrics(self._client)
-                pressed = page is None or from_metrics.observe(page, rows=self._window.size)
-            else:
-                route = self._route
-                probe_s = await self._probes.seconds(self.server.model, route)
-                if probe_s is None:  # it tells nothing, so the window stays as it is
-                    continue
-                pressed = probe_s == inf or from_probes[route].observe(probe_s, rows=self._window.size)
-            self._window.observe(pressed)
-            if self._window.small_for >= CALM_AGAIN:
-                self._window.small_for = 0
-                from_metrics.rescale()
-                for judged in from_probes.values():
-                    judged.rescale()

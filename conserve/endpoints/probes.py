@@ -78,6 +78,7 @@ class Probes:
         self._under_way: dict[str, asyncio.Task[Any]] = {}
         self._reasons: set[str] = set()  # models that want the newer limit
         self._said = False  # that the server rejects small requests
+        self.answered = 0  # small requests
 
     async def is_up(self, server: ServerFacts) -> bool:
         """True if the server answers a request that needs no work."""
@@ -161,7 +162,9 @@ class Probes:
 
     async def _post(self, model: str, route: Url, body: dict[str, Any]) -> WholeResponse:
         asked = {"model": model, **body}
-        return unwrapped(await look(self._client, "POST", route, json=asked, seconds=PROBE_S))
+        reply = unwrapped(await look(self._client, "POST", route, json=asked, seconds=PROBE_S))
+        self.answered += reply.status == httpx.codes.OK
+        return reply
 
     async def seconds(self, model: str, route: Url) -> float | None:
         """Time of a small request on this route: infinite if the server is in trouble, None if it is rejected."""

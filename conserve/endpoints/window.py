@@ -1,4 +1,4 @@
-"""Number of rows in flight that a server bears beside its live requests, by signs of pressure.
+"""Number of rows in flight that a server bears beside requests of others, and whether there are any.
 
 All code here is pure: no clock, no I/O. Additive increase and multiplicative decrease are those of TCP's
 congestion avoidance (Chiu and Jain, 1989).
@@ -6,71 +6,148 @@ congestion avoidance (Chiu and Jain, 1989).
 
 import re
 from collections import deque
+from collections.abc import Hashable
+from math import inf
 from statistics import median
 from typing import NamedTuple, Self
 
-SLOWER = 1.5  # ratio to the calm latency that counts as pressure
-READINGS = 5  # readings in a median, so that one slow answer does not count
-SMALL = 0.25  # part of the largest window below which one is small
-CALM_AGAIN = 600  # readings of a small window, after which those beside few rows set the scale anew
+SLOWER = 1.5  # times the calm latency that are borne
+LATEST = 10  # readings whose median is the latency of late: single readings differ twofold
+SHORTEST_S = 1e-6
+FIRST = 5  # readings that tell the calm latency at first, and that a cut waits for after another one
+LONG = 60  # readings whose median is the calm latency if it is lower
 FEW_ROWS = 2  # that make no pressure
-AT_FEW = 30  # readings beside them that may set the scale
-FALLS_APART = 30  # readings at least from one restart to the next; counters of several replicas fall oftener
-MOST_REPLICAS = 1000  # that are told apart, also those that are gone
+AT_FEW = 15  # readings beside them that tell the calm latency anew
+DEEPEST = 0.25  # part of the window that a cut leaves at least
+NEAR, PAST, SLOWLY = (
+    0.7,
+    1.25,
+    0.2,
+)  # between these parts of the size that was cut, rows that a calm reading adds
+SMALL = 0.25  # part of the largest window below which one is small
+SMALL_FOR, LONGEST_SMALL = 600, 7200  # readings of a small window, after which it is held at few rows
+HELD = 300  # readings at most, until enough are beside few rows
+ALONE_S = 60.0  # without a sign of others, after which there are none
+UNSEEN_S = 10.0  # between two looks, after which others may have come
+IN_TRANSIT = 2  # answers at least that may be on their way
+QUEUED_PART = 8  # one row in so many may wait in the server's queue, so that none of its places is empty
+
+
+class CalmLatency:
+    """Compares the latency of late with the calm one: that beside few rows, or a lower one of many readings.
+
+    A reading beside more rows never raises the calm latency, or rows would make room for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._long: deque[float] = deque(maxlen=LONG)
+        self._at_few: deque[float] = deque(maxlen=AT_FEW)
+        self._calm_s = inf
+
+    def observe(self, latency_s: float, *, rows: int) -> float:
+        """Take one reading beside so many rows; returns the latency of late in times of the borne one."""
+        self._latest.append(latency_s)
+        self._long.append(latency_s)
+        if rows <= FEW_ROWS:
+            self._at_few.append(latency_s)
+        if self.is_told_anew:
+            self._calm_s = median(self._at_few)
+            self._long.clear()
+        elif len(self._long) == LONG or len(self._latest) == FIRST:
+            self._calm_s = min(self._calm_s, median(self._long))
+        late_s = median(self._latest)
+        return inf if late_s == inf else late_s / (SLOWER * max(self._calm_s, SHORTEST_S))
+
+    @property
+    def is_told_anew(self) -> bool:
+        """True if the readings beside few rows are enough to tell the calm latency."""
+        return len(self._at_few) == AT_FEW
+
+    def forget_few(self) -> None:
+        """Have the calm latency told by readings to come."""
+        self._at_few.clear()
 
 
 class CongestionWindow:
-    """Number of rows in flight: one more after every calm reading, half as many under pressure."""
+    """Number of rows in flight, between 1 and `high`.
+
+    A calm reading adds a row, near the size that was cut last only a part of one. Under pressure the window is cut
+    to what the latency says. A window that stays small is held at few rows for some readings: prompts may be longer
+    by now, or clients more.
+    """
 
     def __init__(self, *, high: int) -> None:
         self.high = max(1, high)
-        self.size = 1
-        self.small_for = 0  # readings
+        self._exact = 1.0
+        self._scales: dict[Hashable, CalmLatency] = {}
+        self._cut_at = inf  # size
+        self._since_cut = FIRST  # readings
+        self._small_for, self._small_until = 0, SMALL_FOR
+        self._held = 0  # readings that are left of a hold
 
-    def observe(self, pressed: bool) -> int:
-        """Take one reading; returns the new size, between 1 and `high`."""
-        size = self.size // 2 if pressed else self.size + 1
-        self.size = min(max(size, 1), self.high)
-        self.small_for = self.small_for + 1 if self.size < max(2, self.high * SMALL) else 0
+    @property
+    def size(self) -> int:
+        """Rows that may be in flight."""
+        return min(FEW_ROWS, self.high) if self._held else int(self._exact)
+
+    def observe(self, of: Hashable, latency_s: float, *, rows: int, moves: bool = True) -> int:
+        """Take a latency of this kind of requests beside so many rows; returns the new size.
+
+        Unless it `moves` the window, the reading only tells the scale.
+        """
+        scale = self._scales.setdefault(of, CalmLatency())
+        times = scale.observe(latency_s, rows=rows)
+        if self._held:
+            self._held = 0 if scale.is_told_anew else self._held - 1
+        elif moves:
+            self._move(times)
+            self._look_whether_it_stays_small()
         return self.size
 
+    def press(self) -> int:
+        """Halve the window: the server refuses rows, or tells nothing; returns the new size."""
+        self._cut(0.5)
+        return self.size
 
-class SlownessWindow:
-    """Tells if a server has become slow: compares the last readings' median with the lowest median."""
+    def fill(self, *, rows: int, waiting: float) -> int:
+        """Go to the size that fills a server without other requests; some of our `rows` there wait in its queue."""
+        few = 1 + rows // QUEUED_PART
+        more = 2 * self._exact if not waiting else self._exact + 1
+        self._exact = float(min(self.high, more if waiting <= few else max(1, rows - waiting + few)))
+        self._held, self._small_for, self._cut_at = 0, 0, inf
+        return self.size
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=READINGS)
-        self._at_few: deque[float] = deque(maxlen=AT_FEW)
-        self._lowest_s = float("inf")
+    def _move(self, times: float) -> None:
+        self._since_cut += 1
+        if times <= 1:
+            if self._exact > PAST * self._cut_at:  # which was no limit, or is none any more
+                self._cut_at = inf
+            near = self._exact > NEAR * self._cut_at
+            self._exact = min(self.high, self._exact + (SLOWLY if near else 1))
+        elif self._since_cut > FIRST:  # the latency of late is of this size, for the most part
+            self._cut(max(DEEPEST, 1 / times))
 
-    def observe(self, latency_s: float, *, rows: int = FEW_ROWS + 1) -> bool:
-        """Take one reading beside so many rows; True if the server is under pressure.
+    def _cut(self, part: float) -> None:
+        self._cut_at, self._since_cut = self._exact, 0
+        self._exact = max(1.0, self._exact * part)
 
-        The first `READINGS` set the scale.
-        """
-        self._recent.append(latency_s)
-        if rows <= FEW_ROWS:
-            self._at_few.append(latency_s)
-        now_s = median(self._recent)
-        if len(self._recent) == READINGS:
-            self._lowest_s = min(self._lowest_s, now_s)
-        return now_s > SLOWER * self._lowest_s
-
-    def rescale(self) -> None:
-        """Let readings beside few rows set the scale: prompts may be longer by now, or clients more.
-
-        Readings beside more rows must not, or rows would make room for themselves.
-        """
-        if len(self._at_few) == AT_FEW:
-            self._lowest_s = max(self._lowest_s, median(self._at_few))
+    def _look_whether_it_stays_small(self) -> None:
+        """Hold a window that has been small for long, ever more rarely, until the calm latencies are told anew."""
+        self._small_for = self._small_for + 1 if self._exact < self.high * SMALL else 0
+        if self._small_for >= self._small_until:
+            self._small_for, self._small_until = 0, min(2 * self._small_until, LONGEST_SMALL)
+            self._held = HELD
+            for scale in self._scales.values():
+                scale.forget_few()
 
 
 class ServerMetrics(NamedTuple):
-    """Figures of vLLM's /metrics page, summed over its engines."""
+    """Figures of vLLM's /metrics page, summed over its engines; requests of ours are among them."""
 
-    waiting: float  # requests in the scheduler's queue, ours included
-    first_tokens: float  # requests that have got their first token since the start
-    first_token_s: float  # seconds that they waited for it, in total
+    running: float  # requests
+    waiting: float  # requests in the scheduler's queue
+    finished: float  # requests with a whole answer, since the start
     started_at: float | None = None  # of the process, as far as the page tells
 
     @classmethod
@@ -79,71 +156,61 @@ class ServerMetrics(NamedTuple):
         waiting = total(page, "vllm:num_requests_waiting")
         if waiting is None:
             return None
-        count = total(page, "vllm:time_to_first_token_seconds_count")
-        seconds = total(page, "vllm:time_to_first_token_seconds_sum")
         return cls(
+            running=total(page, "vllm:num_requests_running") or 0.0,
             waiting=waiting,
-            first_tokens=count or 0.0,
-            first_token_s=seconds or 0.0,
+            finished=total(page, "vllm:request_success_total", 'finished_reason="(?!abort|error)') or 0.0,
             started_at=total(page, "process_start_time_seconds"),
         )
 
 
-def total(page: str, name: str) -> float | None:
-    """Sum of a metric over its labels; None if the page lacks it."""
-    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)", page, re.MULTILINE)
-    return sum(map(float, values)) if values else None
+def total(page: str, name: str, label: str = "") -> float | None:
+    """Sum of a metric over its labels, or over those in which a pattern is found; None if the page lacks it."""
+    found = re.findall(rf"^{re.escape(name)}(\{{[^}}]*\}})? (\S+)", page, re.MULTILINE)
+    values = [float(value) for labels, value in found if re.search(label, labels)]
+    return sum(values) if values else None
 
 
-class Replica:
-    """Latencies of one process, by consecutive readings of its counters."""
+class Ours(NamedTuple):
+    """Requests of ours at one server."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self.latencies = SlownessWindow()
-        self._last = metrics
-
-    def observe(self, metrics: ServerMetrics, *, rows: int) -> bool | None:
-        """Take a reading; True if first tokens have become slow, None if it is no later one of this process."""
-        last, self._last = self._last, metrics
-        answered = metrics.first_tokens - last.first_tokens
-        first_token_s = metrics.first_token_s - last.first_token_s
-        if answered < 0 or first_token_s < 0:
-            return None
-        return answered > 0 and self.latencies.observe(first_token_s / answered, rows=rows)
+    in_flight: int
+    answered: int
 
 
-class MetricsPressure:
-    """Judges pressure by vLLM's own figures.
+class OtherRequests:
+    """Tells by vLLM's figures whether requests of others come to a server.
 
-    Any waiting request is pressure: if it is one of our rows, there are more of them than the engine runs. Behind a
-    balancer each reading may come from another replica; the time of its start tells which.
+    More requests than ours are others', and so are more answers than ours. Where the figures are not of one
+    process, or lack answers of ours, as of one replica behind a balancer, nothing is known: others may be there.
     """
 
     def __init__(self) -> None:
-        self._replicas: dict[float | None, Replica] = {}
-        self._since_fall = FALLS_APART  # readings
-        self.mixed = False  # True: these are figures of several replicas that look alike, which tell nothing
+        self._looked_at = self._seen_at = -inf
+        self._started_at: float | None = None
+        self._foreign: deque[tuple[float, float]] = deque()  # when, and answers that were not ours by then
 
-    def observe(self, metrics: ServerMetrics, *, rows: int = FEW_ROWS + 1) -> bool:
-        """Take one reading beside so many rows; True if the server is under pressure."""
-        slow = self._replica(metrics).observe(metrics, rows=rows)
-        self._since_fall += 1
-        if slow is None:
-            self.mixed = self.mixed or self._since_fall < FALLS_APART
-            self._since_fall = 0
-        return bool(slow) or metrics.waiting > 0
+    def observe(self, metrics: ServerMetrics, before: Ours, after: Ours, *, now: float) -> bool:
+        """Take a reading, and the requests of ours before and after it; True unless there are no others."""
+        is_first = now - self._looked_at > UNSEEN_S or metrics.started_at != self._started_at
+        if is_first:
+            self._foreign.clear()
+        self._looked_at, self._started_at = now, metrics.started_at
+        in_flight = max(before.in_flight, after.in_flight)
+        on_their_way = IN_TRANSIT + in_flight // QUEUED_PART
+        more = metrics.running + metrics.waiting > in_flight
+        foreign, least = metrics.finished - after.answered, metrics.finished - before.answered
+        if is_first or more or not self._within(on_their_way, foreign):
+            self._seen_at = now
+            self._foreign.clear()
+        while self._foreign and self._foreign[0][0] < now - ALONE_S:
+            self._foreign.popleft()
+        self._foreign.append((now, least))
+        return now - self._seen_at < ALONE_S
 
-    def _replica(self, metrics: ServerMetrics) -> Replica:
-        if metrics.started_at not in self._replicas:
-            if len(self._replicas) == MOST_REPLICAS:
-                del self._replicas[next(iter(self._replicas))]
-            self._replicas[metrics.started_at] = Replica(metrics)
-        return self._replicas[metrics.started_at]
-
-    def rescale(self) -> None:
-        """Let readings beside few rows set the scale."""
-        for replica in self._replicas.values():
-            replica.latencies.rescale()
+    def _within(self, most: float, foreign: float) -> bool:
+        """True if answers that are not ours have become neither more nor fewer than those on their way explain."""
+        return not self._foreign or abs(foreign - self._foreign[0][1]) <= most
 
 
 class Sending(NamedTuple):

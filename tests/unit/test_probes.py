@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from conserve.endpoints import probes
-from conserve.endpoints.http import PROBE_EVERY_S, HttpEndpoint
+from conserve.endpoints.considerate import PROBE_EVERY_S
+from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.probes import Probes, SmallAnswer
 from conserve.endpoints.protocol import Call, Url
 from tests import virtual_time

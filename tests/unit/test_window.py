@@ -1,183 +1,259 @@
-"""Number of rows that a server bears: additive increase, multiplicative decrease, and signs of pressure."""
+"""Number of rows that a server bears: additive increase, multiplicative decrease, and signs of other requests."""
+
+import random
+from math import exp, inf
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.endpoints.window import (
-    CALM_AGAIN,
-    FALLS_APART,
-    MOST_REPLICAS,
+    ALONE_S,
+    AT_FEW,
+    FEW_ROWS,
+    FIRST,
+    HELD,
+    SLOWER,
+    SMALL_FOR,
+    UNSEEN_S,
+    CalmLatency,
     CongestionWindow,
-    MetricsPressure,
+    OtherRequests,
+    Ours,
     ServerMetrics,
-    SlownessWindow,
 )
 
-LOOKS = st.lists(st.booleans(), max_size=200)
 PAGE = """\
 # HELP vllm:num_requests_waiting Number of requests waiting.
+vllm:num_requests_running{engine="0"} 4.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting_by_reason{reason="capacity"} 7.0
-vllm:time_to_first_token_seconds_count{engine="0"} 10.0
-vllm:time_to_first_token_seconds_sum{engine="0"} 2.5e+00
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 10.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 5.0
+vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"} 3.0
+vllm:request_success_total{engine="0",finished_reason="error",model_name="m"} 1.0
 process_start_time_seconds 1.78e+09
 """
+CALM_S = 0.1
 
 
-@given(looks=LOOKS, high=st.integers(1, 100))
-def test_a_window_never_leaves_its_bounds(looks: list[bool], high: int) -> None:
-    window = CongestionWindow(high=high)
-    for pressed in looks:
-        assert 1 <= window.observe(pressed) <= high
+class BusyServer:
+    """A server whose small requests take longer with each row, and differ at random; rows take `row_s`."""
 
+    def __init__(self, *, row_s: float, spread: float, rows_at_ease: float = inf) -> None:
+        self.row_s, self.spread, self.rows_at_ease = row_s, spread, rows_at_ease
+        self.window, self.random = CongestionWindow(high=64), random.Random(0)
+        self.rows = 0.0
+        self.calm_s = CALM_S
 
-@given(looks=LOOKS, high=st.integers(1, 100))
-def test_calm_adds_one_and_pressure_halves(looks: list[bool], high: int) -> None:
-    window = CongestionWindow(high=high)
-    for pressed in looks:
-        before = window.size
-        after = window.observe(pressed)
-        assert after == (max(1, before // 2) if pressed else min(high, before + 1))
+    @property
+    def slowdown(self) -> float:
+        """Times the calm latency that requests of others take beside the rows."""
+        return 1 + (self.rows / self.rows_at_ease) ** 2
 
+    def look(self) -> None:
+        """Let a second go by: rows come up to the window, and end at their own pace."""
+        ended = self.rows * (1 - 1 / max(1.0, self.row_s))
+        self.rows = max(self.window.size, ended)
+        took_s = self.calm_s * self.slowdown * exp(self.random.gauss(0, self.spread))
+        self.window.observe("chat", took_s, rows=round(self.rows))
 
-@given(looks=LOOKS)
-def test_a_calm_server_gets_the_whole_window_again(looks: list[bool]) -> None:
-    window = CongestionWindow(high=32)
-    for pressed in looks:
-        window.observe(pressed)
-    for _ in range(31):
-        window.observe(False)
-    assert window.size == 32
-
-
-def test_two_harvesters_on_one_server_end_with_equal_windows() -> None:
-    first, second = CongestionWindow(high=1000), CongestionWindow(high=1000)
-    first.size, second.size = 90, 2
-    for _ in range(1000):
-        pressed = first.size + second.size > 100
-        first.observe(pressed)
-        second.observe(pressed)
-    assert abs(first.size - second.size) <= 2
-
-
-def test_a_page_of_metrics_is_summed_over_engines() -> None:
-    metrics = ServerMetrics.read(PAGE)
-    assert metrics == ServerMetrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5, started_at=1.78e9)
-    assert ServerMetrics.read("process_cpu_seconds_total 1.0\n") is None
-
-
-def test_requests_that_wait_are_pressure() -> None:
-    pressure = MetricsPressure()
-    assert not pressure.observe(ServerMetrics(0, 0, 0))
-    assert pressure.observe(ServerMetrics(1, 0, 0))
-    assert not pressure.observe(ServerMetrics(0, 0, 0))
-
-
-def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
-    pressure = MetricsPressure()
-    count, seconds = 0.0, 0.0
-    for _ in range(10):
-        count, seconds = count + 10, seconds + 10 * 0.2
-        assert not pressure.observe(ServerMetrics(0, count, seconds))
-    looks = []
-    for _ in range(5):
-        count, seconds = count + 10, seconds + 10 * 0.4
-        looks.append(pressure.observe(ServerMetrics(0, count, seconds)))
-    assert looks == [False, False, True, True, True]
-    assert not pressure.observe(ServerMetrics(0, count, seconds)), (
-        "no row got a first token: nothing is known"
-    )
-
-
-def sizes_behind_a_balancer(pressure: MetricsPressure, *, told: bool, rows_at_ease: float) -> list[int]:
-    """Sizes of a window whose readings come from two replicas in turn; first tokens wait for rows beyond some."""
-    window, sizes = CongestionWindow(high=64), list[int]()
-    counts, seconds = [100_000.0, 90_000.0], [1_000.0, 50_000.0]
-    for look in range(200):
-        for at in range(2):
-            counts[at] += 10
-            seconds[at] += 10 * 0.1 * max(1.0, window.size / rows_at_ease)
-        at = look % 2
-        metrics = ServerMetrics(0, counts[at], seconds[at], started_at=1e9 + at if told else None)
-        sizes.append(window.observe(pressure.observe(metrics, rows=window.size)))
-    return sizes
-
-
-@pytest.mark.parametrize(("rows_at_ease", "most"), [(1000, 64), (8, 20)])
-def test_replicas_behind_a_balancer_are_judged_apart(rows_at_ease: float, most: int) -> None:
-    """Calm ones get the whole window, and busy ones are spared."""
-    pressure = MetricsPressure()
-    sizes = sizes_behind_a_balancer(pressure, told=True, rows_at_ease=rows_at_ease)
-    assert most / 2 < max(sizes[50:]) <= most
-    assert not pressure.mixed
-
-
-def test_replicas_that_look_alike_are_found_out_and_one_that_restarts_is_none() -> None:
-    alike = MetricsPressure()
-    sizes_behind_a_balancer(alike, told=False, rows_at_ease=1000)
-    assert alike.mixed
-    restarted = MetricsPressure()
-    for _ in range(3):
-        for count in range(1, FALLS_APART + 1):
-            assert not restarted.observe(ServerMetrics(0, count, count * 0.2))
-    assert not restarted.mixed
-
-
-def test_only_a_limited_number_of_replicas_is_remembered() -> None:
-    """Pods that come and go for months."""
-    pressure = MetricsPressure()
-    for start in range(MOST_REPLICAS + 10):
-        pressure.observe(ServerMetrics(0, 0, 0, started_at=start))
-    assert len(pressure._replicas) == MOST_REPLICAS
-
-
-@given(latencies=st.lists(st.floats(0.1, 0.149), max_size=50))
-def test_small_changes_are_no_pressure(latencies: list[float]) -> None:
-    judged = SlownessWindow()
-    assert not any(judged.observe(latency) for latency in latencies)
-
-
-@pytest.mark.parametrize("row_s", [0.5, 5.0])
-def test_longer_prompts_than_those_of_the_start_are_no_pressure_for_ever(row_s: float) -> None:
-    """Rows whose first token takes twice as long, and no live request: the window opens again."""
-    pressure, window = MetricsPressure(), CongestionWindow(high=64)
-    count, seconds, due, sizes = 0.0, 0.0, 0.0, list[int]()
-    for ttft_s, looks in ((0.05, 300), (0.1, 3000)):
+    def mean(self, looks: int) -> tuple[float, float]:
+        """Mean rows and slowdown of so many looks."""
+        seen = []
         for _ in range(looks):
-            due += window.size / row_s
-            count, seconds, due = count + int(due), seconds + int(due) * ttft_s, due % 1
-            metrics = ServerMetrics(0, count, seconds)
-            sizes.append(window.observe(pressure.observe(metrics, rows=window.size)))
-            if window.small_for >= CALM_AGAIN:
-                window.small_for = 0
-                pressure.rescale()
-    assert min(sizes[300:]) <= 4
-    assert sum(sizes[-100:]) / 100 > 32
+            self.look()
+            seen.append((self.rows, self.slowdown))
+        return fmean(rows for rows, _ in seen), fmean(slowdown for _, slowdown in seen)
+
+
+@pytest.mark.parametrize("row_s", [0.5, 5.0, 30.0])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])
+def test_a_server_that_rows_do_not_slow_gets_all_of_them(row_s: float, spread: float) -> None:
+    """Latencies that differ by chance are no pressure, however long rows take."""
+    server = BusyServer(row_s=row_s, spread=spread)
+    server.mean(300)
+    rows, _ = server.mean(3000)
+    assert rows > 60
+
+
+@pytest.mark.parametrize("row_s", [0.5, 5.0, 30.0])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("rows_at_ease", [8, 24])
+def test_rows_slow_others_by_what_is_borne(row_s: float, spread: float, rows_at_ease: float) -> None:
+    server = BusyServer(row_s=row_s, spread=spread, rows_at_ease=rows_at_ease)
+    server.mean(300)
+    rows, slowdown = server.mean(3000)
+    assert rows > rows_at_ease / 3
+    assert slowdown < 1.4 * SLOWER
+
+
+@pytest.mark.parametrize("row_s", [0.5, 5.0, 30.0])
+def test_longer_prompts_than_those_of_the_start_are_no_pressure_for_ever(row_s: float) -> None:
+    """Small requests take three times as long from some moment on: the window closes, and opens again."""
+    server = BusyServer(row_s=row_s, spread=0.1)
+    server.mean(300)
+    server.calm_s = 3 * CALM_S
+    sizes = []
+    for _ in range(SMALL_FOR + HELD):
+        server.look()
+        sizes.append(server.window.size)
+    assert min(sizes) < 16
+    assert server.mean(100)[0] > 60
 
 
 def test_rows_make_no_room_for_themselves() -> None:
-    """Latency that rows cause never sets the scale, however long it lasts."""
-    judged, window, sizes = SlownessWindow(), CongestionWindow(high=64), list[int]()
-    for _ in range(20_000):
-        sizes.append(window.observe(judged.observe(0.1 + 0.01 * window.size, rows=window.size)))
-        if window.small_for >= CALM_AGAIN:
-            window.small_for = 0
-            judged.rescale()
-    assert max(sizes[-1000:]) <= max(sizes[100:1100]) + 1
-    assert max(sizes) < 16
+    """Latency that rows cause never tells the calm one, however long it lasts."""
+    server = BusyServer(row_s=5.0, spread=0.1, rows_at_ease=8)
+    early, _ = server.mean(2000)
+    server.mean(50_000)
+    late, _ = server.mean(2000)
+    assert late < 1.2 * early
 
 
-def test_a_window_is_small_below_a_quarter_of_its_largest_size() -> None:
-    window = CongestionWindow(high=12)
-    assert [(window.observe(pressed=False), window.small_for) for _ in range(3)] == [(2, 1), (3, 0), (4, 0)]
-    assert [(window.observe(pressed=True), window.small_for) for _ in range(3)] == [(2, 1), (1, 2), (1, 3)]
-    one = CongestionWindow(high=1)
-    assert (one.observe(pressed=False), one.small_for) == (1, 1)
+@given(
+    looks=st.lists(st.tuples(st.floats(1e-9, 1e9) | st.just(inf), st.sampled_from("mpf")), max_size=200),
+    high=st.integers(1, 100),
+)
+def test_a_window_never_leaves_its_bounds(looks: list[tuple[float, str]], high: int) -> None:
+    window = CongestionWindow(high=high)
+    for number, how in looks:
+        if how == "m":
+            window.observe("chat", number, rows=window.size)
+        elif how == "p":
+            window.press()
+        else:
+            window.fill(rows=window.size, waiting=number)
+        assert 1 <= window.size <= high
+
+
+def test_a_calm_reading_adds_a_row_and_a_refusal_halves() -> None:
+    window = CongestionWindow(high=32)
+    assert [window.observe("chat", CALM_S, rows=1) for _ in range(4)] == [2, 3, 4, 5]
+    assert [window.press(), window.press(), window.press()] == [2, 1, 1]
 
 
 def test_one_slow_answer_is_no_pressure() -> None:
-    judged = SlownessWindow()
-    looks = [judged.observe(latency) for latency in [0.1] * 10 + [5.0] + [0.1] * 10]
-    assert not any(looks)
+    window = CongestionWindow(high=32)
+    for n in range(40):
+        window.observe("chat", 100 * CALM_S if n == 20 else CALM_S, rows=window.size)
+    assert window.size == 32
+
+
+def test_a_window_is_cut_once_for_readings_of_its_size() -> None:
+    """Readings of before the cut are among the latest for some time."""
+    window = CongestionWindow(high=64)
+    for _ in range(70):
+        window.observe("chat", CALM_S, rows=window.size)
+    sizes = [window.observe("chat", 3 * CALM_S, rows=window.size) for _ in range(2 * FIRST + 1)]
+    assert sizes == [64] * 4 + [48] * 6 + [24]  # half of the latest ten are slow, then all
+
+
+def test_each_kind_of_request_has_a_calm_latency_of_its_own() -> None:
+    window = CongestionWindow(high=64)
+    for kind, took_s in (("chat", CALM_S), ("embeddings", 9 * CALM_S)):
+        for _ in range(40):
+            window.observe(kind, took_s, rows=window.size)
+    assert window.size == 64
+
+
+def test_a_server_in_trouble_is_under_pressure_and_its_readings_are_no_scale() -> None:
+    window = CongestionWindow(high=64)
+    for _ in range(20):
+        window.observe("chat", inf, rows=window.size)
+    assert window.size == 1
+    for _ in range(100):
+        window.observe("chat", CALM_S, rows=window.size)
+    assert window.size > 20
+
+
+def test_the_calm_latency_falls_with_many_lower_readings_beside_any_rows() -> None:
+    latency = CalmLatency()
+    for _ in range(100):
+        latency.observe(1.0, rows=9)
+    for _ in range(100):
+        latency.observe(0.1, rows=9)
+    assert latency.observe(0.1, rows=9) == pytest.approx(1 / SLOWER)
+    for _ in range(AT_FEW):
+        latency.observe(1.0, rows=FEW_ROWS)
+    assert latency.observe(1.0, rows=9) == pytest.approx(1 / SLOWER)
+
+
+def test_a_server_without_others_is_filled_to_its_places() -> None:
+    window = CongestionWindow(high=64)
+    assert [window.fill(rows=0, waiting=0) for _ in range(7)] == [2, 4, 8, 16, 32, 64, 64]
+    for _ in range(20):
+        rows = window.size
+        window.fill(rows=rows, waiting=max(0, rows - 16))  # the engine runs 16 at a time
+    assert 16 <= window.size <= 20
+
+
+def test_a_reading_beside_no_others_moves_nothing() -> None:
+    window = CongestionWindow(high=64)
+    for took_s in [CALM_S] * 20 + [9 * CALM_S] * 20:
+        assert window.observe("chat", took_s, rows=1, moves=False) == 1
+
+
+def test_a_page_of_metrics_is_summed_over_engines() -> None:
+    assert ServerMetrics.read(PAGE) == ServerMetrics(4.0, 3.0, 15.0, started_at=1.78e9)
+    assert ServerMetrics.read("process_cpu_seconds_total 1.0\n") is None
+
+
+def looks(
+    others: OtherRequests, seconds: int, *, rows: int = 8, begin: int = 0, theirs: int = 0, elsewhere: int = 0
+) -> list[bool]:
+    """Whether others may be there, second by second: our `rows` are answered each second, and `theirs` too.
+
+    `elsewhere` are answers of ours each second that the page does not count.
+    """
+    seen = []
+    for second in range(begin, begin + seconds):
+        ours = Ours(in_flight=rows, answered=rows * second)
+        page = ServerMetrics(rows, 0, (rows - elsewhere + theirs) * second + 1000)
+        seen.append(others.observe(page, ours, ours, now=float(second)))
+    return seen
+
+
+def test_others_may_be_there_until_none_was_seen_for_long() -> None:
+    others = OtherRequests()
+    assert looks(others, 70) == [second < ALONE_S for second in range(70)]
+    page, ours = ServerMetrics(9, 0, 1000 + 8 * 70), Ours(8, 8 * 70)
+    assert others.observe(page, ours, ours, now=70.0), "one request more than ours runs"
+    assert looks(others, int(ALONE_S) + 5, begin=71) == [second < ALONE_S - 1 for second in range(65)]
+    waiting = ServerMetrics(8, 1, 1000 + 8 * 136)
+    assert others.observe(waiting, Ours(8, 8 * 136), Ours(8, 8 * 136), now=136.0), "or waits"
+
+
+def test_a_row_that_was_sent_or_answered_meanwhile_is_ours() -> None:
+    others = OtherRequests()
+    looks(others, 70)
+    page = ServerMetrics(9, 0, 1000 + 8 * 70 + 1)
+    before, after = Ours(9, 8 * 70), Ours(8, 8 * 70 + 1)
+    assert not others.observe(page, before, after, now=70.0)
+
+
+def test_short_requests_of_others_are_seen_by_their_answers() -> None:
+    """Requests that no look finds at the server."""
+    assert all(looks(OtherRequests(), 300, theirs=1))
+
+
+def test_figures_that_lack_answers_of_ours_tell_of_no_server_without_others() -> None:
+    """Of one replica behind a balancer, which sends rows elsewhere."""
+    assert all(looks(OtherRequests(), 300, elsewhere=4))
+
+
+def test_figures_of_another_process_tell_nothing_of_the_first() -> None:
+    others = OtherRequests()
+    looks(others, 70)
+    ours = Ours(8, 8 * 70)
+    assert others.observe(ServerMetrics(8, 0, 1000 + 8 * 70, started_at=2.0), ours, ours, now=70.0)
+
+
+def test_others_may_have_come_while_nobody_looked() -> None:
+    others = OtherRequests()
+    looks(others, 70)
+    later = 70 + UNSEEN_S + 1
+    ours = Ours(8, 8 * 70)
+    assert others.observe(ServerMetrics(8, 0, 1000 + 8 * 70), ours, ours, now=later)

@@ -1,0 +1,85 @@
+"""Rows beside requests of others, on a server without ConServe's scheduler: how many at once."""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+import httpx
+
+from conserve.endpoints.discovery import Mode, ServerFacts, metrics
+from conserve.endpoints.probes import Probes
+from conserve.endpoints.protocol import Url
+from conserve.endpoints.window import CongestionWindow, OtherRequests, Ours
+
+LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
+PROBE_EVERY_S = 5.0  # between two small requests where no metrics tell that others are there
+
+
+class ConsiderateRows:
+    """Rows at a server, and how many there may be at once.
+
+    Small requests take as long as requests of others wait. vLLM's metrics tell whether there are others: where
+    there are none, rows fill the server.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, probes: Probes, server: Callable[[], ServerFacts]) -> None:
+        self._client, self._probes, self._server = client, probes, server
+        self.window = CongestionWindow(high=1)
+        self.in_flight = self._answered = 0
+        self._route = Url.CHAT  # of the row that was sent last
+        self._others = OtherRequests()
+        self._probe_at = self._pressed_at = -inf
+
+    def sent(self, route: Url) -> None:
+        """Note that a row is sent."""
+        self.in_flight += 1
+        self._route = route
+
+    def ended(self, *, answered: bool) -> None:
+        """Note that a row is at the server no more."""
+        self.in_flight -= 1
+        self._answered += answered
+
+    def refused(self) -> None:
+        """Note that the server refused a row as busy; a burst of refusals is one sign of pressure."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._pressed_at + LOOK_EVERY_S:
+            self._pressed_at = now
+            self.window.press()
+
+    async def keep_looking(self) -> None:
+        """Move the window by what the server tells, repeatedly while rows are in flight."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S if self._server().has_metrics else PROBE_EVERY_S)
+            if self.in_flight and self._server().mode is not Mode.COSERVING:
+                await self.look()
+
+    async def look(self) -> None:
+        """Move the window once."""
+        if not self._server().has_metrics:
+            await self._probe(moves=True)
+            return
+        before = self._ours
+        page = await metrics(self._client)
+        if page is None:
+            self.window.press()
+            return
+        now = asyncio.get_running_loop().time()
+        if self._others.observe(page, before, self._ours, now=now):
+            await self._probe(moves=True)
+            return
+        self.window.fill(rows=self.in_flight, waiting=page.waiting)
+        if now >= self._probe_at:  # the scale is there once others come
+            self._probe_at = now + PROBE_EVERY_S
+            await self._probe(moves=False)
+
+    @property
+    def _ours(self) -> Ours:
+        return Ours(in_flight=self.in_flight, answered=self._answered + self._probes.answered)
+
+    async def _probe(self, *, moves: bool) -> None:
+        """Time a small request; one that is rejected tells nothing."""
+        route, rows = self._route, self.in_flight
+        probe_s = await self._probes.seconds(self._server().model, route)
+        if probe_s is not None:
+            self.window.observe(route, probe_s, rows=rows, moves=moves)

@@ -1,0 +1,173 @@
+"""Rows at a modelled vLLM without ConServe's scheduler, beside requests of others and without any."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from conserve.endpoints.considerate import PROBE_EVERY_S
+from conserve.endpoints.http import HttpEndpoint
+from conserve.endpoints.protocol import Call, Url
+from conserve.endpoints.window import ALONE_S
+from tests import virtual_time
+
+CALM_S, ROW_S = 0.1, 10.0
+ANSWER = {"choices": [{"message": {"content": "a"}}]}
+
+
+class ModelledVllm:
+    """Runs `places` requests at a time; a small one takes twice as long beside `rows_at_ease` rows."""
+
+    def __init__(self, *, places: int = 256, rows_at_ease: int = 16, replicas: int = 1) -> None:
+        self.places, self.rows_at_ease, self.replicas = places, rows_at_ease, replicas
+        self.slots = asyncio.Semaphore(places)
+        self.here = self.finished = self.small = self.rows = self.answered = 0
+        transport = httpx.MockTransport(self.serve)
+        self.endpoint = HttpEndpoint("http://server", considerate=True, transport=transport)
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            pages = {"/metrics": self.page(), "/v1/models": json.dumps({"data": [{"id": "served"}]})}
+            return httpx.Response(200, text=pages.get(request.url.path, "{}"))
+        if json.loads(request.content).get("max_tokens") == 1:
+            self.small += 1
+            await self.run(CALM_S * (1 + self.rows / self.rows_at_ease))
+        else:
+            await self.row()
+        return httpx.Response(200, json=ANSWER)
+
+    async def row(self) -> None:
+        self.rows += 1
+        try:
+            await self.run(ROW_S)
+        finally:
+            self.rows -= 1
+        self.answered += 1
+
+    async def run(self, seconds: float) -> None:
+        """Take a place for so long."""
+        self.here += 1
+        try:
+            async with self.slots:
+                await asyncio.sleep(seconds)
+        finally:
+            self.here -= 1
+        self.finished += 1
+
+    def page(self) -> str:
+        """Metrics of the first of the replicas, to which requests go in turn."""
+        here = self.here // self.replicas
+        return (
+            f"vllm:num_requests_running {min(here, self.places)}\n"
+            f"vllm:num_requests_waiting {max(0, here - self.places)}\n"
+            f'vllm:request_success_total{{finished_reason="stop"}} {self.finished // self.replicas}\n'
+        )
+
+    @asynccontextmanager
+    async def others(self, *, every_s: float, seconds: float) -> AsyncIterator[None]:
+        """Requests of others meanwhile."""
+        running = set[asyncio.Task[None]]()
+
+        async def come() -> None:
+            while True:
+                await asyncio.sleep(every_s)
+                running.add(asyncio.create_task(self.run(seconds)))
+
+        coming = asyncio.create_task(come())
+        try:
+            yield
+        finally:
+            coming.cancel()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(coming, *running, return_exceptions=True)
+
+    @asynccontextmanager
+    async def harvest(self) -> AsyncIterator[list[int]]:
+        """Keep the endpoint full of rows; yields the list of rows at the server, one number a second."""
+        await self.endpoint.start()
+        loop, rows, seen = asyncio.get_running_loop(), set[asyncio.Task[Any]](), list[int]()
+
+        async def feed() -> None:
+            number, look_at = 0, loop.time()
+            while True:
+                rows.difference_update({row for row in rows if row.done()})
+                while len(rows) < self.endpoint.capacity:
+                    call = Call(key=str(number := number + 1), url=Url.CHAT, body={"messages": []})
+                    rows.add(loop.create_task(self.endpoint.complete(call)))
+                if loop.time() >= look_at:
+                    look_at += 1
+                    seen.append(self.rows)
+                await asyncio.sleep(CALM_S)
+
+        feeding = loop.create_task(feed())
+        try:
+            yield seen
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+            for row in rows:
+                row.cancel()
+            await asyncio.gather(*rows, return_exceptions=True)
+            await self.endpoint.close()
+
+
+def test_rows_fill_a_server_without_others_whatever_small_requests_take() -> None:
+    async def go() -> None:
+        server = ModelledVllm()
+        async with server.harvest() as rows:
+            await asyncio.sleep(ALONE_S + 30)
+            small = server.small
+            await asyncio.sleep(600)
+        assert min(rows[int(ALONE_S) + 30 :]) >= 60
+        assert server.small - small <= 600 / PROBE_EVERY_S
+
+    virtual_time.run(go())
+
+
+def test_rows_fill_the_places_of_a_server_without_others() -> None:
+    async def go() -> None:
+        server = ModelledVllm(places=24)
+        async with server.harvest() as rows:
+            await asyncio.sleep(ALONE_S + 30)
+            answered = server.answered
+            await asyncio.sleep(600)
+        assert server.answered - answered > 0.95 * 24 * 600 / ROW_S
+        assert max(rows[-300:]) <= 24 + 6
+
+    virtual_time.run(go())
+
+
+@pytest.mark.parametrize(("every_s", "seconds"), [(20.0, 5.0), (3.0, 0.01)], ids=["long", "unseen by looks"])
+def test_rows_give_way_while_others_come_and_fill_the_server_after_the_last_one(
+    every_s: float, seconds: float
+) -> None:
+    async def go() -> None:
+        server = ModelledVllm()
+        async with server.harvest() as rows:
+            async with server.others(every_s=every_s, seconds=seconds):
+                await asyncio.sleep(900)
+            slowed = [1 + count / server.rows_at_ease for count in rows[300:]]
+            assert sum(rows[300:]) / 600 > 8
+            assert sum(slowed) / len(slowed) < 2
+            await asyncio.sleep(2 * ALONE_S)
+            assert rows[-1] >= 60
+
+    virtual_time.run(go())
+
+
+def test_rows_give_way_where_the_metrics_are_of_one_replica_among_several() -> None:
+    """Requests of others might be at any of them."""
+
+    async def go() -> None:
+        server = ModelledVllm(replicas=2)
+        async with server.harvest() as rows:
+            await asyncio.sleep(900)
+        slowed = [1 + count / server.rows_at_ease for count in rows[300:]]
+        assert sum(slowed) / len(slowed) < 2
+
+    virtual_time.run(go())
