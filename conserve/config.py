@@ -9,6 +9,7 @@ from typing import Any, get_args
 from urllib.parse import unquote
 
 from conserve.errors import SettingsError
+from conserve.units import parse_size
 
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
@@ -23,6 +24,8 @@ ADDRESSES = ("store", "endpoint", "endpoints", "otlp_endpoint")  # may have a pa
 MADE_BY_MAKE = Path(__file__).parents[1] / ".demo" / "models"  # in a clone, after `make demo`
 KINDS = {Path: "a path", int: "a whole number", float: "a number", str: "text"}
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
+
+UNCOUNTED = 1 << 63  # bytes that the operating system cannot count any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,3 +349,13 @@ def convert(name: str, value: Any) -> Any:
     shown = type(value).__name__ if name in (*SECRETS, *ADDRESSES) else repr(value)
     unit = " of seconds" if name.endswith("_s") else ""
     raise SettingsError(f"{name} must be {KINDS[wanted]}{unit}, not {shown}")
+
+
+def size_bytes(name: str, text: str) -> int:
+    """Bytes of the setting or flag `name`; raises `SettingsError` for zero and for text that names no size."""
+    number = parse_size(text)
+    if not number:
+        raise SettingsError(f"{name} takes a size like 4GiB or 500MB, not {text!r}")
+    if number >= UNCOUNTED:
+        raise SettingsError(f"{name} takes a size below 8388608TiB, not {text:.40}")
+    return int(number)

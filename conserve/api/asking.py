@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from conserve.errors import UsageError, one_line
-from conserve.words import count
+from conserve.units import count
 
 if TYPE_CHECKING:
     from conserve.jobs.inputs.source import Input

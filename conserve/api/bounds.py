@@ -4,15 +4,14 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from conserve.api.sizes import size_bytes
-from conserve.config import Settings
+from conserve.config import Settings, size_bytes
 from conserve.errors import SettingsError
 from conserve.store.sql.scratch import system_folder
+from conserve.units import GIB
 
 if TYPE_CHECKING:
     from conserve.store.sql.bounds import Bounds
 
-GIB = 1 << 30
 LEAST_MEMORY_BYTES = 128 << 20
 MOST_MEMORY_BYTES = 4 * GIB
 MOST_DISK_BYTES = 20 * GIB

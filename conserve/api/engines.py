@@ -15,7 +15,7 @@ from conserve.api.twins import awaited
 from conserve.config import Settings, load
 from conserve.errors import UsageError
 from conserve.hosts import without_login
-from conserve.words import duration
+from conserve.units import duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint

@@ -2,7 +2,7 @@
 
 from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
-from conserve.words import count
+from conserve.units import count
 
 
 def idle(job: JobReading) -> str:

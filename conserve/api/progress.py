@@ -9,7 +9,7 @@ from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.hosts import server_root, without_login
-from conserve.words import count
+from conserve.units import count
 
 if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester

@@ -15,8 +15,8 @@ from conserve.errors import SettingsError
 from conserve.hosts import about_login, without_login
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import GOING
+from conserve.units import count, duration
 from conserve.variables import FAKE
-from conserve.words import count, duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint

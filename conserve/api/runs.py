@@ -29,7 +29,7 @@ from conserve.config import UNSET, Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import GOING, JobState
-from conserve.words import count
+from conserve.units import count
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint

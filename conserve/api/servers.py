@@ -13,7 +13,7 @@ from conserve import hosts
 from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.services import running
-from conserve.words import duration
+from conserve.units import duration
 
 if TYPE_CHECKING:
     from conserve.server_report import SchedulerReport

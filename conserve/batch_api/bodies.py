@@ -11,11 +11,11 @@ from conserve.batch_api.refusals import Refused
 from conserve.endpoints.protocol import Url
 from conserve.errors import one_line
 from conserve.http_server import STALLED, parts
-from conserve.lengths import SECONDS
 from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
+from conserve.units import parse_length
 
 BODY_BYTES = 1 << 20
-WINDOW = re.compile(r"([1-9]\d{0,8})([smhd])")
+WINDOW = re.compile(r"[1-9]\d{0,8}[smhd]")
 ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 KEY = re.compile(r"[ -~]{1,255}")
 EXPIRES_AFTER = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}  # fields of a form
@@ -95,9 +95,8 @@ def parameter_of(said: str) -> str | None:
 
 def window_s(text: str) -> float:
     """Seconds of a completion window such as "24h"; raises `Refused` for other text."""
-    found = WINDOW.fullmatch(text)
-    length_s = int(found[1]) * SECONDS[found[2]] if found else 0.0
-    if not 0 < length_s <= LONGEST_DEADLINE_S:
+    length_s = parse_length(text) if WINDOW.fullmatch(text) else None
+    if length_s is None or length_s > LONGEST_DEADLINE_S:
         said = f"Invalid value: {one_line(text, most=40)!r}. It is '24h', or a number with s, m, h or d."
         raise Refused.invalid(said, param="completion_window", code="invalid_value")
     return length_s

@@ -14,7 +14,7 @@ from conserve.bench.attainment import LatencyLimits
 from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block, outcome
 from conserve.bench.traces import Trace
-from conserve.words import count
+from conserve.units import count
 
 SPLITS = ((1, 1), (1, 2), (2, 1))  # engines for prefill and for decode, at first
 MOST_ENGINES = 8

@@ -1,6 +1,5 @@
 """HyGen's SLO-aware profiler (hygen section 4.2): the largest parameter with which test runs keep the promises."""
 
-import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from math import inf, pow, sqrt
@@ -10,6 +9,7 @@ import numpy as np
 
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
 from conserve.errors import EndpointUnusable, SettingsError
+from conserve.units import parse_share
 
 SCANNED = 7  # values of the range, before the binary search
 STEPS = 4  # of a binary search: to 5 % of the value where the range spans a factor of 100
@@ -95,17 +95,19 @@ def harmed(ttft: str | None, tbt: str | None) -> Sequence[Promise]:
 
 
 def _harmed(metric: str, text: str) -> Promise:
-    found = re.fullmatch(rf"({'|'.join(STATISTICS)})=(\d+(?:\.\d+)?)%", text)
-    if found is None or not LEAST <= (tolerance := float(found[2]) / 100) <= MOST:
+    statistic, _, share = text.partition("=")
+    if statistic not in STATISTICS or not LEAST <= (tolerance := parse_share(share) or 0.0) <= MOST:
         raise _unreadable(f"--harm-{metric}", ", ".join(STATISTICS), "p99=5%,mean=10%", text)
-    return Promise(found[1], metric, tolerance)
+    return Promise(statistic, metric, tolerance)
 
 
 def _promise(text: str) -> Promise:
-    found = re.fullmatch(r"(mean|p99)-(ttft|tbt)=(\d+(?:\.\d+)?)%", text)
-    if found is None or not LEAST <= (tolerance := float(found[3]) / 100) <= MOST:
+    latency, _, share = text.partition("=")
+    statistic, _, metric = latency.partition("-")
+    named = statistic in ("mean", "p99") and metric in METRICS
+    if not named or not LEAST <= (tolerance := parse_share(share) or 0.0) <= MOST:
         raise _unreadable("--tolerance", "mean or p99 of ttft or tbt", "p99-ttft=5%,mean-tbt=10%", text)
-    return Promise(found[1], found[2], tolerance)
+    return Promise(statistic, metric, tolerance)
 
 
 def _unreadable(flag: str, names: str, example: str, text: str) -> SettingsError:

@@ -24,7 +24,7 @@ from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.names import CONSERVE, HYGEN, HYGEN_STAR, ONLINE_ONLY
-from conserve.words import count, duration
+from conserve.units import count, duration
 
 MOST_BLOCKS = 16
 AHEAD = "of the second pass before the blocks"  # the SLO of a cell on an engine

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat
 from conserve.cli.telemetry import begin_logging
+from conserve.config import size_bytes
 from conserve.errors import SettingsError
 from conserve.hosts import is_loopback, url_elsewhere, url_of
 from conserve.http_server import CONNECTIONS

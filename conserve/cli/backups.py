@@ -9,7 +9,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.again import over_this_store
 from conserve.cli.context import Context
-from conserve.cli.sizes import size
+from conserve.units import decimal_size
 
 if TYPE_CHECKING:
     from conserve.store.copying.manifest import Manifest
@@ -72,7 +72,7 @@ def tell(made: "Manifest", where: Path, seconds: float, verb: str, *, as_json: b
         output.data_json(document(made, where))
         return
     jobs, files = made.tables.get("job", 0), made.files
-    held = f"{output.count(jobs, 'job')}, {output.count(files, 'file')}, {size(made.file_bytes)}"
+    held = f"{output.count(jobs, 'job')}, {output.count(files, 'file')}, {decimal_size(made.file_bytes)}"
     output.say(f"{verb} {held} in {output.duration(seconds)}")
     output.data(str(where))
 

@@ -11,8 +11,8 @@ from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.control import Jobs
 from conserve.errors import UsageError, one_line
-from conserve.lengths import seconds_of
 from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
+from conserve.units import parse_length
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import JobRecord
@@ -113,7 +113,7 @@ def moment_of(by: str | None, within: str | None, *, now: float) -> float | None
 
 def length_s(text: str) -> float:
     """Seconds of a length such as `8h`."""
-    length = seconds_of(text)
+    length = parse_length(text)
     if not length:
         raise UsageError(f"--within {text!r} is no length; write a number with s, m, h, d or w, as 8h")
     if length > LONGEST_DEADLINE_S:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.cli import output
-from conserve.cli.doctor_finding import GIB, Finding
+from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import shared_memory
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
+from conserve.units import GIB
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.compat.installed import EngineDescription

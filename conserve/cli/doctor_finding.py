@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:

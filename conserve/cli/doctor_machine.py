@@ -13,7 +13,8 @@ from tempfile import NamedTemporaryFile
 from typing import Self
 
 from conserve.cli import output
-from conserve.cli.doctor_finding import GIB, Finding
+from conserve.cli.doctor_finding import Finding
+from conserve.units import GIB
 
 LITTLE_DISK_BYTES = GIB
 MORE_ROOM = "free some space, or set CONSERVE_HOME to another disk"

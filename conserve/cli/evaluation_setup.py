@@ -11,7 +11,7 @@ import typer
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.errors import ConserveError, UsageError
-from conserve.lengths import seconds_of
+from conserve.units import parse_length
 
 WAYS = ("cron", "systemd")
 
@@ -128,7 +128,7 @@ def schedule(
 
 def length_of(text: str) -> int:
     """Seconds in the text of `--within`; raises `UsageError` for any other text."""
-    found = seconds_of(text)
+    found = parse_length(text)
     if found is None or found < 1:
         raise UsageError(f"--within {text!r} is no length of time; write 6h or 90m")
     return round(found)

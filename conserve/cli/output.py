@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from conserve.errors import ConserveError
-from conserve.words import count as count
-from conserve.words import duration as duration
+from conserve.units import count as count
+from conserve.units import duration as duration
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 LAST_S = 253_402_214_400.0  # of what a calendar holds, in any time zone

@@ -10,9 +10,9 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
-from conserve.cli.sizes import document, size, table
+from conserve.cli.disk_usage import document, table
 from conserve.errors import ConserveError, JobRefused, StoreForbidden, UsageError
-from conserve.lengths import seconds_of
+from conserve.units import decimal_size, parse_length
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -133,7 +133,7 @@ def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_jso
     if not as_json and chosen:
         output.say("\n".join(table(chosen)))
     if not as_json and trash_bytes:
-        output.say(f"trash {size(trash_bytes)}")
+        output.say(f"trash {decimal_size(trash_bytes)}")
     if yes:
         return True
     what = summary(chosen, trash_bytes)
@@ -152,7 +152,7 @@ def is_terminal() -> bool:
 
 def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
     """Words for the jobs and bytes to be deleted."""
-    freed = size(sum(usage.bytes for usage in chosen) + trash_bytes)
+    freed = decimal_size(sum(usage.bytes for usage in chosen) + trash_bytes)
     parts = [output.count(len(chosen), "job")] if chosen else []
     parts += ["the trash"] if trash_bytes else []
     return f"{' and '.join(parts)}, {freed}"
@@ -168,9 +168,9 @@ def tell(
         output.data_json({"jobs": jobs, "trash_bytes": trash_bytes, "freed_bytes": freed})
     else:
         for usage in removed:
-            output.data(f"{usage.job_id}: removed, {size(usage.bytes)}")
+            output.data(f"{usage.job_id}: removed, {decimal_size(usage.bytes)}")
         if trash_bytes:
-            output.data(f"trash: emptied, {size(trash_bytes)}")
+            output.data(f"trash: emptied, {decimal_size(trash_bytes)}")
     for error in kept:
         output.failed(error)
     if kept:
@@ -179,7 +179,7 @@ def tell(
 
 def seconds(age: str) -> float:
     """Seconds of an age such as `30d`."""
-    found = seconds_of(age)
+    found = parse_length(age)
     if found is None:
         raise UsageError(f"--older-than {age!r} is no age; write a number with s, m, h, d or w, as 30d")
     return found

@@ -1,13 +1,11 @@
 """Flags of `conserve serve` and what they mean: times, promises, policies, checkpoints, and vLLM's own flags."""
 
-import re
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from conserve.api.running import engine_flags, flags_as_given
-from conserve.api.sizes import size_bytes
-from conserve.config import Settings
+from conserve.config import Settings, size_bytes
 from conserve.engine.policy.checkpointing import HOST_BYTES
 from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
@@ -15,8 +13,7 @@ from conserve.engine.runtime.api_limits import ApiLimits
 from conserve.engine.runtime.vllm_flags import files_of, given_flags, names_of, value_of, words_of_file
 from conserve.errors import SettingsError
 from conserve.names import OFF
-
-UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
+from conserve.units import GIB, parse_ms, parse_share
 
 
 def require_policy(name: str) -> None:
@@ -175,7 +172,7 @@ def host_bytes(text: str | None) -> int:
         return min(HOST_BYTES, whole // 4)
     size = size_bytes("--kv-host-memory", text)
     if size > whole:
-        has = f"{whole / 2**30:.0f} GiB"
+        has = f"{whole / GIB:.0f} GiB"
         raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
     return size
 
@@ -184,10 +181,9 @@ def milliseconds(flag: str, text: str | None) -> float | None:
     """Parse a time with its unit, in ms."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)", text.strip())
-    if found is None or not float(found[1]):
+    if not (ms := parse_ms(text)):
         raise SettingsError(f"{flag} takes a time like 1500ms or 1.5s, not {text!r}")
-    return float(found[1]) * UNITS_MS[found[2]]
+    return ms
 
 
 def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
@@ -225,12 +221,11 @@ def share(flag: str, text: str, *, most: float = inf) -> float | None:
     """Parse a share such as 10%, of which the flag takes so much at most; None for off."""
     if text.strip() == OFF:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
-    if found is None or not float(found[1]):
+    if not (found := parse_share(text)):
         raise SettingsError(f"{flag} takes a share like 10%, or off, not {text!r}")
-    if (said := float(found[1]) / 100) > most:
+    if found > most:
         raise SettingsError(f"{flag} takes at most {most:.0%}, not {text}")
-    return said
+    return found
 
 
 def front_of(max_body: str, max_file: str, connections: int, *, open_metrics: bool) -> ApiLimits:

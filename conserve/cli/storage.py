@@ -6,7 +6,8 @@ import typer
 
 from conserve.cli import backups, moving, output
 from conserve.cli.context import Context
-from conserve.cli.sizes import document, size, table
+from conserve.cli.disk_usage import document, table
+from conserve.units import decimal_size
 
 EXAMPLE = """
 conserve store size
@@ -50,7 +51,7 @@ def show_size(
         output.data("\n".join(table(jobs)))
     for name, number in others.items():
         if number or name == "total":
-            output.data(f"{output.coloured(f'{name:<9}', 'bright_black')} {size(number):>10}")
+            output.data(f"{output.coloured(f'{name:<9}', 'bright_black')} {decimal_size(number):>10}")
     if found.trash_bytes:
         output.say("empty the trash with: conserve prune")
 

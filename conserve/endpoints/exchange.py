@@ -16,8 +16,8 @@ from conserve.config import Settings
 from conserve.endpoints.proxies import proxy_of
 from conserve.errors import AnswerTooLong, EndpointBusy, EndpointFault, SettingsError, one_line
 from conserve.hosts import about_login, about_query, bearer, without_login
+from conserve.units import MIB
 
-MIB = 1 << 20
 CONNECT_S = 10.0
 SILENT_S = 1800.0  # longest time without a byte: an offline request may wait long behind online traffic
 IN_ONE_PIECE = httpx.Timeout(SILENT_S, connect=CONNECT_S, read=None)

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import msgspec
 
-from conserve import lengths
 from conserve.endpoints.answers import UNREADABLE, excerpt
 from conserve.endpoints.exchange import WholeResponse
 from conserve.errors import (
@@ -22,6 +21,7 @@ from conserve.errors import (
     one_line,
 )
 from conserve.open_files import causes
+from conserve.units import parse_retry_after
 
 TOO_LONG = re.compile(
     r"context[ _](length|size)|maximum model length|too long|max_model_len|maximum context"
@@ -151,7 +151,7 @@ def decoded(content: bytes) -> Any:
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
     """Seconds that the server asks to wait, a minute at most."""
-    return lengths.retry_after_s(headers.get("retry-after", ""), now=now, most_s=MOST_RETRY_AFTER_S)
+    return parse_retry_after(headers.get("retry-after", ""), now=now, most_s=MOST_RETRY_AFTER_S)
 
 
 def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:

@@ -21,7 +21,7 @@ from conserve.evals.plan import (
     less_is_better,
 )
 from conserve.evals.records import HISTORY, PREVIOUS
-from conserve.lengths import seconds_of
+from conserve.units import parse_length
 
 T = TypeVar("T")
 
@@ -219,7 +219,7 @@ class PlanTable:
         text = self.text(name)
         if text is None:
             return None
-        if not (found := seconds_of(text)):
+        if not (found := parse_length(text)):
             raise SettingsError(f"{self._at(name)} takes a length of time as 20h, 90d or 8w, not {text!r}")
         return found
 

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.stats import false_discovery_control
 
 from conserve.evals.paired import Evidence, Pairs, Standard, evidence
-from conserve.words import count
+from conserve.units import count
 
 Name = TypeVar("Name", bound=Hashable)  # of a suite, or of a metric of one
 

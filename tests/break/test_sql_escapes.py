@@ -22,6 +22,7 @@ from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.child import Send
 from conserve.store.sql.named_files import named_file
 from conserve.store.sql.snapshot import Snapshot, snapshot
+from conserve.units import MIB
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased
 from tests.submitting import submit
@@ -32,7 +33,6 @@ from .watch import Watch
 
 PER_ROUND = 500
 SECRET = "no query may read this"
-MIB = 1 << 20
 BOUNDS = Bounds(threads=2, memory_bytes=512 * MIB, disk_bytes=64 * MIB)
 SETTINGS = "select name, value from duckdb_settings() order by name"
 

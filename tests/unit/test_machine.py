@@ -17,8 +17,7 @@ from conserve.engine.runtime.machine import (
 from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.launching import environment
 from conserve.engine.vllm.launching.environment import bind_threads
-
-GIB = 1 << 30
+from conserve.units import GIB
 
 
 def written(folder: Path, **files: str) -> None:
@@ -95,7 +94,7 @@ def test_no_more_threads_compute_than_the_quota_gives_time_for(
 
 
 def unbound(monkeypatch: pytest.MonkeyPatch, engine: InstalledEngine) -> None:
-    """This engine seems installed, and nobody has bound its threads."""
+    """Pretend that this engine is installed and that nobody has bound its threads."""
     monkeypatch.setattr(environment, "installed_engine", lambda: engine)
     for name in (BINDING, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # put back as it was afterwards

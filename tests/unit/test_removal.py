@@ -15,7 +15,6 @@ import pytest
 from sqlalchemy import Connection
 
 from conserve.cli.rm import seconds
-from conserve.cli.sizes import size
 from conserve.config import Settings
 from conserve.errors import JobRefused, StoreError, UsageError
 from conserve.owners import this_process
@@ -276,15 +275,6 @@ def test_ages_have_units(age: str, found: float) -> None:
 def test_what_is_no_age_is_said(age: str) -> None:
     with pytest.raises(UsageError, match="write a number with s, m, h, d or w"):
         seconds(age)
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (2e9, "2.0 GB"),
-     (1.5e15, "1,500.0 TB")],
-)  # fmt: skip
-def test_sizes_are_powers_of_a_thousand(number: float, shown: str) -> None:
-    assert size(number) == shown
 
 
 class Crash(BaseException):

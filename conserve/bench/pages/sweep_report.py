@@ -14,7 +14,7 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
 from conserve.bench.restless import StepTimes
 from conserve.bench.sweep import ranked
 from conserve.names import CONSERVE
-from conserve.words import count
+from conserve.units import count
 
 FAILED = "failed"
 LATENCIES = {

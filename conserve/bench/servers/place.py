@@ -13,7 +13,7 @@ from conserve.bench.playing import Say
 from conserve.bench.presets import Preset
 from conserve.bench.stock import until_ready
 from conserve.engine.service import ProcessCommand, Service
-from conserve.words import duration
+from conserve.units import duration
 
 END_S = 5.0  # until processes are killed: their unsaved progress is of the benchmark's own store
 AWAKE_S = 60.0  # for a server to answer again

@@ -25,7 +25,7 @@ from conserve.bench.slo_search import DEFAULT, LEAST, MOST
 from conserve.bench.sweep import CellLedger, SweepPlan, sentence_on
 from conserve.errors import EndpointUnusable
 from conserve.names import PROMPT
-from conserve.words import duration
+from conserve.units import duration
 
 MakePlan = Callable[[Sequence[str], Preset, Path], ServersPlan]
 QUICK_S = 1800.0  # of a sweep that has as many cells as fit

@@ -30,7 +30,7 @@ from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store, Transaction
 from conserve.store.database.store_file import StoreFile
 from conserve.store.upkeep.sweep import sweep
-from conserve.words import count
+from conserve.units import count
 
 RECOVER_S = 1.0  # between two looks for dead owners while nothing can be claimed
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import httpcore
 
 from conserve.jobs.hooks.addresses import Resolve, allowed, resolved
-from conserve.lengths import retry_after_s
+from conserve.units import parse_retry_after
 
 CONNECT_S = 10.0  # to each address
 CONNECTED_S = 30.0  # to any of a name's addresses
@@ -42,7 +42,7 @@ def post(
     ):
         named = {name.lower(): value for name, value in answer.headers}
         asked = named.get(b"retry-after", b"").decode("latin-1")
-        return ReceiverAnswer(answer.status, retry_after_s(asked, now=time.time()))
+        return ReceiverAnswer(answer.status, parse_retry_after(asked, now=time.time()))
 
 
 class CheckedBackend(httpcore.NetworkBackend):

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from conserve.nightly.report.chart import chart
 from conserve.nightly.report.document import Document
-from conserve.words import count, duration
+from conserve.units import count, duration
 
 SUFFIXES = {"html": ".html", "markdown": ".md", "junit": ".xml", "json": ".json"}
 

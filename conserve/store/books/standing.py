@@ -19,7 +19,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import digests
 from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
-from conserve.words import count
+from conserve.units import count
 
 request, lease, journal = schema.request, schema.lease, schema.journal
 BYTES_A_TOKEN = 4

@@ -9,7 +9,7 @@ from conserve.store.books.results import decode
 from conserve.store.database import schema
 from conserve.store.database.bulk import read_rows
 from conserve.store.files.objects import FilePath, source
-from conserve.words import count
+from conserve.units import count
 
 journal = schema.journal
 TOO_LONG = "too_long"  # their error type

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import one_line
 from conserve.store.files.objects import FilePath, source
-from conserve.words import count
+from conserve.units import count
 
 
 class Unrendered(NamedTuple):

@@ -19,13 +19,14 @@ from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 from conserve.store.sql import child, mistakes, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
-from conserve.store.sql.bounds import Bounds, size_text
+from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.child import Frame, Send
 from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.readable import REPAIR, LeftOut
 from conserve.store.sql.requests_view import Wording
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.unheld import fix_of, text_fault
+from conserve.units import binary_size
 
 # Beginning of DuckDB's messages once rows flow through Arrow.
 STREAMED = re.compile(r"[A-Z][A-Za-z /-]* Error: ")
@@ -179,7 +180,7 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
         ) from None
     except child.Died as death:
         how = str(death)
-    bound = "" if bounds.memory_bytes is None else f" (it may take {size_text(bounds.memory_bytes)})"
+    bound = "" if bounds.memory_bytes is None else f" (it may take {binary_size(bounds.memory_bytes)})"
     raise QueryTooGreedy(
         f"the query's process ended {how}, most likely for want of memory{bound}; "
         "narrow it down, or give it more with --memory"
@@ -303,7 +304,7 @@ def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError 
     text = str(error)
     if "max_temp_directory_size" in text or "No space left on device" in text:
         disk = question.bounds.disk_bytes
-        most = f" than {size_text(disk)}" if disk is not None else ""
+        most = f" than {binary_size(disk)}" if disk is not None else ""
         return QueryTooGreedy(f"the query needs more temporary disk{most}; narrow it down, or set sql_disk")
     if isinstance(error, MemoryError | duckdb.OutOfMemoryException) or "Out of Memory" in text:
         more = f"more memory{of_memory(question.bounds)}"
@@ -316,7 +317,7 @@ def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError 
 
 def of_memory(bounds: Bounds) -> str:
     """The words " than 2 GiB"; empty where memory is not bounded."""
-    return f" than {size_text(bounds.memory_bytes)}" if bounds.memory_bytes is not None else ""
+    return f" than {binary_size(bounds.memory_bytes)}" if bounds.memory_bytes is not None else ""
 
 
 def failure(payload: bytes | bytearray) -> Exception:

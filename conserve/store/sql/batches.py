@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from conserve.store.files.row_groups import grouped
 from conserve.store.sql.quoting import quoted
-from conserve.words import count as count_of
+from conserve.units import count as count_of
 
 CHANGED_BY_ARROW = {  # types of DuckDB's that Arrow lacks
     "UHUGEINT",

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
+from conserve.units import KIB
 
 SPILLED_SHARE = 0.6
 """Share of a query's memory that DuckDB fills before it writes to disk. DuckDB does not count strings under
@@ -29,8 +27,3 @@ class Bounds:
         if self.disk_bytes is not None:
             found["max_temp_directory_size"] = f"{self.disk_bytes // KIB}KiB"
         return found
-
-
-def size_text(number: int) -> str:
-    """Number of bytes in words: `512 MiB`, `1.5 GiB`."""
-    return f"{number / GIB:.4g} GiB" if number >= GIB else f"{number / MIB:.4g} MiB"

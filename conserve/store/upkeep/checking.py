@@ -30,7 +30,7 @@ from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import orphans, records
 from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files, unread
 from conserve.store.upkeep.orphans import Orphan
-from conserve.words import count
+from conserve.units import count
 
 MOST_NAMED = 5  # rows named in one sentence
 

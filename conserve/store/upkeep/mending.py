@@ -29,7 +29,7 @@ from conserve.store.files import digests, home, trash
 from conserve.store.files.objects import FilePath, ObjectPath, source
 from conserve.store.upkeep import checking, orphans
 from conserve.store.upkeep.checking import JobAudit, JobCounters, Read
-from conserve.words import count
+from conserve.units import count
 
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 

@@ -22,7 +22,7 @@ from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, schema
 from conserve.store.files import digests, home
 from conserve.store.files.objects import FilePath, ObjectPath, below, source
-from conserve.words import count
+from conserve.units import count
 
 journal = schema.journal
 

@@ -30,8 +30,8 @@ from conserve.store.files.locks import unopened
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import checking, mending
+from conserve.units import count
 from conserve.whole import write_whole
-from conserve.words import count
 
 job, request, journal, shard, meta = (
     schema.job,

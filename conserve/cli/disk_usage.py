@@ -1,24 +1,14 @@
-"""Sizes in bytes, as `rm`, `prune` and `store size` show them."""
+"""Disk usage of jobs, as `rm`, `prune` and `store size` show it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
+from conserve.units import decimal_size
 
 if TYPE_CHECKING:
     from conserve.store.upkeep.removal import DiskUsage
-
-UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-def size(number: float) -> str:
-    """Bytes in words: `12 B`, `3.4 kB`, `56.7 MB`; powers of a thousand, as in `df -H`."""
-    for unit in UNITS:
-        if number < 999.95 or unit == UNITS[-1]:
-            break
-        number /= 1000
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
 
 
 def table(usages: "Sequence[DiskUsage]") -> list[str]:
@@ -28,10 +18,10 @@ def table(usages: "Sequence[DiskUsage]") -> list[str]:
             each.job_id,
             output.state(each.state),
             f"{each.rows:,}",
-            size(each.requests_bytes),
-            size(each.inputs_bytes),
-            size(each.results_bytes),
-            size(each.bytes),
+            decimal_size(each.requests_bytes),
+            decimal_size(each.inputs_bytes),
+            decimal_size(each.results_bytes),
+            decimal_size(each.bytes),
             output.moment(each.finished_at),
         ]
         for each in usages
