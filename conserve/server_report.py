@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class FrontEndReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server in front of the engine adds: facts that never change, for this caller."""
+    """Facts that the server in front of the engine adds for a caller; none of them ever changes."""
 
     version: Annotated[str, Meta(max_length=100, pattern="^[^\\x00]*$")]
     identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
@@ -69,14 +69,14 @@ class RefusalsReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SloReport(ByLatency[float | None], frozen=True, kw_only=True):
-    """What is promised: the largest time of each latency, harms as shares, and all promises by name."""
+    """Promises to live requests: the largest time of each latency, harms as shares, and all of them by name."""
 
     harm: float | None
     default_harm: float | None  # to the latency without an SLO
     promises: ByLatency[dict[str, float]]
 
     def without_harm(self) -> Self:
-        """The same without a promise of harm."""
+        """Report without a promise of harm."""
         return msgspec.structs.replace(self, harm=None, default_harm=None)
 
 

@@ -138,7 +138,7 @@ def answer(**changes: Any) -> bytes:
 
 
 def promised(latency: str, **bounds_ms: float) -> dict[str, Any]:
-    """What a server promises of a latency, by the names of the promises."""
+    """Promises that a server makes for a latency, by their names."""
     return {latency: max(bounds_ms.values()), "promises": {latency: bounds_ms}}
 
 

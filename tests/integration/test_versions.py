@@ -111,7 +111,7 @@ def test_a_rehearsal_in_a_process_of_its_own_has_a_verdict() -> None:
 
 
 def test_rows_of_a_rehearsal_get_on_where_iterations_behind_those_that_they_leave_are_refused() -> None:
-    """As they are on a GPU, where iterations are scheduled ahead."""
+    """A GPU refuses them, since iterations are scheduled ahead there."""
     from conserve.engine.vllm.iteration import Stamp
     from conserve.engine.vllm.preemption.rehearsal import LAYERS, RowsLeave
 

@@ -598,7 +598,7 @@ def test_what_is_repaired_and_what_is_left_is_said(computed: ComputedJobs) -> No
 def test_a_job_that_was_refused_is_queued_again_if_its_requests_are_whole(
     home_half_done: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is looked at while nobody waits for the database."""
+    """The requests are read while nobody waits for the database."""
     refused = "update job set state = 'failed', error = 'the requests are damaged', succeeded = 1"
     with copied(home_half_done, settings) as store:
         ((job_id,),) = select(store, "select id from job")

@@ -300,7 +300,7 @@ def test_commands_on_all_that_a_store_holds_make_none(
 def test_a_job_beside_the_queue_of_its_folder_is_warned_of(
     write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a shell lacks the variable that the service has."""
+    """A shell may lack the variable that the service has."""
     path = str(write_input(q=["a"]))
     words = ("submit", path, "--prompt", "{{ q }}")
     assert "warning" not in conserve(*words).stderr

@@ -196,7 +196,7 @@ class TestOrder:
 
 
 class WaitingRow:
-    """As much of vLLM's request as terms look at."""
+    """Part of vLLM's request that terms look at."""
 
     def __init__(self, num_preemptions: int) -> None:
         self.num_preemptions = num_preemptions
