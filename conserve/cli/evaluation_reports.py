@@ -29,7 +29,6 @@ Against = Annotated[
     str | None,
     typer.Option(metavar="RUN", help="Another run, previous, or history; by default as the run's file says."),
 ]
-File = Annotated[Path | None, typer.Option(metavar="FILE")]
 
 
 def report(

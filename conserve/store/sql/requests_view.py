@@ -17,10 +17,6 @@ from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.views import Fault
 from conserve.store.upkeep.damage import StorePart
 
-COLUMNS = (
-    "job_id", "position", "row_index", "custom_id", "body", "prompt", "state", "attempts", "error",
-)  # fmt: skip
-
 
 class Wording(Protocol):
     """Makes body and prompt of a request from its job and its rendered payload."""
