@@ -13,6 +13,7 @@ from xdist.workermanage import WorkerController
 IMPORT_VLLM = frozenset(
     {
         "test_checkpoints",
+        "test_dry_run",
         "test_internals",
         "test_interrupted_import",
         "test_leavers",
@@ -20,7 +21,6 @@ IMPORT_VLLM = frozenset(
         "test_preemption",
         "test_priorities",
         "test_privileges",
-        "test_rehearsal",
         "test_request_fault",
         "test_surface",
         "test_telemetry",

@@ -9,14 +9,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from conserve.api import display
+from conserve.api.deadlines import to_datetime
 from conserve.api.display import SHOW_S
-from conserve.api.due import to_datetime
 from conserve.api.engines import Engine
 from conserve.api.results import Results
 from conserve.api.running import Outcome
 from conserve.api.runs import JobWatch, RunArguments, ended, reading_of, run_now, started, under_way
+from conserve.api.shielded import in_thread
 from conserve.api.twins import awaited, blocking
-from conserve.api.waiting import in_thread
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from conserve.api.waiting import in_thread
+from conserve.api.shielded import in_thread
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.hosts import server_root, without_login

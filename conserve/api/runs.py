@@ -24,7 +24,7 @@ from conserve.api.running import (
     stoppable,
     unfinished_rows,
 )
-from conserve.api.waiting import in_thread, outlast
+from conserve.api.shielded import in_thread, outlast
 from conserve.config import UNSET, Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs

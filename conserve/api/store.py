@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.api import display
 from conserve.api.asking import TaskRequest, unanswerable
 from conserve.api.caller import warn
-from conserve.api.due import moment_of, on_late_of
+from conserve.api.deadlines import moment_of, on_late_of
 from conserve.api.handing import Source, input_of
 from conserve.api.job import Job
 from conserve.api.queries import sql_query

@@ -8,8 +8,8 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat
+from conserve.cli.ports import require_free
 from conserve.cli.telemetry import begin_logging
 from conserve.config import size_bytes
 from conserve.errors import SettingsError

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.again import over_this_store
 from conserve.cli.context import Context
+from conserve.cli.suggestions import over_this_store
 from conserve.units import decimal_size
 
 if TYPE_CHECKING:

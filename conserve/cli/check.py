@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.again import at_home
 from conserve.cli.context import Context, job_ids
+from conserve.cli.suggestions import at_home
 from conserve.config import Settings
 from conserve.errors import (
     DatabaseDamaged,

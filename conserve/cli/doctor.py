@@ -13,10 +13,10 @@ import typer
 
 from conserve import __version__
 from conserve.cli import doctor_engine, doctor_files, doctor_machine, exits, output
-from conserve.cli.again import at_home
 from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
+from conserve.cli.suggestions import at_home
 from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError, StoreFull
 from conserve.hosts import server_root, split_login

@@ -14,8 +14,8 @@ from conserve.hosts import without_login
 from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
+    from conserve.jobs.requests.dry_run import DryRun, Refuses, Tokenizer
     from conserve.jobs.requests.preview import Preview
-    from conserve.jobs.requests.rehearsal import Refuses, Rehearsal, Tokenizer
 
 PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 
@@ -29,11 +29,11 @@ class Counter(NamedTuple):
     refuses: "Refuses" = lambda url, body: None
 
 
-def rehearse_run(
+def show_dry_run(
     settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, rebind: bool = False, as_json: bool
 ) -> int:
     """Print how many rows of these jobs can be answered; returns 1 if a job is refused, 5 if rows fail, else 0."""
-    counter, found = asyncio.run(rehearsed(settings, jobs, flags, rebind=rebind))
+    counter, found = asyncio.run(dry_runs(settings, jobs, flags, rebind=rebind))
     for one in found:
         for line in told(one, settings, counter):
             output.say(line)
@@ -45,11 +45,11 @@ def rehearse_run(
     return exits.FAILED_ROWS if any(one.unrendered or one.too_long for one in found) else exits.DONE
 
 
-async def rehearsed(
+async def dry_runs(
     settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, rebind: bool
-) -> "tuple[Counter, list[Rehearsal]]":
+) -> "tuple[Counter, list[DryRun]]":
     """Make every request, and count the tokens of its prompt."""
-    from conserve.jobs.requests.rehearsal import rehearse
+    from conserve.jobs.requests.dry_run import dry_run_of
     from conserve.jobs.task import Task
 
     counter = await counter_of(settings, flags)
@@ -57,7 +57,7 @@ async def rehearsed(
         found = []
         for job in jobs:
             task = Task.from_json(read_task(settings, job.id))
-            found.append(await rehearse(settings, job, task, counter.tokens, counter.refuses))
+            found.append(await dry_run_of(settings, job, task, counter.tokens, counter.refuses))
             found[-1].refused = None if rebind else why_left_alone(job, counter.model)
         return counter, found
     finally:
@@ -104,7 +104,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
     return Counter(tokens, why, model_name(model), rejection_of)
 
 
-def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
+def told(found: "DryRun", settings: Settings, counter: Counter) -> list[str]:
     """Sentences on a job's rows: how many, their longest prompt, those that are too long."""
     lines = [f"{found.job_id}: {output.count(found.rows, 'row')} to run"]
     if found.longest is not None:
@@ -132,8 +132,8 @@ def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
     return lines
 
 
-def document(found: "Rehearsal") -> dict[str, Any]:
-    """Rehearsal as JSON (docs/reference/json.md)."""
+def document(found: "DryRun") -> dict[str, Any]:
+    """Dry run of a job as JSON (docs/reference/json.md)."""
     values = asdict(found)
     del values["job_id"]
     return {**values, "longest": shown(found.longest), "first_too_long": shown(found.first_too_long)}
@@ -146,7 +146,7 @@ def shown(length: Any) -> dict[str, Any] | None:
 
 async def lengths(previews: "Sequence[Preview]", counter: Counter) -> list[int | None]:
     """Tokens of each prompt; None where the tokenizer cannot count it."""
-    from conserve.jobs.requests.rehearsal import prompt_tokens
+    from conserve.jobs.requests.dry_run import prompt_tokens
 
     if counter.tokens is None:
         return [None] * len(previews)

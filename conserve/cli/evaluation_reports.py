@@ -65,8 +65,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two runs item by item; what differs between them comes first."""
-    from conserve.nightly.comparing import two_runs
     from conserve.nightly.report.document import document
+    from conserve.nightly.run_comparisons import two_runs
 
     context: Context = ctx.obj
     home = context.settings().home

@@ -33,14 +33,14 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of the evaluation; the file's by default.")] = None,
 ) -> None:
     """Write a nightly.toml, from flags; on a terminal what they leave open is asked."""
-    from conserve.nightly import starting
+    from conserve.nightly import init_file
 
     given = {"data": data, "prompt": prompt, "expected": expected, "model": model, "endpoint": endpoint,
              "limit": limit}  # fmt: skip
-    answers = {key: answered(key, value, starting.QUESTIONS[key], given) for key, value in given.items()}
+    answers = {key: answered(key, value, init_file.QUESTIONS[key], given) for key, value in given.items()}
     if answers["endpoint"] and not answers["model"]:
-        answers["model"] = answered("served", None, starting.QUESTIONS["served"], given)
-    wishes = starting.NightlyWishes(
+        answers["model"] = answered("served", None, init_file.QUESTIONS["served"], given)
+    wishes = init_file.NightlyWishes(
         name=name or re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-._") or "nightly",
         data=str(answers["data"]),
         prompt=str(answers["prompt"]),
@@ -49,7 +49,7 @@ def init(
         endpoint=answers["endpoint"] or None,
         limit=number(answers["limit"]),
     )
-    starting.write(file, wishes)
+    init_file.write(file, wishes)
     output.say(f"wrote {file}; try it with: conserve eval run {file} --limit 3")
 
 

@@ -14,7 +14,7 @@ import typer
 from conserve.api.binding import Binding
 from conserve.api.live_endpoint import live_endpoint
 from conserve.api.running import harvester_of, outcome, unfinished, unfinished_rows
-from conserve.api.waiting import in_thread
+from conserve.api.shielded import in_thread
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run

@@ -49,7 +49,7 @@ def colourful(stream: TextIO) -> bool:
 def say(message: str, *, level: str = "info", **fields: Any) -> None:
     """Print a message on stderr, with the user's `--home` in its commands; JSON logs have level and fields too."""
     if "conserve " in message:
-        from conserve.cli.again import at_home  # which other messages need not wait for
+        from conserve.cli.suggestions import at_home  # which other messages need not wait for
 
         message = at_home(message)
     if json_lines:

@@ -26,13 +26,13 @@ from conserve.api.running import (
     unfinished_rows,
 )
 from conserve.cli import exits, output
-from conserve.cli.again import again
 from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
 from conserve.cli.signals import told_to_stop
 from conserve.cli.status_report import retriable
+from conserve.cli.suggestions import again
 from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
 from conserve.errors import SettingsError
@@ -172,9 +172,9 @@ def drain(
     if window is not None and settings.endpoint is None:
         raise SettingsError("--window is for a server; for the engine: conserve run -- --max-num-seqs N")
     if dry_run:
-        from conserve.cli.dry_run import rehearse_run
+        from conserve.cli.dry_run import show_dry_run
 
-        return rehearse_run(settings, waiting, flags, rebind=binding.rebind, as_json=as_json)
+        return show_dry_run(settings, waiting, flags, rebind=binding.rebind, as_json=as_json)
     said = begin(settings)
     import uvloop
 

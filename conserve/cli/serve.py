@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.again import again
 from conserve.cli.context import Context
 from conserve.cli.found_promises import recorded, tuned_promises
-from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
+from conserve.cli.ports import require_free
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
 from conserve.cli.serve_files import drop_old, log_file, make_home
@@ -37,6 +36,7 @@ from conserve.cli.serve_printed import of_printed, print_command
 from conserve.cli.serve_spill import spill, supervised
 from conserve.cli.serve_unused import refuse_unused
 from conserve.cli.signals import told_to_stop
+from conserve.cli.suggestions import again
 from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.config import UNSET, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS

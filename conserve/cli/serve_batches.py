@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.cli.again import again
+from conserve.cli.suggestions import again
 from conserve.config import Settings
 from conserve.errors import SettingsError, StoreError
 from conserve.hosts import is_loopback

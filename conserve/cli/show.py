@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import output
-from conserve.cli.again import at_home
 from conserve.cli.context import Context
 from conserve.cli.options import JOB
+from conserve.cli.suggestions import at_home
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.jobs.requests.asked import FoundRequest
+    from conserve.jobs.requests.lookup import FoundRequest
     from conserve.store.books.catalog import JobRecord
     from conserve.store.books.results import Result
     from conserve.store.books.standing import RowStanding
@@ -37,7 +37,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show one row: what was asked, the answer or the error, its times, and where it is now."""
-    from conserve.jobs.requests.asked import asked
+    from conserve.jobs.requests.lookup import find_request
     from conserve.store.books import catalog
     from conserve.store.books.standing import standing
 
@@ -47,7 +47,7 @@ def show(
     with context.store_to_read() as store:
         with store.read() as tx:
             found = catalog.get(tx, job)
-        question = asked(store, found, row_index=row, custom_id=id)
+        question = find_request(store, found, row_index=row, custom_id=id)
         stands = standing(store, found, question.position)
     if as_json:
         output.data_json(document(found, question, stands))

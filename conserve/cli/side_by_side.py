@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.runtime.parent_death import follow_parent
 from conserve.errors import ConserveError
 
 Point = TypeVar("Point")

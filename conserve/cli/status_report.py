@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
-from conserve.cli.again import command
 from conserve.cli.server_status import AskedServer
+from conserve.cli.suggestions import command
 from conserve.config import Settings
 from conserve.jobs.harvest.services import running
 from conserve.store.books.job_names import FIRST_JOB

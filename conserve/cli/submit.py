@@ -11,7 +11,7 @@ from conserve.api.asking import TaskRequest, make_input, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.deadline import By, OnLateFlag, Within
-from conserve.cli.due import DeadlineFlags
+from conserve.cli.deadline_flags import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.cli.takers import Taker, taker, what_runs

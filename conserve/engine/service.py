@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.runtime.parent_death import follow_parent
 from conserve.engine.vllm.launching.environment import last_error
 from conserve.engine.vllm.launching.phases import server_step
 from conserve.errors import ServiceFailed

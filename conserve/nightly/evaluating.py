@@ -10,8 +10,8 @@ from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
-from conserve.nightly.beginning import begun
-from conserve.nightly.holding import held
+from conserve.nightly.current_run import begun
+from conserve.nightly.evaluation_lock import held
 from conserve.nightly.publishing import Published, key_of, published
 from conserve.nightly.running import Asking, Say, check, finished, overridden, plan_of_file
 from conserve.nightly.targets import bound_to

@@ -13,7 +13,7 @@ from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.plan_file import PlanTable
 from conserve.jobs.requests.rendering import template_names
-from conserve.nightly.harness.asking import row_missing
+from conserve.nightly.harness.request_jobs import row_missing
 from conserve.nightly.options import ASKING, Options, asking_of
 from conserve.nightly.questions import Answer, Questions, digest_of, questions_asked, whole
 from conserve.nightly.redacted import address_of

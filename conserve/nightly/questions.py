@@ -9,7 +9,7 @@ from typing import Any
 from conserve.api.job import Job
 from conserve.evals.outcome import AnswerOrigins, Item
 from conserve.evals.plan import SuitePlan
-from conserve.nightly.harness.asking import row_missing
+from conserve.nightly.harness.request_jobs import row_missing
 from conserve.nightly.options import Options
 from conserve.nightly.samples import DataSet, data_set
 from conserve.nightly.suite import Night

@@ -19,11 +19,11 @@ from conserve.evals.plan_file import plan_of
 from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.evals.verdict import blind
 from conserve.nightly import keeping
-from conserve.nightly.asking import Answering, AskedJob, SuiteNight
 from conserve.nightly.facts import facts_of
 from conserve.nightly.items import ItemKey, Scored, scores_of
 from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
+from conserve.nightly.run_jobs import Answering, AskedJob, SuiteNight
 from conserve.nightly.targets import asked_instead, asked_once, check_target
 from conserve.store.files import nights
 

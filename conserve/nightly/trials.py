@@ -20,7 +20,7 @@ def bound(options: Options, select: str, columns: Sequence[str]) -> list[str] | 
 
     Of a large data set names alone are looked up. Raises `SettingsError` for a mistake.
     """
-    from conserve.store.sql.bound import bound_columns, check_names
+    from conserve.store.sql.bind_mistakes import bound_columns, check_names
 
     try:
         with as_kept(options, columns) as parts:
@@ -37,7 +37,7 @@ def called_once(options: Options, function: Callable[..., object], columns: Sequ
 
     Raises `SettingsError` for an error that any answer meets. Others pass, since a function may refuse an answer.
     """
-    from conserve.store.sql.bound import first_row
+    from conserve.store.sql.bind_mistakes import first_row
 
     with as_kept(options, columns) as parts:
         found = None if parts is None else first_row(parts)

@@ -139,9 +139,9 @@ def model_of(way: str, output: Path) -> Iterator[Any]:
     folder = str(load().models_folder / "smollm2-135m-instruct")
     if way == "queue":
         import conserve
-        from conserve.nightly.harness.asking import Alone
         from conserve.nightly.harness.lm_eval_model import ConserveLM
-        from conserve.nightly.harness.place import engine_flags, model_tokens, settings_of
+        from conserve.nightly.harness.model_access import engine_flags, model_tokens, settings_of
+        from conserve.nightly.harness.request_jobs import Alone
 
         store = conserve.open(output.with_suffix(".store"))
         flags = engine_flags(f"--kv-cache-memory-bytes {KV_BYTES}", FLAGS)

@@ -21,8 +21,8 @@ from conserve.endpoints.answers import beside
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import Call, Choice, Completion
 from conserve.nightly.harness import inspect_provider
-from conserve.nightly.harness.asking import HarnessAnswer
 from conserve.nightly.harness.inspect_model import body_of, completion_of, seeded
+from conserve.nightly.harness.request_jobs import HarnessAnswer
 
 FAKE = "fake:?tokens=6"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.fairness import fair_order
-from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.recorded import line_of, recorded
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View, tightest

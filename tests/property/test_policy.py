@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
-from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.hygen import hygen, sarathi_plus
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.offline import GROWTH
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan, Policy
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.policies import POLICIES, SERVING
 from conserve.engine.policy.priority import Priority
 from conserve.engine.policy.recorded import line_of, recorded

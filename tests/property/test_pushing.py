@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve
-from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
 from tests.conftest import examples

@@ -5,8 +5,8 @@ from dataclasses import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conserve.engine.policy.decode_sums import Steps
 from conserve.engine.policy.kv_groups import KvGroup, blocks_lacking
-from conserve.engine.policy.steps import Steps
 from conserve.engine.policy.view import Candidate
 from conserve.profiles.batch import Batch
 

@@ -15,11 +15,11 @@ import pytest
 import typer
 
 from conserve.api.running import outcome
-from conserve.cli.again import again, at_home, over_this_store
 from conserve.cli.app import app
 from conserve.cli.run import report
 from conserve.cli.serve import harvester_command
 from conserve.cli.status_report import retriable
+from conserve.cli.suggestions import again, at_home, over_this_store
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.harvest.harvester import Harvester

@@ -14,8 +14,8 @@ from conserve.api.running import Outcome
 from conserve.cli import fleet_report
 from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.evals.records import MeanScore, RunRecord, SuiteRecord
+from conserve.jobs.requests.dry_run import DryRun
 from conserve.jobs.requests.preview import Preview
-from conserve.jobs.requests.rehearsal import Rehearsal
 from conserve.profiles.profile import Profile
 from tools.docs import mechanisms, queue_drawings
 from tools.docs.dots import Axis, Dot, Plot, Row, draw
@@ -136,7 +136,7 @@ def test_reasons_on_the_page_of_modes_are_the_programs_own() -> None:
     ("title", "kind"),
     [
         ("Run", Outcome),
-        ("Run", Rehearsal),
+        ("Run", DryRun),
         ("Profiles", Profile),
         ("Evaluations", RunRecord),
         ("Evaluations", SuiteRecord),

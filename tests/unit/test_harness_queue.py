@@ -16,9 +16,9 @@ from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault, RequestRejected, RowsFailed
 from conserve.jobs.task import KEEP_LOGPROBS
 from conserve.nightly.harness import gathering
-from conserve.nightly.harness.asking import RUN, Alone, Asker, HarnessAnswer, Line
 from conserve.nightly.harness.gathering import Gatherer
-from conserve.nightly.harness.place import engine_flags
+from conserve.nightly.harness.model_access import engine_flags
+from conserve.nightly.harness.request_jobs import RUN, Alone, Asker, HarnessAnswer, Line
 from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, planned
 from conserve.store.books.results import Result
 from tests.commands import HANGS_S

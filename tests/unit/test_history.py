@@ -14,7 +14,7 @@ from conserve.evals.history import change_point, lasting_decline
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import HISTORY, MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.evals.verdict import Verdict
-from conserve.nightly.comparing import FAMILIES, LEVEL_NIGHTS, declines, mean
+from conserve.nightly.run_comparisons import FAMILIES, LEVEL_NIGHTS, declines, mean
 
 interval = partial(level.interval, confidence=0.95)
 

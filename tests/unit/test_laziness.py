@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from conserve.engine.policy.conserve import Conserve
-from conserve.engine.policy.steps import READ_AT_ONCE, Steps
+from conserve.engine.policy.decode_sums import READ_AT_ONCE, Steps
 from conserve.engine.policy.victims import Victims
 from conserve.engine.policy.view import Candidate, Lazy, Slo
 from tests.policy_views import MS_PER_TOKEN, decodes, view_of

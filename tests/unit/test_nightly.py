@@ -18,7 +18,7 @@ from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState, SuiteRecord
 from conserve.nightly import keeping
 from conserve.nightly.evaluating import remove_outdated
-from conserve.nightly.holding import held
+from conserve.nightly.evaluation_lock import held
 from conserve.nightly.items import rows_of
 from conserve.nightly.report.document import against_of, document
 from conserve.nightly.report.forms import rendered, written

@@ -20,20 +20,20 @@ from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.evals.verdict import SuiteVerdict, Verdict
-from conserve.nightly import beside, keeping
-from conserve.nightly.asking import Answering, AskedJob, SuiteNight
-from conserve.nightly.comparing import mean
+from conserve.nightly import keeping, served_jobs
 from conserve.nightly.harness import lm_eval_suite
 from conserve.nightly.harness.inspect_suite import with_failed
+from conserve.nightly.init_file import NightlyWishes, text_of
 from conserve.nightly.items import ItemKey, Scored
 from conserve.nightly.kinds import waves
 from conserve.nightly.questions import Answer, whole
+from conserve.nightly.run_comparisons import mean
+from conserve.nightly.run_jobs import Answering, AskedJob, SuiteNight
 from conserve.nightly.running import means
 from conserve.nightly.samples import own_names
 from conserve.nightly.scored import check_names, metric_of
-from conserve.nightly.starting import NightlyWishes, text_of
 from conserve.store.books.states import JobState
-from conserve.store.sql.bound import check_names as check_score_names
+from conserve.store.sql.bind_mistakes import check_names as check_score_names
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -144,10 +144,10 @@ def test_a_job_that_a_server_does_not_answer_ends_its_suite_alone() -> None:
 def test_a_paused_job_that_a_server_would_answer_is_told_once(
     state: JobState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "answers", lambda settings: [])
+    monkeypatch.setattr(served_jobs, "answers", lambda settings: [])
     said: list[str] = []
     job = Mock(id="j", status=JobState.PAUSED, wait=Mock(side_effect=[TimeoutError, TimeoutError, state]))
-    assert beside.await_served(job, load(), None, said.append) is None
+    assert served_jobs.await_served(job, load(), None, said.append) is None
     (once,) = said
     assert once.endswith("conserve resume j")
 

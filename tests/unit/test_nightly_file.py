@@ -4,7 +4,7 @@ import pytest
 
 from conserve.errors import SettingsError
 from conserve.evals.plan_file import plan_of
-from conserve.nightly.starting import NightlyWishes, text_of
+from conserve.nightly.init_file import NightlyWishes, text_of
 
 SUITE = '\n[suites.a]\nkind = "sql"\n'
 

@@ -28,9 +28,8 @@ from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import LiveLatencies
-from conserve.nightly import beside, evaluating
-from conserve.nightly.beside import worst
-from conserve.nightly.holding import end, held
+from conserve.nightly import evaluating, served_jobs
+from conserve.nightly.evaluation_lock import end, held
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.redacted import address_of, flags_of, host_of, plan_text_of
 from conserve.nightly.running import Asking
@@ -43,6 +42,7 @@ from conserve.nightly.schedule import (
     service,
     timer,
 )
+from conserve.nightly.served_jobs import worst
 from conserve.store.files import nights
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
@@ -489,9 +489,9 @@ def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
 
 def test_servers_that_answer_tell_of_their_live_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"a": report(), "b": Unreported("does not answer"), "c": STOCK}
-    monkeypatch.setattr(beside, "running", lambda settings: [SimpleNamespace(url=url) for url in said])
-    monkeypatch.setattr(beside, "ask", lambda url, settings, seconds: said[url])
-    assert beside.answers(load()) == [said["a"]]
+    monkeypatch.setattr(served_jobs, "running", lambda settings: [SimpleNamespace(url=url) for url in said])
+    monkeypatch.setattr(served_jobs, "ask", lambda url, settings, seconds: said[url])
+    assert served_jobs.answers(load()) == [said["a"]]
 
 
 def test_of_what_servers_say_the_worst_minute_is_kept() -> None:

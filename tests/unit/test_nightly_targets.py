@@ -14,9 +14,9 @@ from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.jobs.harvest.services import announce
 from conserve.nightly import targets
-from conserve.nightly.asking import AskedJob, SuiteNight
 from conserve.nightly.facts import facts_of
-from conserve.nightly.harness.place import alone, settings_asked
+from conserve.nightly.harness.model_access import alone, settings_asked
+from conserve.nightly.run_jobs import AskedJob, SuiteNight
 from conserve.nightly.targets import asked_once, bound_to
 from tests import commands, nightly_files
 from tests.acceptance.scripted_server import Script, ScriptedServer

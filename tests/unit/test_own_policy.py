@@ -15,15 +15,15 @@ import pytest
 from conserve.cli.serve_flags import require_policy
 from conserve.engine.policy import own_class
 from conserve.engine.policy.conserve import Conserve
-from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.own import CheckedPolicy, own_policy
+from conserve.engine.policy.own_waits import MOST_PLANS
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan, Traits
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.policies import BENCHED, COMPARED, POLICIES, named, traits
 from conserve.engine.policy.refusals import KINDS, refusals_of
 from conserve.engine.policy.view import Candidate, Lazy, ReadOnly, Slo, View
-from conserve.engine.policy.waits import MOST_PLANS
 from conserve.errors import SettingsError
 from conserve.names import CONSERVE
 from conserve.profiles.batch import Batch, Slice

@@ -8,9 +8,9 @@ import pytest
 from conserve.cli import serve_notices, server_status
 from conserve.engine.policy import conserve as policy
 from conserve.engine.policy.conserve import Conserve
-from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.offline import OVERTAKE_MS
 from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
 from conserve.engine.policy.view import Candidate, Image, Slo
 from conserve.engine.runtime.pushing import Pushing

@@ -41,12 +41,12 @@ from conserve.store.sql.input_parts import changed, parts_of
 from conserve.store.sql.mistakes import one_line
 from conserve.store.sql.per_row import by_row
 from conserve.store.sql.query import VIEWS, Views, ask, views, views_of
+from conserve.store.sql.read_only import names_writing, only_reads
 from conserve.store.sql.readable import LeftOut
-from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.relation import relation
 from conserve.store.sql.scan import scanned
 from conserve.store.sql.snapshot import snapshot
-from conserve.store.sql.unheld import read_fault
+from conserve.store.sql.unsupported_values import read_fault
 from tests import commands, virtual_time
 from tests.conftest import WriteInput, own_environment
 from tests.store_rows import finish, leased

@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import Connection, text
 
 from conserve.store.books import catalog, leases, queue, saved_tokens, spans, suspects
-from conserve.store.books.looks import looks
 from conserve.store.books.queue import Returned, UnclaimableRows
+from conserve.store.books.queue_statements import looks
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store

@@ -10,7 +10,7 @@ import pytest
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, damage, fault
-from conserve.store.sql.unheld import SUBMIT_AGAIN
+from conserve.store.sql.unsupported_values import SUBMIT_AGAIN
 
 PAR1, CUT, OVERWRITTEN = b"PAR1", "is cut short", "is cut short or was overwritten"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conserve.cli import server_status
-from conserve.engine.runtime.bins import bin_of
+from conserve.engine.runtime.latency_bins import bin_of
 from conserve.engine.runtime.receipt import (
     EXPECTED_S,
     KEPT,

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import StoreDamaged
-from conserve.jobs.requests.asked import asked as asked_of
+from conserve.jobs.requests.lookup import find_request
 from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog, choice, shards
@@ -182,7 +182,7 @@ def test_a_row_of_damaged_requests_is_not_found_with_a_sentence(
     whole = path.read_bytes()
     path.write_bytes(whole[:6] + b"\0" * 9 + whole[15:])
     with pytest.raises(StoreDamaged, match=f"cannot be read .*; run: conserve check {job_id}"):
-        asked_of(store, record(store, job_id), row_index=0)
+        find_request(store, record(store, job_id), row_index=0)
 
 
 def test_a_row_stands_in_a_shard_of_an_earlier_version_and_where_retry_put_it(

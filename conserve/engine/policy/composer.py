@@ -14,9 +14,9 @@ from itertools import dropwhile, islice
 from math import inf
 
 from conserve.engine.policy.adapters import Adapters
+from conserve.engine.policy.decode_sums import Steps
 from conserve.engine.policy.kv_groups import blocks_lacking
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.steps import Steps
 from conserve.engine.policy.victims import last_begun, revocable_blocks
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice

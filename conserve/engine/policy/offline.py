@@ -6,7 +6,7 @@ from itertools import chain, islice
 from math import frexp
 
 from conserve.engine.policy.composer import Composer
-from conserve.engine.policy.steps import Steps
+from conserve.engine.policy.decode_sums import Steps
 from conserve.engine.policy.view import Candidate, View
 
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us

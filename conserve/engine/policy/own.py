@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.own_class import made
+from conserve.engine.policy.own_waits import Waits, serves
 from conserve.engine.policy.plan import Plan, Policy, Traits
+from conserve.engine.policy.plan_faults import fault_of
 from conserve.engine.policy.refusals import Refusals
 from conserve.engine.policy.view import View
-from conserve.engine.policy.waits import Waits, serves
 
 FLAGS = Traits._fields[:4]  # attributes of a user's policy
 

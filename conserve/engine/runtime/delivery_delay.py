@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import exp
 
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
-from conserve.engine.runtime.bins import STEP, bin_of
+from conserve.engine.runtime.latency_bins import STEP, bin_of
 
 FADES_S = 60.0  # after which a latency counts by 1/e
 LEAST = 3.0  # latencies above a quantile that is compared: of fewer a higher quantile says nothing

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from conserve.engine.runtime.bins import STEP, bin_of
+from conserve.engine.runtime.latency_bins import STEP, bin_of
 
 SLOT_S = 5.0
 SETTLE_S = 0.5  # start of a slot that is not counted: the iteration under way ends, and its queue is served

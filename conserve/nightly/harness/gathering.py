@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from conserve.api.job import Job
 from conserve.errors import ConserveError, RequestRejected, RowsFailed
-from conserve.nightly.harness.asking import HarnessAnswer, Line, Queue, written
+from conserve.nightly.harness.request_jobs import HarnessAnswer, Line, Queue, written
 from conserve.store.books.results import Result
 
 QUIET_S = 0.2  # without a request, after which a job is made of those that came

@@ -28,9 +28,9 @@ from openai.types.chat import ChatCompletion
 from conserve.endpoints.protocol import Url
 from conserve.errors import RequestRejected
 from conserve.hosts import without_login
-from conserve.nightly.harness.asking import HarnessAnswer, Line, Queue
 from conserve.nightly.harness.gathering import MOST_JOBS, Gatherer
-from conserve.nightly.harness.place import alone, engine_flags
+from conserve.nightly.harness.model_access import alone, engine_flags
+from conserve.nightly.harness.request_jobs import HarnessAnswer, Line, Queue
 
 NOT_BODY = ("model", "stream", "stream_options", "extra_headers", "extra_query", "extra_body", "timeout")
 """Arguments of a call of the openai package that are no fields of its body, or that ConServe decides."""

@@ -11,9 +11,9 @@ from conserve.errors import ConserveError, EvaluationUnready, SettingsError, one
 from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
 from conserve.hosts import without_login
-from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.options import said_of, typed
+from conserve.nightly.harness.request_jobs import NotingQueue
 from conserve.nightly.questions import digest_of
 from conserve.nightly.suite import Night
 

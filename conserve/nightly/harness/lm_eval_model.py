@@ -17,8 +17,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from conserve.endpoints.protocol import Url
-from conserve.nightly.harness.asking import Asker, Line, Queue
-from conserve.nightly.harness.place import (
+from conserve.nightly.harness.model_access import (
     ModelTokens,
     Scoring,
     alone,
@@ -26,6 +25,7 @@ from conserve.nightly.harness.place import (
     model_tokens,
     settings_of,
 )
+from conserve.nightly.harness.request_jobs import Asker, Line, Queue
 from conserve.nightly.harness.scoring import ContinuationScore, Plan, Tokens, planned
 
 if TYPE_CHECKING:

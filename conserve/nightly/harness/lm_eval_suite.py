@@ -14,10 +14,10 @@ import numpy as np
 from conserve.errors import EvaluationUnready, SettingsError, one_line
 from conserve.evals.outcome import LARGEST_SCORE, Item, SuiteOutcome
 from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
-from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import absent_hub, require
+from conserve.nightly.harness.model_access import model_tokens, settings_asked
 from conserve.nightly.harness.options import said_of, typed
-from conserve.nightly.harness.place import model_tokens, settings_asked
+from conserve.nightly.harness.request_jobs import NotingQueue
 from conserve.nightly.suite import Night
 
 log = logging.getLogger(__name__)

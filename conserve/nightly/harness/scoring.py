@@ -14,7 +14,7 @@ import msgspec
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault
 from conserve.jobs.task import KEEP_LOGPROBS
-from conserve.nightly.harness.asking import HarnessAnswer, Line
+from conserve.nightly.harness.request_jobs import HarnessAnswer, Line
 
 # Tokens that a further request on a cached context costs: half a KV block, and an iteration's place.
 REQUEST_TOKENS = 48

@@ -8,7 +8,7 @@ from conserve.errors import UsageError
 from conserve.evals.comparison import Comparison, SuiteMetric
 from conserve.evals.records import HISTORY, PREVIOUS, RunRecord
 from conserve.nightly import keeping
-from conserve.nightly.comparing import (
+from conserve.nightly.run_comparisons import (
     NIGHTS,
     Flip,
     begun_anew,

@@ -27,7 +27,7 @@ from sqlalchemy import (
 
 from conserve.store.books import losses, spans
 from conserve.store.books.leases import Lease, LeasedRow, Terms, begin_job, begun, open_lease
-from conserve.store.books.looks import is_runnable, looks
+from conserve.store.books.queue_statements import is_runnable, looks
 from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.shapes import ClaimableJob, RunnableRow
 from conserve.store.books.spans import Span, nothing_gone

@@ -25,7 +25,7 @@ from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.readable import REPAIR, LeftOut
 from conserve.store.sql.requests_view import Wording
 from conserve.store.sql.snapshot import Snapshot
-from conserve.store.sql.unheld import fix_of, text_fault
+from conserve.store.sql.unsupported_values import fix_of, text_fault
 from conserve.units import binary_size
 
 # Beginning of DuckDB's messages once rows flow through Arrow.

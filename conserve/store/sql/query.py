@@ -21,8 +21,8 @@ from conserve.store.sql.input_parts import InputPart
 from conserve.store.sql.mistakes import ONLY_SELECT, VIEWS, explained, views_in
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal
+from conserve.store.sql.read_only import names_writing, only_reads
 from conserve.store.sql.readable import LeftOut
-from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.requests_view import Wording, add_requests
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from conserve.store.sql.views import add_inputs, add_jobs, add_results, readable_inputs

@@ -10,7 +10,7 @@ import pyarrow as pa
 from conserve.errors import InputError
 from conserve.store.sql.batches import keepable, streamed
 from conserve.store.sql.mistakes import one_line
-from conserve.store.sql.reading import only_reads
+from conserve.store.sql.read_only import only_reads
 
 
 @contextmanager

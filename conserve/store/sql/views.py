@@ -27,7 +27,7 @@ from conserve.store.sql.input_parts import InputPart, changed, is_in_folder_of, 
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut
 from conserve.store.sql.snapshot import Snapshot
-from conserve.store.sql.unheld import SUBMIT_AGAIN, fix_of, time_fault
+from conserve.store.sql.unsupported_values import SUBMIT_AGAIN, fix_of, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart
 
 Fault = Callable[[FilePath], str | None]  # reason why a file cannot be read; None if it can

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.runtime.parent_death import follow_parent
 from conserve.engine.vllm.compat.rehearsal import EAGER, FAILED, FAULT, SAME
 from conserve.engine.vllm.iteration import Stamp
 from conserve.engine.vllm.launching.environment import prepare_environment

@@ -15,7 +15,7 @@ from conserve.config import Settings, load
 from conserve.errors import EvaluationUnready, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.jobs.harvest.services import running
-from conserve.nightly.harness.asking import Alone
+from conserve.nightly.harness.request_jobs import Alone
 from conserve.nightly.targets import bound_to, told_by, with_target
 
 Scoring = Literal["auto", "echo", "next-token"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conserve.engine.runtime import parent
+from conserve.engine.runtime import parent_death
 from conserve.engine.service import ProcessCommand, SupervisedProcess
 
 
@@ -24,6 +24,6 @@ def test_a_child_begins_beside_its_parent() -> None:
 def test_a_child_whose_parent_died_before_it_could_ask_for_a_signal_does_not_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parent.os, "getppid", lambda: 1)
+    monkeypatch.setattr(parent_death.os, "getppid", lambda: 1)
     assert os.getppid() == 1
     assert asyncio.run(code_of_a_start()) == 128 + 15

@@ -1,4 +1,4 @@
-"""Rehearsal of a run: makes every request and counts its prompt's tokens; sends and changes nothing."""
+"""Dry run: makes every request and counts its prompt's tokens; sends and changes nothing."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,8 +45,8 @@ class Length(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rehearsal:
-    """Findings of the rehearsal of one job."""
+class DryRun:
+    """Findings on the rows of one job."""
 
     job_id: str
     rows: int = 0  # waiting rows
@@ -80,15 +80,11 @@ class Rehearsal:
             self.cut_short += 1
 
 
-async def rehearse(
-    settings: Settings,
-    job: JobReading,
-    task: Task,
-    tokens: Tokenizer | None,
-    refuses: Refuses = lambda url, body: None,
-) -> Rehearsal:
+async def dry_run_of(
+    settings: Settings, job: JobReading, task: Task, tokens: Tokenizer | None, refuses: Refuses
+) -> DryRun:
     """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
-    found = Rehearsal(job.id)
+    found = DryRun(job.id)
     requests = RequestFile(home.requests_file(readings.data(settings), job.id))
     try:
         for positions in chunks(waiting(settings, job)):
@@ -124,7 +120,7 @@ async def count(
     task: Task,
     tokens: Tokenizer | None,
     refuses: Refuses,
-    found: Rehearsal,
+    found: DryRun,
 ) -> None:
     """Add these requests to the findings."""
     gate = asyncio.Semaphore(AT_ONCE)

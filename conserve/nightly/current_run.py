@@ -12,8 +12,8 @@ from conserve.evals.plan import ModelTarget, NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, RunState
 from conserve.nightly import keeping
-from conserve.nightly.asking import SUITE, tags_of
 from conserve.nightly.redacted import overrides_of, plan_text_of
+from conserve.nightly.run_jobs import SUITE, tags_of
 from conserve.nightly.running import Asking, Say, overridden
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import GOING, REMOVABLE, JobState

@@ -18,8 +18,8 @@ from conserve.errors import EndpointUnusable, JobNotFound, JobRefused
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.bound import STEP
-from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
+from conserve.nightly.served_jobs import await_served
 from conserve.nightly.targets import ModelAsked, with_target
 from conserve.store.books.states import JobState
 

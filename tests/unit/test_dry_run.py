@@ -15,8 +15,8 @@ from conserve.endpoints import exchange
 from conserve.endpoints.protocol import Url
 from conserve.endpoints.tokens import ServerTokens
 from conserve.errors import EndpointUnusable, SettingsError
-from conserve.jobs.requests import rehearsal
-from conserve.jobs.requests.rehearsal import Length, Rehearsal, prompt_tokens, rehearse
+from conserve.jobs.requests import dry_run
+from conserve.jobs.requests.dry_run import DryRun, Length, dry_run_of, prompt_tokens
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import queue
 from conserve.store.books.readings import read_jobs
@@ -60,9 +60,9 @@ def everything(settings: Settings) -> dict[str, str]:
     return rows | {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def rehearsed(settings: Settings, task: Task, tokens: Words | None) -> Rehearsal:
+def findings(settings: Settings, task: Task, tokens: Words | None) -> DryRun:
     (job,) = read_jobs(settings, now=0.0)
-    return asyncio.run(rehearse(settings, job, task, tokens))
+    return asyncio.run(dry_run_of(settings, job, task, tokens, lambda url, body: None))
 
 
 def test_prompts_are_counted_and_compared_with_the_context(
@@ -70,36 +70,36 @@ def test_prompts_are_counted_and_compared_with_the_context(
 ) -> None:
     rows = ["a", "a b c d", None, " ".join("x" * 9), " ".join("x" * 20)]
     submit(store, str(write_input(q=rows)), PROMPT)
-    found = rehearsed(settings, PROMPT, Words(context=10))
+    found = findings(settings, PROMPT, Words(context=10))
     assert (found.rows, found.unrendered, found.counted, found.prompt_tokens) == (5, 1, 4, 2 + 5 + 10 + 21)
     assert found.longest == Length(4, 21, 4)
     assert (found.too_long, found.first_too_long) == (2, Length(3, 10, 4))
     assert found.cut_short == 0
     assert "row 2" in (found.first_error or "")
-    found = rehearsed(settings, PROMPT, Words(context=12))
+    found = findings(settings, PROMPT, Words(context=12))
     assert (found.too_long, found.cut_short) == (1, 1)
-    assert rehearsed(settings, PROMPT, Words()).too_long == 0
-    assert rehearsed(settings, PROMPT, None).counted == 0
+    assert findings(settings, PROMPT, Words()).too_long == 0
+    assert findings(settings, PROMPT, None).counted == 0
 
 
 def test_an_answer_longer_than_the_context_is_too_long() -> None:
-    found = Rehearsal("job")
+    found = DryRun("job")
     found.add_length(Length(0, 1, 11), context=10)
     found.add_length(Length(1, 1, 10), context=10)
     found.add_length(Length(2, 1, None), context=10)
     assert (found.too_long, found.cut_short, found.first_too_long) == (1, 1, Length(0, 1, 11))
 
 
-def test_only_rows_that_wait_are_rehearsed(
+def test_only_rows_that_wait_are_counted(
     store: Store, settings: Settings, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsal, "CHUNK", 2)
+    monkeypatch.setattr(dry_run, "CHUNK", 2)
     submit(store, str(write_input(q=list("abcdefgh"))), PROMPT)
     with store.write() as tx:
         lease = claim_in(tx, owner="ann", now=0.0, lease_s=9.0, limit=3)
         assert lease is not None
         queue.put_rows_back(tx, [queue.Returned(epoch=lease.epoch, job_id=lease.job_id, position=1)])
-    found = rehearsed(settings, PROMPT, Words())
+    found = findings(settings, PROMPT, Words())
     assert (found.rows, found.counted) == (6, 6)
 
 

@@ -20,7 +20,7 @@ class FoundRequest:
     prompt: str | None
 
 
-def asked(
+def find_request(
     store: Store, job: JobRecord, *, row_index: int | None = None, custom_id: str | None = None
 ) -> FoundRequest:
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""

@@ -8,7 +8,7 @@ import pytest
 
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
-from conserve.store.sql.unheld import read_fault, text_fault, time_fault
+from conserve.store.sql.unsupported_values import read_fault, text_fault, time_fault
 from tests.commands import conserve
 from tests.unit.test_views import answer, queue
 

@@ -20,10 +20,10 @@ from conserve.errors import JobRefused, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState, SuiteRecord
-from conserve.nightly import evaluating, holding, keeping
-from conserve.nightly.asking import SUITE, tags_of
-from conserve.nightly.beginning import begun, give_up
-from conserve.nightly.holding import SIGNATURE, held, locking, taken
+from conserve.nightly import evaluating, evaluation_lock, keeping
+from conserve.nightly.current_run import begun, give_up
+from conserve.nightly.evaluation_lock import SIGNATURE, held, locking, taken
+from conserve.nightly.run_jobs import SUITE, tags_of
 from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.books.readings import read_jobs
 from conserve.store.files import nights
@@ -164,7 +164,10 @@ def test_a_lock_that_is_yet_to_be_signed_is_waited_for(file: Path) -> None:
     other, said = os.open(path, os.O_RDWR), list[str]()
     fcntl.flock(other, fcntl.LOCK_EX)
     signing = iter([lambda: None, lambda: os.pwrite(other, b"elsewhere:7:1.00:0.0".ljust(SIGNATURE), 0)])
-    sleep, signed_by = "conserve.nightly.holding.time.sleep", "conserve.nightly.holding.nights.signed_by"
+    sleep, signed_by = (
+        "conserve.nightly.evaluation_lock.time.sleep",
+        "conserve.nightly.evaluation_lock.nights.signed_by",
+    )
     with patch(sleep, lambda _: next(signing)()), held(home(), "small", "skip", said.append) as hold:
         assert hold == "theirs"
     assert "process 7 on elsewhere" in said[0]
@@ -189,7 +192,7 @@ def test_one_run_waits_for_another_and_further_ones_are_skipped(
     assert skipped["headline"] == "Skipped: an earlier run is still going."
     nights.lock_file(home(), "small").write_text("elsewhere:7:1.00:0.0")
     first = iter([False])  # the other run ends just after this look
-    monkeypatch.setattr(holding, "taken", lambda lock: next(first, True) and taken(lock))
+    monkeypatch.setattr(evaluation_lock, "taken", lambda lock: next(first, True) and taken(lock))
     with held(home(), "small", "queue", said.append) as hold:
         assert hold == "ours"
         assert said[-1].endswith("; this one waits for it, as the file says")
