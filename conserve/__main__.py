@@ -14,10 +14,10 @@ def main() -> None:
 
 def answer() -> int:
     """Answer the command line, without typer where that can be; returns the exit code."""
-    from conserve.cli.shortcuts import answered
+    from conserve.cli.shortcuts import answer
 
     try:
-        code = answered(sys.argv[1:])
+        code = answer(sys.argv[1:])
         if code is None:
             from conserve.cli.app import main as run
 

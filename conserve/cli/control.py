@@ -66,12 +66,12 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
 
 def move(context: Context, jobs: list[str], verb: str) -> None:
     """Apply the verb to all these jobs and print their states."""
-    for before, job in moved(context, jobs, verb):
+    for before, job in move_all(context, jobs, verb):
         output.data(f"{job.id}: {job.state}")
         say_if_undated(before, job)
 
 
-def moved(context: Context, jobs: list[str], verb: str) -> list[tuple["JobRecord", "JobRecord"]]:
+def move_all(context: Context, jobs: list[str], verb: str) -> list[tuple["JobRecord", "JobRecord"]]:
     """Apply the verb to all these jobs, or to none if one of them refuses it; returns each before and after."""
     from conserve.store.books import catalog
 

@@ -71,11 +71,11 @@ def deadline(
                 for job in found
             ]
     for job in found:
-        output.data(f"{job.id}: {shown(job)}")
+        output.data(f"{job.id}: {deadline_words(job)}")
     say_push(late)
 
 
-def shown(job: "JobRecord") -> str:
+def deadline_words(job: "JobRecord") -> str:
     """A job's deadline in words."""
     if job.deadline is None:
         return "no deadline"

@@ -42,7 +42,7 @@ def doctor(
     """Try the engine, the endpoint, the store and the machine; exits 1 if something needs mending."""
     context: Context = ctx.obj
     findings = []
-    for finding in examined(context.settings(endpoint=endpoint, api_key=api_key)):
+    for finding in all_findings(context.settings(endpoint=endpoint, api_key=api_key)):
         findings.append(finding)
         if not as_json:
             show(finding)
@@ -59,7 +59,7 @@ def show(finding: Finding) -> None:
         output.data(f"    {'':<10} -> {at_home(finding.fix)}")
 
 
-def examined(settings: Settings) -> Iterator[Finding]:
+def all_findings(settings: Settings) -> Iterator[Finding]:
     """Yield all findings, the slowest last: the engine's library loads meanwhile."""
     began = Clocks.now()
     yield from installation()

@@ -52,16 +52,16 @@ def clock(first: Clocks, last: Clocks, newest_s: float | None) -> Finding:
     jumped_s = first.jumped_s(last)
     if abs(jumped_s) > JUMP_S:
         return Finding(
-            "clock", f"was set by {jumped_s:+.1f} s within {looked(first, last)}", ok=False, fix=fix
+            "clock", f"was set by {jumped_s:+.1f} s within {time_compared(first, last)}", ok=False, fix=fix
         )
     ahead_s = newest_s - last.wall_s if newest_s is not None else 0.0
     if ahead_s > FUTURE_S:
         value = f"{output.duration(ahead_s)} behind the newest time in the store"
         return Finding("clock", value, ok=False, fix=fix)
-    return Finding("clock", f"{output.moment(last.wall_s)}, steady for {looked(first, last)}")
+    return Finding("clock", f"{output.moment(last.wall_s)}, steady for {time_compared(first, last)}")
 
 
-def looked(first: Clocks, last: Clocks) -> str:
+def time_compared(first: Clocks, last: Clocks) -> str:
     """Words for the time over which the clocks were compared."""
     return output.duration(last.monotonic_s - first.monotonic_s)
 

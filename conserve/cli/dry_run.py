@@ -35,7 +35,7 @@ def show_dry_run(
     """Print how many rows of these jobs can be answered; returns 1 if a job is refused, 5 if rows fail, else 0."""
     counter, found = asyncio.run(dry_runs(settings, jobs, flags, rebind=rebind))
     for one in found:
-        for line in told(one, settings, counter):
+        for line in summary_lines(one, settings, counter):
             output.say(line)
     output.say("nothing was sent, and the queue is as it was")
     if as_json:
@@ -104,7 +104,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
     return Counter(tokens, why, model_name(model), rejection_of)
 
 
-def told(found: "DryRun", settings: Settings, counter: Counter) -> list[str]:
+def summary_lines(found: "DryRun", settings: Settings, counter: Counter) -> list[str]:
     """Sentences on a job's rows: how many, their longest prompt, those that are too long."""
     lines = [f"{found.job_id}: {output.count(found.rows, 'row')} to run"]
     if found.longest is not None:
@@ -136,10 +136,14 @@ def document(found: "DryRun") -> dict[str, Any]:
     """Dry run of a job as JSON (docs/reference/json.md)."""
     values = asdict(found)
     del values["job_id"]
-    return {**values, "longest": shown(found.longest), "first_too_long": shown(found.first_too_long)}
+    return {
+        **values,
+        "longest": length_document(found.longest),
+        "first_too_long": length_document(found.first_too_long),
+    }
 
 
-def shown(length: Any) -> dict[str, Any] | None:
+def length_document(length: Any) -> dict[str, Any] | None:
     """Length of a row as JSON."""
     return None if length is None else length._asdict()
 
@@ -183,14 +187,14 @@ def lines_of(preview: "Preview", tokens: int | None, params: Mapping[str, Any]) 
 def parts_of(body: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     """Messages or prompt of a body, then the fields that only this row has."""
     if "messages" in body:
-        parts = [spoken(message) for message in body["messages"]]
+        parts = [message_text(message) for message in body["messages"]]
     else:
         parts = [labelled("prompt", body.get("prompt"))]
     own = {name: value for name, value in body.items() if name not in (*PROMPTS, *params)}
     return [*parts, *([labelled("with", own)] if own else [])]
 
 
-def spoken(message: Mapping[str, Any]) -> str:
+def message_text(message: Mapping[str, Any]) -> str:
     """One message of a chat, as `role: text`."""
     rest = {name: value for name, value in message.items() if name not in ("role", "content")}
     said = labelled(str(message.get("role")), message.get("content"))

@@ -42,7 +42,7 @@ def report(
 ) -> None:
     """Report on a run: the verdict, scores over the nights, flips with both answers, cost."""
     from conserve.nightly.publishing import write
-    from conserve.nightly.report.forms import written
+    from conserve.nightly.report.forms import text_in_form
 
     found = document_of(ctx, run, against)
     files = {"html": html, "markdown": markdown, "junit": junit}
@@ -52,7 +52,7 @@ def report(
     if as_json:
         output.data_json(found)
     elif not any(files.values()):
-        output.data(written(found, "markdown").rstrip())
+        output.data(text_in_form(found, "markdown").rstrip())
 
 
 def compare(

@@ -37,9 +37,9 @@ def init(
 
     given = {"data": data, "prompt": prompt, "expected": expected, "model": model, "endpoint": endpoint,
              "limit": limit}  # fmt: skip
-    answers = {key: answered(key, value, init_file.QUESTIONS[key], given) for key, value in given.items()}
+    answers = {key: answer_of(key, value, init_file.QUESTIONS[key], given) for key, value in given.items()}
     if answers["endpoint"] and not answers["model"]:
-        answers["model"] = answered("served", None, init_file.QUESTIONS["served"], given)
+        answers["model"] = answer_of("served", None, init_file.QUESTIONS["served"], given)
     wishes = init_file.NightlyWishes(
         name=name or re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-._") or "nightly",
         data=str(answers["data"]),
@@ -53,7 +53,7 @@ def init(
     output.say(f"wrote {file}; try it with: conserve eval run {file} --limit 3")
 
 
-def answered(key: str, value: Any, question: tuple[str, str | None], given: dict[str, Any]) -> Any:
+def answer_of(key: str, value: Any, question: tuple[str, str | None], given: dict[str, Any]) -> Any:
     """Value of a flag; else the user's answer on a terminal, or the default."""
     if value is not None or (key == "endpoint" and given["model"]) or (key == "model" and given["endpoint"]):
         return value

@@ -59,7 +59,7 @@ def run(
     overrides = {name: value for name, value in given.items() if value is not None}
     asking = running.Asking(file=file, overrides=overrides, anew=new)
     if check:
-        plan, _ = evaluating.checked(asking)
+        plan, _ = evaluating.checked_plan(asking)
         if as_json:
             output.data_json({"evaluation": plan.name, "suites": list(plan.standards())})
         output.say(f"{file}: {output.count(len(plan.standards()), 'suite')}, no fault")
@@ -72,7 +72,7 @@ def run(
         if as_json:
             output.data_json(skipped_document())
         return
-    found, unwritten = evaluating.reported(context.settings(), done, output.say)
+    found, unwritten = evaluating.publish_run(context.settings(), done, output.say)
     if as_json:
         output.data_json(found)
     else:

@@ -49,7 +49,7 @@ def document(job: JobReading, found: Forecast | None) -> Mapping[str, Any]:
 
 def sentence(found: Forecast, deadline: float | None, now: float) -> str:
     """Forecast of a job in words."""
-    done = f"done {both(found.done_50, found.done_90, now)}"
+    done = f"done {both_ends(found.done_50, found.done_90, now)}"
     if deadline is None or found.in_time is None:
         return done
     return f"{done}; in time with {percent(found)}"
@@ -61,7 +61,7 @@ def queue_sentence(found: Mapping[str, Forecast], now: float) -> str:
         max((at(one, name) for one in found.values()), key=lambda end: (end is None, end or 0.0))
         for name in ("done_50", "done_90")
     ]
-    words = f"all done {both(ends[0], ends[1], now)}"
+    words = f"all done {both_ends(ends[0], ends[1], now)}"
     late = [job_id for job_id, one in found.items() if one.in_time is not None and one.in_time < LIKELY]
     return f"{words}; may miss its deadline: {', '.join(late)}" if late else words
 
@@ -80,7 +80,7 @@ def warning(found: Forecast, deadline: float, now: float) -> str | None:
     return f"{verb}: {percent(found)} by {when(deadline, now)} (done {by(found.done_90, now)} with 90 %)"
 
 
-def both(done_50: float | None, done_90: float | None, now: float) -> str:
+def both_ends(done_50: float | None, done_90: float | None, now: float) -> str:
     """Both moments of a forecast in words."""
     if done_50 is None:
         return f"{WEEKS} (50 and 90 %)"

@@ -109,10 +109,10 @@ def tell(job: "JobRecord", rows: int, out: Path | None, settings: Settings) -> N
         go_on = f"; go on with: conserve {goes_on} {job.id}" if goes_on else ""
         output.say(f"job {job.id} is {state}: {so_far}{go_on}")
     if out is not None:
-        output.say(f"wrote {output.count(rows, 'row')} to {shown(out)}")
+        output.say(f"wrote {output.count(rows, 'row')} to {path_or_url(out)}")
 
 
-def shown(out: Path) -> str:
+def path_or_url(out: Path) -> str:
     """Path or URL of a file."""
     from conserve.store.files.objects import object_at
 

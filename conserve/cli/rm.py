@@ -54,7 +54,7 @@ def rm(
         open_ones = [usage for usage in chosen if not usage.finished]
         if open_ones and not force:
             raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))
-        if agreed(chosen, 0, yes=yes, as_json=as_json):
+        if confirm_removal(chosen, 0, yes=yes, as_json=as_json):
             removed, kept = removed_of(store, chosen, now=time.time(), force=force, but=())
             tell(removed, 0, kept, as_json=as_json)
 
@@ -81,7 +81,7 @@ def prune(
         chosen = [] if ended_by is None else removal.usage(store, removal.ended_by(ended_by))
     places = {store.data, store.local}  # a bucket, and this machine
     thrown = [entry for place in places for entry in trash.contents(place)]
-    if not agreed(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):
+    if not confirm_removal(chosen, sum(map(trash.size, thrown)), yes=yes, as_json=as_json):
         return
     freed = sum(map(trash.deleted, thrown))  # needs no free space, unlike the removals that follow
     removed: list[DiskUsage] = []
@@ -123,7 +123,7 @@ def removed_of(
     return removed, kept
 
 
-def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
+def confirm_removal(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
     """Show the jobs to be deleted and ask; raises `UsageError` where nothing can be asked."""
     if not chosen and not trash_bytes:
         if as_json:

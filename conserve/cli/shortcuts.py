@@ -21,11 +21,11 @@ class StatusCommand(NamedTuple):
     flags: frozenset[str]
 
 
-def answered(words: Sequence[str]) -> int | None:
+def answer(words: Sequence[str]) -> int | None:
     """Answer a command line and return its exit code; None if typer must parse it."""
     if COMPLETION in os.environ:
         return None
-    asked = status_asked(words)
+    asked = parse_status(words)
     if asked is None and (len(words) != 1 or words[0] not in ("--help", "-h", "help")):
         return None
     try:
@@ -34,7 +34,7 @@ def answered(words: Sequence[str]) -> int | None:
         return exits.INTERRUPTED
 
 
-def status_asked(words: Sequence[str]) -> StatusCommand | None:
+def parse_status(words: Sequence[str]) -> StatusCommand | None:
     """Parse `[--home DIR] status [JOB] [--watch] [--json]`; None for anything else."""
     home = None
     if len(words) > 2 and words[0] == "--home" and not words[1].startswith("-"):

@@ -91,7 +91,7 @@ def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> lis
         f"  id        {visible(asked.request.custom_id or '-')}",
         f"  position  {asked.position:,}",
         f"  attempts  {stands.attempts:,}",
-        *(finished(result) if result is not None else [f"  submitted {output.moment(job.submitted_at)}"]),
+        *(result_lines(result) if result is not None else [f"  submitted {output.moment(job.submitted_at)}"]),
     ]
     error = (result.error if result is not None else None) or asked.request.error
     kind = (result.error_type if result is not None else None) or asked.request.error_type
@@ -102,7 +102,7 @@ def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> lis
     return [line for part in parts for line in part]
 
 
-def finished(result: "Result") -> list[str]:
+def result_lines(result: "Result") -> list[str]:
     """Lines with times and counts of a finished row."""
     took = output.duration(max(0.0, result.finished_at - result.started_at))
     tokens = f"{result.prompt_tokens:,} prompt ({result.cached_tokens:,} cached)"

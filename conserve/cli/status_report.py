@@ -33,12 +33,12 @@ def answer(settings: Settings, question: StatusArguments) -> None:
     job, as_json = question.job, question.as_json
     if not question.watch:
         servers = [] if as_json else server_status.read_servers(settings)
-        show(settings, selected(settings, job, as_json), servers, job, as_json)
+        show(settings, select_jobs(settings, job, as_json), servers, job, as_json)
         return
     job = job_named(settings, read_jobs(settings, now=time.time()), job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        seen = selected(settings, job, as_json)
+        seen = select_jobs(settings, job, as_json)
         servers = [] if as_json else server_status.read_servers(settings)
         repaint.before([*server_status.lines(servers), *lines(seen, job)] if not as_json else [])
         show(settings, seen, servers, job, as_json)
@@ -64,7 +64,7 @@ class ShownJobs(NamedTuple):
     retriable: str | None = None  # what `conserve retry` would take up of the one job
 
 
-def selected(settings: Settings, job: str | None, as_json: bool) -> ShownJobs:
+def select_jobs(settings: Settings, job: str | None, as_json: bool) -> ShownJobs:
     """The named job, else all unfinished jobs, else the newest."""
     now = time.time()
     readings = read_jobs(settings, now=now)
@@ -126,7 +126,9 @@ def show(
     """Print the servers and the readings."""
     if as_json:
         documents = [document(reading) for reading in seen.readings]
-        output.data_json({**documents[0], "oldest_waiting": waiting(seen.oldest)} if job else documents)
+        output.data_json(
+            {**documents[0], "oldest_waiting": oldest_document(seen.oldest)} if job else documents
+        )
     elif seen.readings or servers:
         output.data("\n".join([*server_status.lines(servers), *lines(seen, job)]))
     else:
@@ -183,9 +185,9 @@ def detail(reading: JobReading, seen: ShownJobs) -> list[str]:
         ),
         (
             "left",
-            f"{left(reading)}, {reading.running:,} running, {reading.retries:,} retries so far",
+            f"{waiting_words(reading)}, {reading.running:,} running, {reading.retries:,} retries so far",
         ),
-        ("oldest", waited(seen.oldest)),
+        ("oldest", oldest_words(seen.oldest)),
         ("order", reading.row_order),
         ("model", reading.model or "-"),
         ("tags", tags(reading) or "-"),
@@ -201,7 +203,7 @@ def detail(reading: JobReading, seen: ShownJobs) -> list[str]:
     return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
 
 
-def left(reading: JobReading) -> str:
+def waiting_words(reading: JobReading) -> str:
     """Rows without a result that none runs: waiting, or cancelled or expired with their job."""
     ended = reading.state in ENDED_EARLY
     return f"{reading.waiting:,} {reading.state if ended else 'waiting'}"
@@ -217,14 +219,14 @@ def tokens(reading: JobReading) -> str:
     return ", ".join(parts)
 
 
-def waited(oldest: Oldest | None) -> str:
+def oldest_words(oldest: Oldest | None) -> str:
     """Words for the row that has waited longest."""
     if oldest is None:
         return "-"
     return f"row {oldest.row_index:,} of the input has waited for {output.duration(oldest.waited_s)}"
 
 
-def waiting(oldest: Oldest | None) -> dict[str, Any] | None:
+def oldest_document(oldest: Oldest | None) -> dict[str, Any] | None:
     """Longest waiting row as JSON."""
     return None if oldest is None else oldest._asdict()
 

@@ -17,7 +17,7 @@ SUGGESTED = re.compile(r"(?<!^conserve: )(?<!^warning: )(?:(?<=: )|(?<=`))conser
 
 def again() -> str:
     """The command line that this process, or the command that started it, was given."""
-    return os.environ.get(GIVEN) or shlex.join(["conserve", *shown(sys.argv[1:])])
+    return os.environ.get(GIVEN) or shlex.join(["conserve", *without_secrets(sys.argv[1:])])
 
 
 def over_this_store(home: str | None, *words: str) -> str:
@@ -59,7 +59,7 @@ def at(home: str | None, words: str) -> str:
     return f"conserve {words}" if home is None else f"conserve --home {shlex.quote(home)} {words}"
 
 
-def shown(words: Sequence[str]) -> Iterator[str]:
+def without_secrets(words: Sequence[str]) -> Iterator[str]:
     """Yield the words without flags of secrets and without logins in URLs."""
     rest = iter(words)
     for word in rest:

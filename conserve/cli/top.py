@@ -11,7 +11,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.control import moved
+from conserve.cli.control import move_all
 from conserve.cli.signals import ended_in_order
 from conserve.endpoints.roster import server_url
 from conserve.errors import ConserveError, SettingsError
@@ -160,21 +160,21 @@ def follow(watch: "StoreWatch", context: Context) -> None:
         try:
             while looking.failed is None:
                 if (seen := looking.seen) is not None:
-                    choice = chosen(choice, seen)
+                    choice = with_shown_job(choice, seen)
                     width, height = shown.size()
                     lines = frame(seen, choice, width=width, height=height)
                     shown.draw(painted(lines, width, colours=True))
                 for key in shown.keys(WAIT_S):
                     if key == "q":
                         return
-                    choice = pressed(key, choice, looking.seen, context)
+                    choice = after_key(key, choice, looking.seen, context)
                     looking.soon()
             raise looking.failed
         finally:
             looking.stop()
 
 
-def chosen(choice: "ScreenState", seen: "Overview") -> "ScreenState":
+def with_shown_job(choice: "ScreenState", seen: "Overview") -> "ScreenState":
     """The choice with a job that is shown: the first one if the last is gone."""
     from conserve.cli.top_frame import shown_jobs
 
@@ -182,7 +182,7 @@ def chosen(choice: "ScreenState", seen: "Overview") -> "ScreenState":
     return choice if choice.job in ids else replace(choice, job=ids[0] if ids else None)
 
 
-def pressed(key: str, choice: "ScreenState", seen: "Overview | None", context: Context) -> "ScreenState":
+def after_key(key: str, choice: "ScreenState", seen: "Overview | None", context: Context) -> "ScreenState":
     """The choice after a key, which may pause or resume the chosen job."""
     from conserve.cli.top_frame import shown_jobs
 
@@ -198,14 +198,14 @@ def pressed(key: str, choice: "ScreenState", seen: "Overview | None", context: C
         index = ids.index(choice.job) + step if choice.job in ids else 0
         return replace(choice, job=ids[max(0, min(index, len(ids) - 1))] if ids else None)
     if key in STEERING and choice.job is not None:
-        return steered(choice, choice.job, STEERING[key], context)
+        return after_verb(choice, choice.job, STEERING[key], context)
     return choice
 
 
-def steered(choice: "ScreenState", job_id: str, verb: str, context: Context) -> "ScreenState":
+def after_verb(choice: "ScreenState", job_id: str, verb: str, context: Context) -> "ScreenState":
     """Pause or resume a job as the command of that name does; an error is shown, and the screen goes on."""
     try:
-        ((_, job),) = moved(context, [job_id], verb)
+        ((_, job),) = move_all(context, [job_id], verb)
     except ConserveError as error:
         return replace(choice, message=str(error), failed=True)
     return replace(choice, message=f"{job.id}: {job.state}")

@@ -47,10 +47,10 @@ class Screen:
         if self._keys.fileno() not in ready:
             return []
         pressed = os.read(self._keys.fileno(), MOST_BYTES)
-        return named(pressed.decode(errors="replace")) if pressed else ["q"]  # the terminal is gone
+        return key_names(pressed.decode(errors="replace")) if pressed else ["q"]  # the terminal is gone
 
 
-def named(text: str) -> list[str]:
+def key_names(text: str) -> list[str]:
     """Names of the keys in what a terminal sent; arrows are sequences."""
     found = []
     while text:

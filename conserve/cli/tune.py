@@ -126,12 +126,12 @@ def tune(
     searched = profile_of(settings, words, profile)
     machine = BenchMachine.of(searched, learned_of(settings, searched))
     blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
-    tuning = prepared(machine, blocks, promised, block_s, seed)
+    tuning = prepare_tuning(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
     if not found.kept:
         output.say(
-            f"no promise keeps {named(promised)}; the nearest, {promise_flags(found.promises)}, exceeds it by "
-            f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
+            f"no promise keeps {promise_words(promised)}; the nearest, {promise_flags(found.promises)}, exceeds it "
+            f"by {found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
     measured, of_engine, served = None, None, list[str]()
@@ -139,7 +139,7 @@ def tune(
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried = confirm(settings, wanted, tuning, found)
         if not tried.kept:
-            output.say(refused(found, tried, promised))
+            output.say(refusal(found, tried, promised))
             raise typer.Exit(exits.FAILED)
         measured = harvest(tried)
         found = found if tried.value == found.value else asyncio.run(tuning.measure(tried))
@@ -251,7 +251,7 @@ def of_cache(blocks: "list[Trace]") -> str:
     return f", {cached / prompts:.0%} of their prompts' tokens in the prefix cache" if cached else ""
 
 
-def prepared(
+def prepare_tuning(
     machine: "BenchMachine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
 ) -> "Tuning":
     """The search on a simulated engine, whose live requests alone are played already."""
@@ -281,11 +281,12 @@ def confirm(settings: Settings, wanted: TuneFlags, tuning: "Tuning", found: "Tri
     raise typer.Exit(exits.INTERRUPTED)
 
 
-def refused(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:
+def refusal(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:
     """Sentence where the engine kept none of the values, from the one found to the last one tried."""
     return (
-        f"the engine kept {named(promised)} with none of the values tried, from {promise_flags(found.promises)} "
-        f"down to {promise_flags(tried.promises)}: nothing is kept; allow more harm, or give a lower --rate"
+        f"the engine kept {promise_words(promised)} with none of the values tried, "
+        f"from {promise_flags(found.promises)} down to {promise_flags(tried.promises)}: nothing is kept; "
+        "allow more harm, or give a lower --rate"
     )
 
 
@@ -308,7 +309,7 @@ def rates(harvested: Mapping[str, float]) -> str:
     )
 
 
-def named(promised: "Any") -> str:
+def promise_words(promised: "Any") -> str:
     """Latencies that may be harmed, in words."""
     return ", ".join(map(str, promised))
 

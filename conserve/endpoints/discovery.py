@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from conserve.endpoints.answers import UNREADABLE, excerpt
-from conserve.endpoints.exchange import WholeResponse, look
+from conserve.endpoints.exchange import WholeResponse, short_response
 from conserve.endpoints.protocol import KvCache, Url
-from conserve.endpoints.refusals import BUSY, error_message, redirected, untrusted
+from conserve.endpoints.refusals import BUSY, certificate_error, error_message, redirect_error
 from conserve.endpoints.window import ServerMetrics
 from conserve.errors import EndpointUnusable, ModelUnnamed, one_line
 from conserve.server_report import PATH, RECENT, FrontEndReport, read_front_end
@@ -178,14 +178,14 @@ async def listed_models(client: httpx.AsyncClient) -> list[ServedModel]:
     """Models that the server lists, at least one; raises `EndpointUnusable`."""
     base_url, route = base_url_of(client), "/v1/models"
     try:
-        reply = await look(client, "GET", route, seconds=START_S)
+        reply = await short_response(client, "GET", route, seconds=START_S)
     except httpx.HTTPError as error:
         raise no_server(base_url, error) from error
     if 300 <= reply.status < 400:
-        raise redirected(reply, httpx.URL(f"{base_url}{route}"), route)
+        raise redirect_error(reply, httpx.URL(f"{base_url}{route}"), route)
     lacking = reply.status in LACKS_ROUTE
     if is_in_trouble(reply.status):
-        raise troubled(client, route, reply)
+        raise trouble_error(client, route, reply)
     if reply.status != 200:
         unlisted = "; for one server without a list of models, --model names it" if lacking else ""
         sent = "CONSERVE_API_KEY" if client.auth is None else LOGIN_SENT
@@ -209,7 +209,7 @@ async def listed_models(client: httpx.AsyncClient) -> list[ServedModel]:
 def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
     """The error for an address at which no request could be made."""
     said = one_line(error) or type(error).__name__
-    return untrusted(error, base_url) or EndpointUnusable(
+    return certificate_error(error, base_url) or EndpointUnusable(
         f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct the address"
     )
 
@@ -239,7 +239,7 @@ async def coserving(client: httpx.AsyncClient) -> FrontEndReport | None:
     if reply.status == NO_REPORT_YET:
         reply = await healthy_reply(client, PATH)
     if is_in_trouble(reply.status):
-        raise troubled(client, PATH, reply)
+        raise trouble_error(client, PATH, reply)
     try:
         return read_front_end(reply.content) if reply.status == 200 else None
     except UNREADABLE:
@@ -256,7 +256,7 @@ class VllmVersion:
 async def vllm_version(client: httpx.AsyncClient) -> str | None:
     """Version of vLLM; None if the server is another, or does not tell."""
     try:
-        reply = await look(client, "GET", "/version", seconds=LOOK_S)
+        reply = await short_response(client, "GET", "/version", seconds=LOOK_S)
         told = msgspec.json.decode(reply.content, type=VllmVersion) if reply.status == 200 else None
     except (httpx.HTTPError, *UNREADABLE):
         return None
@@ -266,7 +266,7 @@ async def vllm_version(client: httpx.AsyncClient) -> str | None:
 async def metrics(client: httpx.AsyncClient) -> ServerMetrics | None:
     """vLLM's figures; None if the server shows none."""
     try:
-        page = await look(client, "GET", "/metrics", seconds=LOOK_S)
+        page = await short_response(client, "GET", "/metrics", seconds=LOOK_S)
         return ServerMetrics.read(page.text) if page.status == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
@@ -275,7 +275,7 @@ async def metrics(client: httpx.AsyncClient) -> ServerMetrics | None:
 async def kv_cache(client: httpx.AsyncClient) -> KvCache:
     """Size of vLLM's KV cache by its metrics, as far as they tell."""
     try:
-        page = await look(client, "GET", "/metrics", seconds=LOOK_S)
+        page = await short_response(client, "GET", "/metrics", seconds=LOOK_S)
     except httpx.HTTPError:
         return KvCache()
     told = re.search(r"^vllm:cache_config_info\{(.*)\} ", page.text, re.MULTILINE)
@@ -291,11 +291,11 @@ async def takes_priority(client: httpx.AsyncClient, model: str, *, listed: bool)
     """
     body = {"model": model, "prompt": "a", "max_tokens": 1, "priority": OFFLINE_PRIORITY}
     try:
-        reply = await look(client, "POST", Url.COMPLETIONS, json=body, seconds=LOOK_S)
+        reply = await short_response(client, "POST", Url.COMPLETIONS, json=body, seconds=LOOK_S)
     except httpx.ReadTimeout:
         return True  # the request waits behind live ones; a rejection would come at once
     except httpx.HTTPError as error:
-        raise silent(client, error) from error
+        raise silence_error(client, error) from error
     if reply.status == 200 or reply.status in REJECTED or (listed and reply.status in LACKS_ROUTE):
         return reply.status == 200
     raise EndpointUnusable(
@@ -313,7 +313,7 @@ async def healthy_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
     """The response of a route that needs no work; raises `EndpointUnusable` if there is none or a 5xx one."""
     reply = await any_reply(client, path)
     if reply.status >= 500:  # also 500: vLLM's routes once its engine has died
-        raise troubled(client, path, reply)
+        raise trouble_error(client, path, reply)
     return reply
 
 
@@ -323,25 +323,27 @@ async def any_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
     A server that has listed its models is there, so it has as long for this answer as for its list.
     """
     try:
-        return await look(client, "GET", path, seconds=START_S)
+        return await short_response(client, "GET", path, seconds=START_S)
     except httpx.HTTPError as error:
-        raise silent(client, error) from error
+        raise silence_error(client, error) from error
 
 
-def troubled(client: httpx.AsyncClient, path: str, reply: WholeResponse) -> EndpointUnusable:
+def trouble_error(client: httpx.AsyncClient, path: str, reply: WholeResponse) -> EndpointUnusable:
     """The error for a response of a server that is in trouble, or busy."""
     said = f"{base_url_of(client)}{path} answered {reply.status}; wait and try again"
     return EndpointUnusable(said, status=reply.status)
 
 
-def silent(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:
+def silence_error(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:
     """The error for a server that cannot be reached."""
     base_url, said = base_url_of(client), one_line(error) or type(error).__name__
     late = isinstance(error, httpx.ReadTimeout)
     step = (
         "it is busy or stuck: look at its log, and try again" if late else "start it or correct the address"
     )
-    return untrusted(error, base_url) or EndpointUnusable(f"{base_url} does not answer ({said}); {step}")
+    return certificate_error(error, base_url) or EndpointUnusable(
+        f"{base_url} does not answer ({said}); {step}"
+    )
 
 
 def base_url_of(client: httpx.AsyncClient) -> str:

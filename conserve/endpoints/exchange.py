@@ -115,19 +115,19 @@ def transport_to(url: httpx.URL, limits: httpx.Limits) -> httpx.AsyncHTTPTranspo
     Without it a row waits for as long as an answer may take.
     """
     # Where no certificate comes, none need be read.
-    verify: ssl.SSLContext | bool = trusted() if url.scheme == "https" else False
+    verify: ssl.SSLContext | bool = certificates() if url.scheme == "https" else False
     return httpx.AsyncHTTPTransport(
         verify=verify, limits=limits, proxy=proxy_of(url), socket_options=KEEPALIVE
     )
 
 
-def trusted() -> ssl.SSLContext:
+def certificates() -> ssl.SSLContext:
     """Certificates by which servers are trusted, read once and not for each server of a fleet."""
-    return _trusted(*(os.environ.get(name) for name in CERTIFICATES))
+    return _certificates(*(os.environ.get(name) for name in CERTIFICATES))
 
 
 @functools.cache
-def _trusted(*places: str | None) -> ssl.SSLContext:
+def _certificates(*places: str | None) -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
@@ -184,7 +184,7 @@ async def chunks(
             memory.give(held)
 
 
-async def whole(answer: httpx.Response, num_bytes: int, memory: AnswerMemory | None = None) -> bytes:
+async def read_whole(answer: httpx.Response, num_bytes: int, memory: AnswerMemory | None = None) -> bytes:
     """The body in one piece; raises as `chunks` does."""
     async with aclosing(chunks(answer, num_bytes, memory)) as found:
         return b"".join([chunk async for chunk in found])
@@ -209,7 +209,7 @@ async def complaint(answer: httpx.Response) -> WholeResponse:
     return WholeResponse(answer.status_code, answer.headers, content[:COMPLAINT_BYTES])
 
 
-async def look(
+async def short_response(
     client: httpx.AsyncClient, method: str, path: str, *, seconds: float, json: Any = None
 ) -> WholeResponse:
     """A short response; raises `httpx.HTTPError` if it is not there as a whole within this many seconds."""
@@ -218,7 +218,7 @@ async def look(
             asyncio.timeout(seconds),
             client.stream(method, path, json=json, timeout=seconds) as answer,
         ):
-            return WholeResponse(answer.status_code, answer.headers, await whole(answer, PAGE_BYTES))
+            return WholeResponse(answer.status_code, answer.headers, await read_whole(answer, PAGE_BYTES))
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
     except EndpointFault as error:

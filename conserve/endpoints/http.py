@@ -28,16 +28,16 @@ from conserve.endpoints.exchange import (
     WholeResponse,
     chunks,
     complaint,
-    look,
     open_client,
     read_out,
-    whole,
+    read_whole,
+    short_response,
 )
 from conserve.endpoints.handing import Handing
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.probes import Probes
 from conserve.endpoints.protocol import Call, Completion, Endpoint, InFlight, KvCache, OnTokens, model_of
-from conserve.endpoints.refusals import untrusted, unwrapped
+from conserve.endpoints.refusals import certificate_error, with_own_status
 from conserve.endpoints.rejections import Rejections
 from conserve.endpoints.requests import request_body, streamed_body, trace_headers
 from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
@@ -174,7 +174,7 @@ class HttpEndpoint(Endpoint):
     async def alive(self) -> bool:
         """True if the server answers at all, whatever its answer."""
         try:
-            await look(self._client, "GET", "/health", seconds=LOOK_S)
+            await short_response(self._client, "GET", "/health", seconds=LOOK_S)
         except httpx.HTTPError:
             return False
         return True
@@ -244,7 +244,7 @@ class HttpEndpoint(Endpoint):
         try:
             async with self._exchange(call, request_body(call, self.server)) as answer:
                 begun = True
-                content = await whole(answer, self._limits.num_bytes, self._memory)
+                content = await read_whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
             trouble = await self._trouble(error, begun=begun)
             if isinstance(trouble, AnswerTooLong) and not begun and self._order.waits(sending):
@@ -254,7 +254,7 @@ class HttpEndpoint(Endpoint):
         try:
             completion = replace(read(call, content), started_over=True)
         except EndpointFault as error:
-            said = unwrapped(WholeResponse(answer.status_code, answer.headers, content))
+            said = with_own_status(WholeResponse(answer.status_code, answer.headers, content))
             if said.status == httpx.codes.OK:
                 raise
             waited_s = asyncio.get_running_loop().time() - sent_at
@@ -329,7 +329,7 @@ class HttpEndpoint(Endpoint):
         # The row may be at fault, unless the server is gone or let the row wait for live requests.
         if isinstance(error, httpx.ReadTimeout | TimeoutError):
             return self._late(error, begun=begun)
-        if (refused := untrusted(error, self.base_url)) is not None:
+        if (refused := certificate_error(error, self.base_url)) is not None:
             return refused
         if (full := open_files.too_many(error)) is not None:
             return EndpointUnavailable(full)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import httpx
 import msgspec
 
-from conserve.endpoints.exchange import look
+from conserve.endpoints.exchange import short_response
 from conserve.errors import EndpointUnusable, SettingsError, one_line
 from conserve.hosts import bearer, in_url, url_of, without_login
 
@@ -136,7 +136,7 @@ class Pods:
         path = httpx.URL(self._path, params={"labelSelector": self._selector})
         try:
             async with self._opened() as client:
-                reply = await look(client, "GET", str(path), seconds=LOOK_S)
+                reply = await short_response(client, "GET", str(path), seconds=LOOK_S)
         except (httpx.HTTPError, OSError) as error:
             raise EndpointUnusable(
                 f"the API server of Kubernetes does not answer: {one_line(error)}"

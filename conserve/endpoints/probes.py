@@ -19,10 +19,10 @@ from conserve.endpoints.discovery import (
     healthy,
     served_models,
 )
-from conserve.endpoints.exchange import WholeResponse, look
+from conserve.endpoints.exchange import WholeResponse, short_response
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.protocol import Call, Url
-from conserve.endpoints.refusals import BUSY, OF_ROWS, error_message, refusal, unwrapped
+from conserve.endpoints.refusals import BUSY, OF_ROWS, error_message, refusal, with_own_status
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -103,7 +103,8 @@ class Probes:
 
         async def ask() -> int | None:
             try:
-                return unwrapped(await look(self._client, "POST", route, json=body, seconds=PROBE_S)).status
+                reply = await short_response(self._client, "POST", route, json=body, seconds=PROBE_S)
+                return with_own_status(reply).status
             except httpx.HTTPError:
                 return None
 
@@ -162,7 +163,9 @@ class Probes:
 
     async def _post(self, model: str, route: Url, body: dict[str, Any]) -> WholeResponse:
         asked = {"model": model, **body}
-        reply = unwrapped(await look(self._client, "POST", route, json=asked, seconds=PROBE_S))
+        reply = with_own_status(
+            await short_response(self._client, "POST", route, json=asked, seconds=PROBE_S)
+        )
         self.answered += reply.status == httpx.codes.OK
         return reply
 

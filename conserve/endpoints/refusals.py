@@ -49,7 +49,7 @@ def refusal(
 ) -> EndpointError:
     """The error for a response with a status other than 200; `answers` if key and model are good for others."""
     if 300 <= reply.status < 400:
-        return redirected(reply, asked, route)
+        return redirect_error(reply, asked, route)
     wait_s = retry_after_s(reply.headers, now=now)
     said, names = error_message(reply.content), error_names(reply.content)
     return error_of(reply.status, said, wait_s, answers=answers, names=names)
@@ -113,9 +113,9 @@ def status_named(error: Mapping[str, Any]) -> int | None:
     return code if isinstance(code, int) and 400 <= code < 600 else None
 
 
-def unwrapped(reply: WholeResponse) -> WholeResponse:
+def with_own_status(reply: WholeResponse) -> WholeResponse:
     """The response, with the status that its error names: some gateways send the errors of others with a 200."""
-    body = decoded(reply.content)
+    body = decode_or_none(reply.content)
     error = body.get("error") if isinstance(body, dict) and not any(map(body.get, OF_ANSWERS)) else None
     status = status_named(error) if reply.status == httpx.codes.OK and isinstance(error, dict) else None
     return reply if status is None else reply._replace(status=status)
@@ -137,11 +137,11 @@ def error_names(content: bytes) -> frozenset[str]:
 
 def error_in(content: bytes) -> Any:
     """The error in a body, which may be the body itself; None if that is unreadable."""
-    body = decoded(content)
+    body = decode_or_none(content)
     return body.get("error", body) if isinstance(body, dict) else body
 
 
-def decoded(content: bytes) -> Any:
+def decode_or_none(content: bytes) -> Any:
     """The JSON value of a body; None if it is unreadable."""
     try:
         return msgspec.json.decode(content)
@@ -154,7 +154,7 @@ def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
     return parse_retry_after(headers.get("retry-after", ""), now=now, most_s=MOST_RETRY_AFTER_S)
 
 
-def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:
+def redirect_error(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:
     """The error for an address that redirects requests: the address is wrong, and no row is at fault."""
     status, here = reply.status, f"{one_line(asked)} answers with HTTP {reply.status}"
     location = reply.headers.get("location", "")
@@ -174,7 +174,7 @@ def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUn
     return EndpointUnusable(said, status=status)
 
 
-def untrusted(error: BaseException, base_url: str) -> EndpointUnusable | None:
+def certificate_error(error: BaseException, base_url: str) -> EndpointUnusable | None:
     """The error for a server whose certificate was refused; None if the connection failed for another reason."""
     for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):

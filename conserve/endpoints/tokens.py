@@ -8,7 +8,7 @@ import msgspec
 
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import sole_model
-from conserve.endpoints.exchange import look, open_client
+from conserve.endpoints.exchange import open_client, short_response
 from conserve.hosts import server_root, split_login
 
 ANSWER_S = 60.0
@@ -57,7 +57,7 @@ class ServerTokens:
     async def _count(self, body: dict[str, Any]) -> int | None:
         try:
             asked = {"model": self.model, **body}
-            reply = await look(self._client, "POST", "/tokenize", json=asked, seconds=ANSWER_S)
+            reply = await short_response(self._client, "POST", "/tokenize", json=asked, seconds=ANSWER_S)
             if reply.status != httpx.codes.OK:
                 return None
             told = msgspec.json.decode(reply.content)
@@ -74,7 +74,7 @@ class ServerTokens:
 async def context_of(client: httpx.AsyncClient, model: str) -> int | None:
     """Context length of this model in the server's list; None if it is not there."""
     try:
-        reply = await look(client, "GET", "/v1/models", seconds=ANSWER_S)
+        reply = await short_response(client, "GET", "/v1/models", seconds=ANSWER_S)
         entries = msgspec.json.decode(reply.content)["data"]
         lengths = [entry.get("max_model_len") for entry in entries if entry["id"] == model]
         return int(lengths[0]) if lengths and lengths[0] else None

@@ -22,7 +22,7 @@ OLD = "it began longer ago than `resume` allows"
 CHANGED = "the file or the flags have changed and none of its rows was answered"
 
 
-def begun(
+def current_run(
     settings: Settings, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say
 ) -> RunRecord:
     """The run that was begun and has not ended, if it is young enough; else a new one, and it is given up.
@@ -32,7 +32,7 @@ def begun(
     open jobs are cancelled where another one begins in its place. Raises `UsageError` for a run of
     another file.
     """
-    left = keeping.unfinished(settings.home, plan.name)
+    left = keeping.unfinished_run(settings.home, plan.name)
     if left is not None:
         changed = (left.plan, dict(left.overrides)) != (text, dict(asking.overrides))
         young = now - left.began_at <= plan.resume_s

@@ -10,10 +10,10 @@ from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
-from conserve.nightly.current_run import begun
+from conserve.nightly.current_run import current_run
 from conserve.nightly.evaluation_lock import held
-from conserve.nightly.publishing import Published, key_of, published
-from conserve.nightly.running import Asking, Say, check, finished, overridden, plan_of_file
+from conserve.nightly.publishing import Published, key_of, publish
+from conserve.nightly.running import Asking, Say, check, overridden, plan_of_file, run_suites
 from conserve.nightly.targets import bound_to
 
 
@@ -38,9 +38,9 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
                 )
         for target in overridden(plan, asking.overrides).targets:
             bound_to(settings, target)  # raises before a run is begun whose jobs no model could have
-        run = begun(settings, asking, plan, text, now=time.time(), say=say)
+        run = current_run(settings, asking, plan, text, now=time.time(), say=say)
         try:
-            run = finished(settings, run, progress=asking.progress, say=say)
+            run = run_suites(settings, run, progress=asking.progress, say=say)
         except KeyboardInterrupt:
             say(f"{run.id} stopped; go on with: conserve eval run {shlex.quote(str(asking.file))}")
             raise
@@ -50,21 +50,21 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
 
 def ready(asking: Asking) -> tuple[NightlyPlan, str]:
     """Plan and text of a file whose suites can be asked and whose verdict can be posted."""
-    plan, text = checked(asking)
+    plan, text = checked_plan(asking)
     key_of(plan.reports)
     return plan, text
 
 
-def checked(asking: Asking) -> tuple[NightlyPlan, str]:
+def checked_plan(asking: Asking) -> tuple[NightlyPlan, str]:
     """Plan and text of a file whose suites can be asked; raises `UsageError` for the first fault."""
     plan, text = plan_of_file(asking.file)
     check(overridden(plan, asking.overrides), asking.file.parent.absolute())
     return plan, text
 
 
-def reported(settings: Settings, run: RunRecord, say: Say) -> Published:
+def publish_run(settings: Settings, run: RunRecord, say: Say) -> Published:
     """Publish a run as its file says."""
-    return published(settings, run, plan_of(run.plan), say)
+    return publish(settings, run, plan_of(run.plan), say)
 
 
 def remove_outdated(settings: Settings, plan: NightlyPlan, run: RunRecord, *, now: float, say: Say) -> None:
@@ -74,9 +74,10 @@ def remove_outdated(settings: Settings, plan: NightlyPlan, run: RunRecord, *, no
     """
     if plan.keep_s is None:
         return
-    compared = keeping.previous(settings.home, run), keeping.named(settings.home, plan.against, beside=run)
+    against = keeping.resolve_or_none(settings.home, plan.against, beside=run)
+    compared = keeping.previous(settings.home, run), against
     spared = {run.id, *(one.id for one in compared if one is not None)}
-    for one in keeping.outdated(settings.home, plan.name, before=now - plan.keep_s):
+    for one in keeping.outdated_runs(settings.home, plan.name, before=now - plan.keep_s):
         if one.id not in spared:
             keeping.remove(settings.home, one)
             say(f"{one.id} is removed: it is older than the file keeps runs")

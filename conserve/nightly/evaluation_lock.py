@@ -32,8 +32,8 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
     """
     hold: Hold = "ours"
     with locking(home, nights.lock_file(home, evaluation)) as file:
-        if not taken(file) and (holder := holder_of(file, home, evaluation)) is not None:
-            still = f"a run of {evaluation} is still going ({told(holder)})"
+        if not take(file) and (holder := holder_of(file, home, evaluation)) is not None:
+            still = f"a run of {evaluation} is still going ({owner_in_words(holder)})"
             if overlap == "skip":
                 say(f"{still}; this one is skipped, as the file says")
                 yield "theirs"
@@ -45,7 +45,7 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
                 fcntl.flock(file, fcntl.LOCK_EX)
             else:
                 with locking(home, nights.waiting_file(home, evaluation)) as waiting:
-                    if not taken(waiting):
+                    if not take(waiting):
                         say(f"{still}, and another one waits for it; this one is skipped")
                         yield "theirs"
                         return
@@ -70,7 +70,7 @@ def locking(home: Path, path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def taken(file: int) -> bool:
+def take(file: int) -> bool:
     """Take the lock; False if another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,13 +92,13 @@ def holder_of(file: int, home: Path, evaluation: str) -> str | None:
     for _ in range(LOOKS):
         if (owner := nights.signed_by(home, evaluation)) and not nights.is_ended(owner):
             return owner
-        if taken(file):
+        if take(file):
             return None
         time.sleep(LOOK_S)
     return ""
 
 
-def told(owner: str) -> str:
+def owner_in_words(owner: str) -> str:
     """An owner in words."""
     if not owner:
         return "another process"
@@ -112,7 +112,7 @@ def end(owner: str, evaluation: str) -> None:
     with contextlib.suppress(ValueError):  # no signature
         pid = owners.pid_here(owner)
     if pid is None:
-        raise JobRefused(f"a run of {evaluation} is going in {told(owner)}; end it there first")
+        raise JobRefused(f"a run of {evaluation} is going in {owner_in_words(owner)}; end it there first")
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -11,7 +11,7 @@ from conserve.evals.outcome import AnswerOrigins, SuiteOutcome
 from conserve.evals.plan import ModelTarget
 from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
-from conserve.nightly.targets import told_by, with_target
+from conserve.nightly.targets import ask_server, with_target
 
 
 def facts_of(settings: Settings, target: ModelTarget, outcome: SuiteOutcome) -> dict[str, str]:
@@ -60,7 +60,7 @@ def served_by(endpoint: str, api_key: str | None) -> dict[str, str | None]:
     """Facts that a vLLM server tells of itself; other servers tell none."""
     from conserve.endpoints.discovery import vllm_version
 
-    version = told_by(endpoint, api_key, vllm_version) if endpoint.startswith("http") else None
+    version = ask_server(endpoint, api_key, vllm_version) if endpoint.startswith("http") else None
     return {} if version is None else {"vllm": version.removeprefix("vLLM ")}
 
 

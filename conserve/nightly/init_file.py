@@ -10,7 +10,7 @@ from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan_file import plan_of
 from conserve.nightly.mistakes import CHECK
 from conserve.nightly.running import check
-from conserve.nightly.samples import located, opened
+from conserve.nightly.samples import open_rows, paths_of
 from conserve.store.sql import quoting as sql
 from conserve.store.sql.input_columns import shown_names
 
@@ -78,7 +78,7 @@ def quoted(text: str) -> str:
 def write(path: Path, wishes: NightlyWishes) -> None:
     """Write the file; raises `UsageError` if there is one already, or for questions that cannot be asked."""
     folder = path.parent.absolute()
-    with opened(located([wishes.data], folder)) as rows:
+    with open_rows(paths_of([wishes.data], folder)) as rows:
         in_view = shown_names(list(rows.columns))
     text = text_of(wishes, in_view.get(wishes.expected, wishes.expected))
     try:

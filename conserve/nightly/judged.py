@@ -15,7 +15,7 @@ from conserve.evals.plan_file import PlanTable
 from conserve.jobs.requests.rendering import template_names
 from conserve.nightly.harness.request_jobs import row_missing
 from conserve.nightly.options import ASKING, Options, asking_of
-from conserve.nightly.questions import Answer, Questions, digest_of, questions_asked, whole
+from conserve.nightly.questions import Answer, Questions, ask_questions, digest_of, whole_results
 from conserve.nightly.redacted import address_of
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
@@ -44,7 +44,7 @@ class JudgeScores:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=OWN)
         judge = Judge(options)
-        asked = questions_asked(night, options)
+        asked = ask_questions(night, options)
         target = judge.target(night.target)
         facts = asked.facts | judge.facts(target)
         if all(one.text is None for one in asked.answers()):
@@ -52,11 +52,11 @@ class JudgeScores:
             return SuiteOutcome(items=unjudged, facts=facts, job_ids=asked.job_ids, origins=asked.origins)
         of_model = (target.model, target.endpoint, target.engine_args)
         key = f"judge-{digest_of(answers_digest(asked), judge.asking, of_model)}"
-        job = night.submitted(key, to_judge(asked), target=target, **judge.asking)
-        night.answered(job)
+        job = night.submit_once(key, to_judge(asked), target=target, **judge.asking)
+        night.await_answers(job)
 
         def items() -> Iterator[Item]:
-            verdicts = map(asked.origins.noted, whole(job, job.results()))
+            verdicts = map(asked.origins.noted, whole_results(job, job.results()))
             for one in asked.answers():
                 yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 

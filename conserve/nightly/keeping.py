@@ -87,7 +87,7 @@ def unreadable(home: Path) -> list[Path]:
     return sorted(folder for folder in nights.runs_folder(home).glob("*/") if folder.name not in known)
 
 
-def unfinished(home: Path, evaluation: str) -> RunRecord | None:
+def unfinished_run(home: Path, evaluation: str) -> RunRecord | None:
     """The run of an evaluation that was begun and has not ended; the newest of several."""
     left = [run for run in runs(home, evaluation) if run.state is RunState.RUNNING]
     return left[-1] if left else None
@@ -174,7 +174,7 @@ def of_two(wanted: str, evaluation: str | None, beside: RunRecord) -> UsageError
     )
 
 
-def named(home: Path, wanted: str, *, beside: RunRecord) -> RunRecord | None:
+def resolve_or_none(home: Path, wanted: str, *, beside: RunRecord) -> RunRecord | None:
     """Run of the same evaluation that this stands for, as `resolve` takes it; None if there is none."""
     try:
         return resolve(home, wanted, beside=beside)
@@ -304,7 +304,7 @@ def remove(home: Path, run: RunRecord) -> None:
     shutil.rmtree(nights.folder_of(home, run.id), ignore_errors=True)
 
 
-def outdated(home: Path, evaluation: str, *, before: float) -> list[RunRecord]:
+def outdated_runs(home: Path, evaluation: str, *, before: float) -> list[RunRecord]:
     """Ended runs that began before this moment and have no name."""
     marks = nights.names(home)
     return [

@@ -15,7 +15,7 @@ from conserve.evals.plan import NightlyPlan, Reports
 from conserve.evals.records import PREVIOUS, RunRecord
 from conserve.nightly.redacted import host_of
 from conserve.nightly.report.document import Document, against_of, document
-from conserve.nightly.report.forms import SUFFIXES, written
+from conserve.nightly.report.forms import SUFFIXES, text_in_form
 from conserve.whole import write_whole
 
 POST_S = 20.0
@@ -33,7 +33,7 @@ class Published(NamedTuple):
     unwritten: Sequence[str]
 
 
-def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Published:
+def publish(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Published:
     """Post the verdict, and write the reports that the file asks for; one that cannot be written costs no other."""
     try:
         against = against_of(settings.home, run, None, plan.against)
@@ -57,7 +57,7 @@ def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -
 def write(found: Document, form: str, path: Path) -> Path:
     """Write a report; raises `UsageError` where that is impossible."""
     try:
-        write_whole(path, written(found, form).encode())
+        write_whole(path, text_in_form(found, form).encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
     return path

@@ -33,7 +33,7 @@ class Questions:
     def answers(self) -> Iterator["Answer"]:
         """Yield the answers of all epochs, in the order of the data set; raises `RowsFailed` for a missing row."""
         for epoch, job in enumerate(self.jobs):
-            for row in whole(job, job.results(with_inputs=True, with_prompts=True)):
+            for row in whole_results(job, job.results(with_inputs=True, with_prompts=True)):
                 yield Answer(self.origins.noted(row), epoch, self.data, self.options)
 
     @property
@@ -52,23 +52,23 @@ class Questions:
         return [job.id for job in self.jobs]
 
 
-def questions_asked(night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> Questions:
+def ask_questions(night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> Questions:
     """Ask the data set of a suite, and wait for the answers."""
     data = data_set(night.suite, options.data, night.folder)
     asking = options.asking() | {"schema": schema}
-    jobs = [submitted(night, options, data, asking, epoch) for epoch in range(night.suite.epochs)]
-    night.answered(*jobs)
+    jobs = [submit_epoch(night, options, data, asking, epoch) for epoch in range(night.suite.epochs)]
+    night.await_answers(*jobs)
     return Questions(options=options, data=data, asking=asking, jobs=jobs)
 
 
-def submitted(night: Night, options: Options, data: DataSet, asking: Mapping[str, Any], epoch: int) -> Job:
+def submit_epoch(night: Night, options: Options, data: DataSet, asking: Mapping[str, Any], epoch: int) -> Job:
     """Job of one epoch; sampled answers have a seed of their own in each."""
     if epoch and "seed" in asking["params"]:
         asking = {**asking, "params": {**asking["params"], "seed": asking["params"]["seed"] + epoch}}
     id_column = options.table.text("id")
     key = digest_of(data.digest, data.asked, night.suite.seed, asking, epoch, id_column)
     with data.source() as source:
-        return night.submitted(key, source, id=id_column, **asking)
+        return night.submit_once(key, source, id=id_column, **asking)
 
 
 class Answer:
@@ -136,7 +136,7 @@ class Answer:
         return None if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def whole(job: Job, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def whole_results(job: Job, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a job's results; raises `RowsFailed` where one is missing, so that none takes its place."""
     expected = 0
     for row in rows:

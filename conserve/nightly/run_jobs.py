@@ -58,7 +58,7 @@ class SuiteNight:
         self._targets: dict[str, ModelTarget] = {}
         self._model_asked = model_asked
 
-    def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
+    def submit_once(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
         tags = {**tags_of(self.run_id, self._token), SUITE: self._label, ASK: key}
         known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
@@ -67,7 +67,7 @@ class SuiteNight:
         self._targets[job.id] = asked
         return job
 
-    def answered(self, *jobs: Job) -> None:
+    def await_answers(self, *jobs: Job) -> None:
         """Wait until each row of these jobs has a result; raises `JobRefused` for a job that ends otherwise.
 
         One that another model than the target's answered raises it too.

@@ -24,7 +24,7 @@ from conserve.nightly.items import ItemKey, Scored, scores_of
 from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
 from conserve.nightly.run_jobs import Answering, AskedJob, SuiteNight
-from conserve.nightly.targets import asked_instead, asked_once, check_target
+from conserve.nightly.targets import check_target, model_lookup, with_flags
 from conserve.store.files import nights
 
 Say = Callable[[str], None]
@@ -59,7 +59,7 @@ def overridden(plan: NightlyPlan, overrides: Mapping[str, Any]) -> NightlyPlan:
     if {"model", "endpoint"} & overrides.keys():
         if len(targets) > 1:
             raise UsageError("--model and --endpoint go with a file of one model; this one has several")
-        targets = (asked_instead(targets[0], overrides.get("model"), overrides.get("endpoint")),)
+        targets = (with_flags(targets[0], overrides.get("model"), overrides.get("endpoint")),)
     return replace(plan, suites=suites, targets=targets)
 
 
@@ -71,7 +71,7 @@ def check(plan: NightlyPlan, folder: Path) -> None:
         kind_of(suite).check(suite, folder)
 
 
-def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:
+def run_suites(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:
     """Run all suites that have not ended; each is kept as it ends. Errors of a suite end that suite alone."""
     plan = overridden(plan_of(run.plan), run.overrides)
     answering = Answering(settings, progress=progress, say=say)
@@ -80,7 +80,7 @@ def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) ->
         for target in plan.targets:
             open_suites = {plan.label(suite, target): suite for suite in plan.suites}
             left = {label: suite for label, suite in open_suites.items() if not has_scores(run, label)}
-            run = of_target(settings, run, target, left, answering, before_s, say)
+            run = run_on_target(settings, run, target, left, answering, before_s, say)
     finally:
         answering.close()
     state = RunState.FAILED if any(suite.error for suite in run.suites) else RunState.FINISHED
@@ -102,7 +102,7 @@ def in_order(run: RunRecord, plan: NightlyPlan) -> RunRecord:
     return replace(run, suites=tuple(sorted(run.suites, key=lambda suite: order.index(suite.name))))
 
 
-def of_target(
+def run_on_target(
     settings: Settings,
     run: RunRecord,
     target: ModelTarget,
@@ -112,10 +112,14 @@ def of_target(
     say: Say,
 ) -> RunRecord:
     """Run suites on one target, in rounds; those of a kind that runs one at a time after the others."""
-    current, model_asked = [run], asked_once(settings)
+    current, model_asked = [run], model_lookup(settings)
 
     def ended(label: str, found: SuiteRecord | Exception) -> None:
-        record = found if isinstance(found, SuiteRecord) else failed(label, suites[label], target, found, say)
+        record = (
+            found
+            if isinstance(found, SuiteRecord)
+            else failed_suite(label, suites[label], target, found, say)
+        )
         worked_s = before_s + answering.work_s
         current[0] = replace(keeping.with_suite(current[0], record), work_s=worked_s)
         keeping.write(settings.home, current[0])
@@ -133,7 +137,7 @@ def of_target(
             folder=Path(run.folder),
             model_asked=model_asked,
         )
-        return lambda: recorded(settings, night, label)
+        return lambda: run_suite(settings, night, label)
 
     for labels in waves({label: suite.kind for label, suite in suites.items()}):
         rounds: Rounds[AskedJob, SuiteRecord] = Rounds(answering.answer)
@@ -141,7 +145,7 @@ def of_target(
     return current[0]
 
 
-def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
+def run_suite(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
     """Ask and score a suite, and keep its items."""
     outcome = kind_of(night.suite).run(night)
     file = f"items-{label}.parquet"
@@ -206,7 +210,9 @@ def no_score(suite: SuitePlan, metric: str, scores: Mapping[ItemKey, float]) -> 
     )
 
 
-def failed(label: str, suite: SuitePlan, target: ModelTarget, error: Exception, say: Say) -> SuiteRecord:
+def failed_suite(
+    label: str, suite: SuitePlan, target: ModelTarget, error: Exception, say: Say
+) -> SuiteRecord:
     """Record of a suite that ended in an error."""
     if not isinstance(error, ConserveError):
         say("".join(traceback.format_exception(error)).rstrip())

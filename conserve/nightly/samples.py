@@ -53,8 +53,8 @@ class DataSet:
 
     def asked_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows that are asked, with the values that their prompts have."""
-        with opened(self.paths) as rows:
-            yield from picked(rows, self.chosen)
+        with open_rows(self.paths) as rows:
+            yield from chosen_rows(rows, self.chosen)
 
     @contextmanager
     def source(self) -> Iterator[Source]:
@@ -62,15 +62,19 @@ class DataSet:
         if self.chosen is None:
             yield self.paths
             return
-        with opened(self.paths) as rows:
-            yield picked_table(rows, self.chosen) if isinstance(rows, Columns) else picked(rows, self.chosen)
+        with open_rows(self.paths) as rows:
+            yield (
+                chosen_table(rows, self.chosen)
+                if isinstance(rows, Columns)
+                else chosen_rows(rows, self.chosen)
+            )
 
 
 def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
     """Data set of a suite, sampled by its seed; raises `InputError` for a file that is missing."""
-    paths = located(names, folder)
+    paths = paths_of(names, folder)
     marks = [fingerprint(path) for path in spelled_out(paths).paths]
-    with opened(paths) as rows:
+    with open_rows(paths) as rows:
         count, own = number_of(rows), own_names(list(rows.columns))
     return DataSet(
         paths=paths,
@@ -82,7 +86,7 @@ def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
 
 
 @contextmanager
-def kept(data: DataSet) -> Iterator[list[InputPart]]:
+def kept_inputs(data: DataSet) -> Iterator[list[InputPart]]:
     """Yield the files of the rows that are asked, as a job keeps them, with the types of the night."""
     with TemporaryDirectory() as place, data.source() as source:
         folder = home.job_folder(Path(place), "job")
@@ -96,7 +100,7 @@ def kept(data: DataSet) -> Iterator[list[InputPart]]:
 
 def size_of(names: Sequence[str], folder: Path) -> int:
     """Bytes of a suite's files."""
-    return sum(path.stat().st_size for path in spelled_out(located(names, folder)).paths)
+    return sum(path.stat().st_size for path in spelled_out(paths_of(names, folder)).paths)
 
 
 def own_names(columns: Sequence[str]) -> dict[str, str]:
@@ -111,7 +115,7 @@ def check_data(
 ) -> list[str]:
     """Columns of the files; raises for a missing file, a missing column, or a task that asks no row anything."""
     check_task(task)
-    with opened(located(names, folder)) as rows:
+    with open_rows(paths_of(names, folder)) as rows:
         check_input(rows, task, constant_prompt=False)
         for column in columns:
             if column not in rows.columns:
@@ -122,7 +126,7 @@ def check_data(
         return list(rows.columns)
 
 
-def located(names: Sequence[str], folder: Path) -> list[str]:
+def paths_of(names: Sequence[str], folder: Path) -> list[str]:
     """Paths of files, which begin at the folder of nightly.toml; raises `InputError` for a URL."""
     for name in names:
         if "://" in name:
@@ -142,7 +146,7 @@ def sample(count: int, limit: int | None, seed: int) -> list[int] | None:
 
 
 @contextmanager
-def opened(paths: Sequence[str]) -> Iterator[InputRows]:
+def open_rows(paths: Sequence[str]) -> Iterator[InputRows]:
     """Yield the rows of files where they lie."""
     with TemporaryDirectory() as scratch:
         yield open_input(Input(names=paths, keep=Keep.REFERENCE), Path(scratch), openai=False).rows
@@ -153,7 +157,7 @@ def number_of(rows: InputRows) -> int:
     return sum(len(batch) for batch in rows.batches(list(rows.columns)[:1]))
 
 
-def picked(rows: InputRows, chosen: Sequence[int] | None) -> Iterator[Mapping[str, Any]]:
+def chosen_rows(rows: InputRows, chosen: Sequence[int] | None) -> Iterator[Mapping[str, Any]]:
     """Yield the chosen rows, or all of them; a value that cannot be read fails its row when it is asked for."""
     wanted, number = None if chosen is None else set(chosen), 0
     for batch in rows.batches(list(rows.columns)):
@@ -163,12 +167,12 @@ def picked(rows: InputRows, chosen: Sequence[int] | None) -> Iterator[Mapping[st
             number += 1
 
 
-def picked_table(rows: Columns, chosen: Sequence[int]) -> pa.RecordBatchReader:
+def chosen_table(rows: Columns, chosen: Sequence[int]) -> pa.RecordBatchReader:
     """The chosen rows as a table that is read once."""
-    return pa.RecordBatchReader.from_batches(rows.schema, picked_batches(rows, chosen))
+    return pa.RecordBatchReader.from_batches(rows.schema, chosen_batches(rows, chosen))
 
 
-def picked_batches(rows: Columns, chosen: Sequence[int]) -> Iterator[pa.RecordBatch]:
+def chosen_batches(rows: Columns, chosen: Sequence[int]) -> Iterator[pa.RecordBatch]:
     """Yield batches of the chosen rows."""
     wanted, begin = set(chosen), 0
     for batch in rows.arrow(list(rows.columns)):

@@ -18,7 +18,7 @@ from conserve.evals.plan import SuitePlan
 from conserve.jobs.inputs.text_rows import no_json
 from conserve.nightly.mistakes import in_function, in_select
 from conserve.nightly.options import Options
-from conserve.nightly.questions import Answer, Questions, Scores, digest_of, questions_asked
+from conserve.nightly.questions import Answer, Questions, Scores, ask_questions, digest_of
 from conserve.nightly.rows import rows_of
 from conserve.nightly.suite import Night
 from conserve.nightly.trials import bound, called_once
@@ -49,7 +49,7 @@ class SqlScored:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         select, of_means = select_of(options)
-        asked = questions_asked(night, options)
+        asked = ask_questions(night, options)
         scores = [scores_by_row(night, job, select) for job in asked.jobs]
         metrics = {metric for epoch in scores for found in epoch.values() for metric in found}
 
@@ -74,7 +74,7 @@ class PythonScored:
     def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         function, source = function_of(options)
-        asked = questions_asked(night, options)
+        asked = ask_questions(night, options)
 
         def score(one: Answer) -> Scores:
             if one.text is None:
@@ -110,7 +110,7 @@ class SchemaScored:
         options = Options(night.suite, night.folder, own=("schema", "guided"))
         schema = schema_of(options)
         guided = bool(options.table.get("guided", bool))
-        asked = questions_asked(night, options, schema=schema if guided else None)
+        asked = ask_questions(night, options, schema=schema if guided else None)
         validator = validator_for(schema)(schema)
         items = (
             one.item({"valid": float(is_valid(one.text, validator)), "json": float(is_json(one.text))})
@@ -149,7 +149,7 @@ def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
     """Scores of a job's rows by metric; a mean without a name is called "score". Null is no score."""
     where = f"suites.{night.suite.name}"
     found: dict[int, Scores] = {}
-    for row in answered(night, job, select):
+    for row in query_rows(night, job, select):
         values = {name.lower(): value for name, value in row.items()}
         check_columns(where, values)
         number_of = values.pop(ROW)
@@ -162,7 +162,7 @@ def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
     return found
 
 
-def answered(night: Night, job: Job, select: str) -> Iterator[dict[str, Any]]:
+def query_rows(night: Night, job: Job, select: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a SELECT over a job; a mistake in it is one sentence that names the suite."""
     try:
         yield from rows_of(night.settings, select, [job.id])

@@ -14,8 +14,8 @@ from conserve.evals.plan import ModelTarget, SuitePlan
 class Night(Protocol):
     """One suite of one run, as its kind sees it. A killed run is the same run when it goes on.
 
-    `answered` blocks its suite's thread. Once each suite of the run waits or has ended, the rows of all their jobs
-    run together, ordered by prefix.
+    `await_answers` blocks its suite's thread. Once each suite of the run waits or has ended, the rows of all their
+    jobs run together, ordered by prefix.
     """
 
     @property
@@ -42,7 +42,7 @@ class Night(Protocol):
     def folder(self) -> Path:
         """Folder of nightly.toml, which relative paths begin at."""
 
-    def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
+    def submit_once(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one of `Store.submit`.
 
         `target` is asked instead of the suite's; `task` are further arguments of `Store.submit`. The key
@@ -50,7 +50,7 @@ class Night(Protocol):
         under the same key is never asked for again.
         """
 
-    def answered(self, *jobs: Job) -> None:
+    def await_answers(self, *jobs: Job) -> None:
         """Wait until each row of these jobs has a result.
 
         Raises `JobRefused` for a job that may not run, and for one that another model than the target's answered.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 ModelAsked = Callable[[ModelTarget], str | None]
 
 
-def asked_instead(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
+def with_flags(target: ModelTarget, model: str | None, endpoint: str | None) -> ModelTarget:
     """Target with the model or the endpoint of a flag; what no flag names stays the file's.
 
     An endpoint in the place of an engine, or of a server of the store, has a model and flags of its own. Raises
@@ -74,11 +74,11 @@ def bound_to(settings: Settings, target: ModelTarget) -> str | None:
     elif asked.endpoint is None:
         model = asked.engine_model
     elif model is None and asked.endpoint.startswith("http"):
-        model = told_by(asked.endpoint, settings.api_key, sole_model)
+        model = ask_server(asked.endpoint, settings.api_key, sole_model)
     return None if model is None else model_name(model)
 
 
-def asked_once(settings: Settings) -> ModelAsked:
+def model_lookup(settings: Settings) -> ModelAsked:
     """`bound_to` that asks a server once, whichever suite's thread comes first."""
     lock, known = Lock(), cache(partial(bound_to, settings))
 
@@ -89,7 +89,7 @@ def asked_once(settings: Settings) -> ModelAsked:
     return model_asked
 
 
-def told_by(
+def ask_server(
     endpoint: str, api_key: str | None, ask: "Callable[[httpx.AsyncClient], Awaitable[T]]"
 ) -> T | None:
     """Answer of a server to these requests; None if no server answers. Raises `ModelUnnamed`."""

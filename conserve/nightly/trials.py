@@ -7,7 +7,7 @@ from typing import Any
 from conserve.errors import QueryError, SettingsError
 from conserve.nightly.mistakes import in_function, in_select, is_in_users_code
 from conserve.nightly.options import Options
-from conserve.nightly.samples import data_set, kept, size_of
+from conserve.nightly.samples import data_set, kept_inputs, size_of
 from conserve.store.sql.input_columns import shown_names
 from conserve.store.sql.input_parts import InputPart
 
@@ -82,5 +82,5 @@ def as_kept(options: Options, columns: Sequence[str]) -> Iterator[Sequence[Input
     if changed or size_of(options.data, options.folder) > MOST_BYTES:
         yield None
         return
-    with kept(data_set(options.suite, options.data, options.folder)) as parts:
+    with kept_inputs(data_set(options.suite, options.data, options.folder)) as parts:
         yield parts

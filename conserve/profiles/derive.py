@@ -106,7 +106,7 @@ A100_7B = ModelOnDevices(
 def llama_8b_h100() -> Profile:
     """Llama 3.1 8B on one H100, from two published chunk times."""
     k = from_two_chunks(H100_8B, 2048, 51.0, 40_960, 124.0)
-    return derived(
+    return published_profile(
         "llama-3.1-8b-h100",
         H100_8B,
         k,
@@ -133,7 +133,7 @@ def llama_70b_h100() -> Profile:
     flops_s = h100_attention_flops_s()
     attention = H100_70B.attention_flops / H100_70B.degree / flops_s * 1e3
     k = from_one_chunk(H100_70B, 2048, 2048, 262.0, attention)
-    return derived(
+    return published_profile(
         "llama-3.1-70b-4xh100",
         H100_70B,
         k,
@@ -155,7 +155,7 @@ def llama_7b_a100() -> Profile:
     flops_s = h100_attention_flops_s() / 989e12 * 312e12
     attention = A100_7B.attention_flops / flops_s * 1e3
     k = from_one_chunk(A100_7B, 1024, 1024, 98.5, attention)
-    return derived(
+    return published_profile(
         "llama-2-7b-a100",
         A100_7B,
         k,
@@ -183,7 +183,7 @@ def roofline(machine: ModelOnDevices, k: Coefficients) -> list[str]:
     ]
 
 
-def derived(
+def published_profile(
     name: str, machine: ModelOnDevices, k: Coefficients, *, safepoint_us: float, derivation: list[str]
 ) -> Profile:
     """A profile with these coefficients, in the forms of all models."""

@@ -168,7 +168,7 @@ def test_a_file_that_is_missing_is_named(characters: Path, tasks: Path, tmp_path
     )
     LmEvalSuite().check(suite, tmp_path)
     with pytest.raises(EvaluationUnready, match=r"suites.sums: the data of gone cannot be read .*gone.jsonl"):
-        lm_eval_suite.evaluated(queued(characters), suite, suite.options, tmp_path)
+        lm_eval_suite.evaluation_results(queued(characters), suite, suite.options, tmp_path)
     with pytest.raises(SettingsError, match="there is no task 'mmlu_of_ours'"):
         LmEvalSuite().check(
             SuitePlan(name="s", kind="lm-eval", options={"tasks": ["mmlu_of_ours"]}, standard=STANDARD),

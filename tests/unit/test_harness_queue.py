@@ -222,7 +222,7 @@ def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
     with pytest.raises(RequestRejected):
         gatherer.ask(chat("REJECT", "REJECT")).result(timeout=HANGS_S)
     gatherer.close()
-    looked, new_results, answered = threading.Event(), Job.new_results, Alone.answered
+    looked, new_results, answered = threading.Event(), Job.new_results, Alone.await_answers
 
     def noted(job: Job) -> Iterator[list[Result]]:
         with closing(new_results(job)) as looks:
@@ -235,7 +235,7 @@ def test_the_next_try_hands_out_the_new_answer_of_a_request_that_failed(
         answered(queue, *jobs)
 
     monkeypatch.setattr(Job, "new_results", noted)
-    monkeypatch.setattr(Alone, "answered", answered_after_a_look)
+    monkeypatch.setattr(Alone, "await_answers", answered_after_a_look)
     again = Gatherer(alone(store, endpoint="fake:?tokens=4&reject=NEVER"), name="gathered")
     (answer,) = asked(again, ["REJECT"])
     assert answer.text

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, update
 
 import conserve as package
 from conserve import owners
-from conserve.endpoints.exchange import trusted
+from conserve.endpoints.exchange import certificates
 from conserve.errors import StoreError, UsageError
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public, resolved
@@ -830,11 +830,11 @@ class TestAddresses:
                 looked_up.append(host)
                 return [ip_address("127.0.0.1")]
 
-            answer = post(url, "{}", {}, private=True, context=trusted(), resolve=resolve)
+            answer = post(url, "{}", {}, private=True, context=certificates(), resolve=resolve)
             assert (answer.status, looked_up) == (204, ["receiver.invalid"])
             assert receiver.got[0].headers["host"] == f"receiver.invalid:{port}"
             with pytest.raises(NotPublic):
-                post(url, "{}", {}, private=False, context=trusted(), resolve=resolve)
+                post(url, "{}", {}, private=False, context=certificates(), resolve=resolve)
             assert len(receiver.got) == 1
 
     def test_a_name_that_turns_private_is_tried_again_and_not_reached(self, store: Store) -> None:
@@ -849,11 +849,11 @@ class TestAddresses:
         with receiving() as receiver:
             places = [ip_address("127.0.0.2"), ip_address("127.0.0.1")]
             answer = post(
-                receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places
+                receiver.url, "{}", {}, private=True, context=certificates(), resolve=lambda h, p: places
             )
             assert answer.status == 204
         with pytest.raises(httpcore.ConnectError):
-            post(receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places)
+            post(receiver.url, "{}", {}, private=True, context=certificates(), resolve=lambda h, p: places)
 
     @pytest.mark.parametrize(
         "url",
@@ -924,7 +924,7 @@ class TestWire:
         wire, clock = Wire(), Clock()
         plain = TimedStream(wire, 20.0, clock)
         clock.now = 4.0
-        secure = plain.start_tls(trusted(), "receiver.example", 99.0)
+        secure = plain.start_tls(certificates(), "receiver.example", 99.0)
         clock.now = 15.0
         secure.write(b"message", 99.0)
         clock.now = 19.5
@@ -936,7 +936,7 @@ class TestWire:
         assert secure.get_extra_info("socket") == "socket"
         clock.now = 20.0
         for step in (
-            lambda: secure.read(512), lambda: secure.write(b""), lambda: plain.start_tls(trusted()),
+            lambda: secure.read(512), lambda: secure.write(b""), lambda: plain.start_tls(certificates()),
         ):  # fmt: skip
             with pytest.raises(httpcore.ReadTimeout, match="no answer within 20 s"):
                 step()

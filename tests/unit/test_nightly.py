@@ -21,7 +21,7 @@ from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.evaluation_lock import held
 from conserve.nightly.items import rows_of
 from conserve.nightly.report.document import against_of, document
-from conserve.nightly.report.forms import rendered, written
+from conserve.nightly.report.forms import render, text_in_form
 from conserve.nightly.samples import sample
 from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
@@ -609,7 +609,7 @@ def test_a_metric_that_is_gone_is_a_case_that_was_skipped() -> None:
     after = nightly_files.kept(home(), RIGHT, began_at=1e9 + 60)
     items = [Item(id="1", prompt="", answer="a", scores={"other": 1.0})]
     keeping.write_items(home(), after.id, "items-sql.parquet", "sql", items)
-    report = written(document(home(), after, before.id), "junit")
+    report = text_in_form(document(home(), after, before.id), "junit")
     assert 'skipped="2"' in report, "and the new one has nothing to compare with"
     assert '<testcase classname="sql" name="comparison">' in report
     assert "has no score, which" in report
@@ -693,7 +693,7 @@ def test_text_of_answers_is_no_markup() -> None:
         },
         "comparison": None, "headline": "<b>", "flips": [], "flips_against": None, "nights": [],
     }  # fmt: skip
-    page = rendered(made, "page.html")
+    page = render(made, "page.html")
     assert "<script>" not in page
     assert "&lt;b&gt;" in page
 

@@ -21,8 +21,8 @@ from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState, SuiteRecord
 from conserve.nightly import evaluating, evaluation_lock, keeping
-from conserve.nightly.current_run import begun, give_up
-from conserve.nightly.evaluation_lock import SIGNATURE, held, locking, taken
+from conserve.nightly.current_run import current_run, give_up
+from conserve.nightly.evaluation_lock import SIGNATURE, held, locking, take
 from conserve.nightly.run_jobs import SUITE, tags_of
 from conserve.nightly.running import Asking, overridden, plan_of_file
 from conserve.store.books.readings import read_jobs
@@ -69,13 +69,13 @@ def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
     settings = conserve.open()._settings
     asking = Asking(file=file, overrides={})
     plan, text = plan_of_file(file)
-    old = begun(settings, asking, plan, text, now=1e9, say=print)
-    assert begun(settings, asking, plan, text, now=1e9 + plan.resume_s, say=print) == old
-    new = begun(settings, asking, plan, text, now=1e9 + plan.resume_s + 1, say=print)
+    old = current_run(settings, asking, plan, text, now=1e9, say=print)
+    assert current_run(settings, asking, plan, text, now=1e9 + plan.resume_s, say=print) == old
+    new = current_run(settings, asking, plan, text, now=1e9 + plan.resume_s + 1, say=print)
     assert new.id != old.id
     assert keeping.read(home(), old.id).state is RunState.GIVEN_UP
     anew = Asking(file=file, overrides={}, anew=True)
-    assert begun(settings, anew, plan, text, now=2e9, say=print) != new
+    assert current_run(settings, anew, plan, text, now=2e9, say=print) != new
 
 
 def test_a_night_at_a_wrong_address_does_not_keep_it(file: Path) -> None:
@@ -125,19 +125,19 @@ def test_a_night_whose_scoring_fails_goes_on_though_its_first_try_reached_no_mod
 def test_a_night_with_answers_keeps_its_file_and_flags(file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={"endpoint": GOOD})
     plan, text = plan_of_file(file)
-    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    run = current_run(settings, asking, plan, text, now=1e9, say=print)
     job = conserve.open().submit([{"q": "x"}, {"q": "y"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
     changed = Asking(file=file, overrides={"endpoint": "fake:"})
     said: list[str] = []
     job.run(endpoint=GOOD, progress=False)
-    assert begun(settings, changed, plan, text, now=1e9 + 1, say=said.append) == run
+    assert current_run(settings, changed, plan, text, now=1e9 + 1, say=said.append) == run
     assert "begin another with: --new" in said[-1]
 
 
 def test_a_state_is_running_while_a_process_is_at_it(file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={})
     plan, text = plan_of_file(file)
-    begun(settings, asking, plan, text, now=1e9, say=print)
+    current_run(settings, asking, plan, text, now=1e9, say=print)
     with held(home(), plan.name, "queue", print):
         assert not owners.is_dead(nights.signed_by(home(), plan.name))
         assert states() == ["running"]
@@ -184,7 +184,7 @@ def test_one_run_waits_for_another_and_further_ones_are_skipped(
     said: list[str] = []
     going = held(home(), "small", "queue", print)
     with going, locking(home(), nights.waiting_file(home(), "small")) as waiting:
-        assert taken(waiting)
+        assert take(waiting)
         done = night(file)
         skipped = json.loads(night(file, "--json").stdout)
     assert (done.returncode, done.stdout) == (0, "")
@@ -192,12 +192,12 @@ def test_one_run_waits_for_another_and_further_ones_are_skipped(
     assert skipped["headline"] == "Skipped: an earlier run is still going."
     nights.lock_file(home(), "small").write_text("elsewhere:7:1.00:0.0")
     first = iter([False])  # the other run ends just after this look
-    monkeypatch.setattr(evaluation_lock, "taken", lambda lock: next(first, True) and taken(lock))
+    monkeypatch.setattr(evaluation_lock, "take", lambda lock: next(first, True) and take(lock))
     with held(home(), "small", "queue", said.append) as hold:
         assert hold == "ours"
         assert said[-1].endswith("; this one waits for it, as the file says")
         with locking(home(), nights.waiting_file(home(), "small")) as waiting:
-            assert taken(waiting), "the next one may wait"
+            assert take(waiting), "the next one may wait"
 
 
 def test_a_run_that_waited_takes_the_file_as_it_is_then(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_replace_says_what_it_cannot_end(file: Path) -> None:
 def test_a_run_is_given_up_whatever_becomes_of_its_jobs(file: Path) -> None:
     settings = conserve.open()._settings
     plan, text = plan_of_file(file)
-    run = begun(settings, Asking(file=file, overrides={}), plan, text, now=1e9, say=print)
+    run = current_run(settings, Asking(file=file, overrides={}), plan, text, now=1e9, say=print)
     ours, theirs = (
         {"eval": run.id, "eval_token": run.token},
         {"eval": run.id, "eval_token": "another store's"},
@@ -428,7 +428,7 @@ def test_a_failed_night_goes_on_with_jobs_that_were_put_back(
     """The only row of the job fails where it is asked."""
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={})
     plan, text = plan_of_file(file)
-    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    run = current_run(settings, asking, plan, text, now=1e9, say=print)
     tags = {**tags_of(run.id, run.token), SUITE: "sql"}
     job = conserve.open().submit([{"q": "no"}], prompt="{{ q }}", tags=tags)
     failed = SuiteRecord(name="sql", kind="sql", error="it was stopped")
@@ -436,7 +436,7 @@ def test_a_failed_night_goes_on_with_jobs_that_were_put_back(
     given = {"run": {"endpoint": "fake:?reject=no", "progress": False}}
     for step in steps:
         getattr(job, step)(**given.get(step, {}))
-    assert (begun(settings, asking, plan, text, now=1e9 + 60, say=print).id == run.id) is goes_on
+    assert (current_run(settings, asking, plan, text, now=1e9 + 60, say=print).id == run.id) is goes_on
 
 
 @pytest.mark.parametrize("override", [False, True])
@@ -448,13 +448,13 @@ def test_the_record_of_an_ended_run_has_no_password_and_it_goes_on_with_the_file
         file.write_text(f'{file.read_text()}\n[models.one]\nendpoint = "{login}"\n')
     asking = Asking(file=file, overrides={"endpoint": login} if override else {})
     plan, text = plan_of_file(file)
-    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    run = current_run(settings, asking, plan, text, now=1e9, say=print)
     record = nights.folder_of(home(), run.id) / nights.RECORD
     assert b"sesame" in record.read_bytes(), "a run that was killed goes on with it"
     keeping.write(home(), replace(run, state=RunState.FAILED, suites=()))
     assert b"sesame" not in record.read_bytes()
     assert b"http://***@127.0.0.1:9" in record.read_bytes()
-    again = begun(settings, asking, plan, text, now=1e9 + 60, say=print)
+    again = current_run(settings, asking, plan, text, now=1e9 + 60, say=print)
     assert (again.id, again.plan, again.overrides) == (run.id, text, asking.overrides)
 
 
@@ -462,7 +462,7 @@ def test_the_record_of_an_ended_run_has_no_password_and_it_goes_on_with_the_file
 def test_another_night_leaves_no_job_of_a_failed_one_in_the_queue(other: str, file: Path) -> None:
     settings, asking = conserve.open()._settings, Asking(file=file, overrides={})
     plan, text = plan_of_file(file)
-    run = begun(settings, asking, plan, text, now=1e9, say=print)
+    run = current_run(settings, asking, plan, text, now=1e9, say=print)
     tags = {**tags_of(run.id, run.token), SUITE: "sql"}
     jobs = [conserve.open().submit([{"q": q}], prompt="{{ q }}", tags=tags) for q in ("a", "b", "c")]
     jobs[0].run(endpoint=GOOD, progress=False)
@@ -471,7 +471,7 @@ def test_another_night_leaves_no_job_of_a_failed_one_in_the_queue(other: str, fi
     keeping.write(home(), replace(run, state=RunState.FAILED, suites=(failed,)))
     asked = {"new": replace(asking, anew=True), "flag": replace(asking, overrides={"endpoint": NOWHERE})}
     now, said = 1e9 + (plan.resume_s + 1 if other == "later" else 1), list[str]()
-    assert begun(settings, asked.get(other, asking), plan, text, now=now, say=said.append).id != run.id
+    assert current_run(settings, asked.get(other, asking), plan, text, now=now, say=said.append).id != run.id
     assert [job.status.value for job in jobs] == ["completed", "cancelled", "cancelled"]
     assert said == [f"the open jobs of {run.id}, which failed, are cancelled"]
     assert keeping.read(home(), run.id).state is RunState.FAILED
@@ -494,7 +494,7 @@ def of_the_same_name(folder: Path) -> Path:
 def test_a_run_of_another_file_of_this_name_is_not_gone_on_with(file: Path, tmp_path: Path) -> None:
     other, settings = of_the_same_name(tmp_path / "other"), conserve.open()._settings
     asking = Asking(file=file, overrides={})
-    run = begun(settings, asking, *plan_of_file(file), now=1e9, say=print)
+    run = current_run(settings, asking, *plan_of_file(file), now=1e9, say=print)
     job = conserve.open().submit([{"q": "x"}], prompt="{{ q }}", tags=tags_of(run.id, run.token))
     theirs = Asking(file=other, overrides={})
     for answered in (False, True):
@@ -503,13 +503,13 @@ def test_a_run_of_another_file_of_this_name_is_not_gone_on_with(file: Path, tmp_
         with pytest.raises(
             UsageError, match=f"'small' is the name of a file in {file.parent} too, whose run {run.id}"
         ):
-            begun(settings, theirs, *plan_of_file(other), now=1e9, say=print)
+            current_run(settings, theirs, *plan_of_file(other), now=1e9, say=print)
         assert states() == ["stopped"]
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / file.name).write_text(file.read_text())
     again = Asking(file=moved / file.name, overrides={})
-    assert begun(settings, again, *plan_of_file(again.file), now=1e9, say=print).id == run.id, (
+    assert current_run(settings, again, *plan_of_file(again.file), now=1e9, say=print).id == run.id, (
         "only its folder moved"
     )
 

@@ -26,7 +26,7 @@ from conserve.nightly.harness.inspect_suite import with_failed
 from conserve.nightly.init_file import NightlyWishes, text_of
 from conserve.nightly.items import ItemKey, Scored
 from conserve.nightly.kinds import waves
-from conserve.nightly.questions import Answer, whole
+from conserve.nightly.questions import Answer, whole_results
 from conserve.nightly.run_comparisons import mean
 from conserve.nightly.run_jobs import Answering, AskedJob, SuiteNight
 from conserve.nightly.running import means
@@ -128,11 +128,11 @@ def test_a_job_that_is_stopped_in_the_night_has_no_scores(verb: str, says: str, 
         model_asked=lambda target: None,
     )
     with pytest.raises(JobRefused, match=says):
-        night.answered(job)
+        night.await_answers(job)
 
 
 def test_a_job_that_a_server_does_not_answer_ends_its_suite_alone() -> None:
-    """The wait for it ends without an error; `SuiteNight.answered` names the command that goes on with it."""
+    """The wait for it ends without an error; `SuiteNight.await_answers` names the command that goes on with it."""
     job = conserve.open().submit([{"text": "a"}], prompt="{{ text }}")
     job.cancel()
     answering = Answering(load(), progress=False, say=print)
@@ -155,10 +155,10 @@ def test_a_paused_job_that_a_server_would_answer_is_told_once(
 def test_a_missing_row_gives_its_place_to_no_other() -> None:
     job = Mock(id="j", status="completed", progress=lambda: Mock(rows=3))
     rows = [{"row_index": index} for index in range(3)]
-    assert list(whole(job, rows)) == rows
+    assert list(whole_results(job, rows)) == rows
     for lacking in (rows[:2], rows[1:], [rows[0], rows[2]]):
         with pytest.raises(RowsFailed, match="has no result"):
-            list(whole(job, lacking))
+            list(whole_results(job, lacking))
 
 
 LESS = "[suites.sql.metrics.score]\nlower_is_better = true\n"

@@ -337,7 +337,7 @@ def test_a_bounded_night_is_stopped_and_then_killed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "finished", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(evaluating, "run_suites", Mock(side_effect=KeyboardInterrupt))
     file = nightly_files.written(tmp_path)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):

@@ -15,9 +15,9 @@ from conserve.evals.plan_file import plan_of
 from conserve.jobs.harvest.services import announce
 from conserve.nightly import targets
 from conserve.nightly.facts import facts_of
-from conserve.nightly.harness.model_access import alone, settings_asked
+from conserve.nightly.harness.model_access import alone, settings_of_target
 from conserve.nightly.run_jobs import AskedJob, SuiteNight
-from conserve.nightly.targets import asked_once, bound_to
+from conserve.nightly.targets import bound_to, model_lookup
 from tests import commands, nightly_files
 from tests.acceptance.scripted_server import Script, ScriptedServer
 
@@ -74,7 +74,7 @@ def suite_night(folder: Path, wait: Callable[..., object], target: ModelTarget =
         suite=suite,
         target=target,
         folder=folder,
-        model_asked=asked_once(settings),
+        model_asked=model_lookup(settings),
     )
 
 
@@ -96,39 +96,39 @@ def test_a_harvester_of_another_model_answers_no_row_of_a_night(tmp_path: Path) 
         conserve.open().job(asked.job_id).run(endpoint=MINE, progress=False)
 
     night = suite_night(tmp_path, answered)
-    job = night.submitted("key", ROWS, prompt="{{ text }}")
-    night.answered(job)
+    job = night.submit_once("key", ROWS, prompt="{{ text }}")
+    night.await_answers(job)
     assert [row["model"] for row in job.results()] == ["mine"]
 
 
 def test_a_job_for_a_judge_is_bound_to_the_judge(tmp_path: Path) -> None:
     night = suite_night(tmp_path, Mock(), ModelTarget(answered_by="serve"))
-    asked = night.submitted("key", ROWS, prompt="{{ text }}")
-    judged = night.submitted("judge", ROWS, prompt="{{ text }}", target=ModelTarget(model="judge"))
+    asked = night.submit_once("key", ROWS, prompt="{{ text }}")
+    judged = night.submit_once("judge", ROWS, prompt="{{ text }}", target=ModelTarget(model="judge"))
     assert [job.progress().model for job in (asked, judged)] == [None, "judge"]
 
 
 def test_a_suite_that_another_model_has_answered_fails(tmp_path: Path) -> None:
     night = suite_night(tmp_path, Mock())
-    job = night.submitted("key", ROWS, prompt="{{ text }}")
+    job = night.submit_once("key", ROWS, prompt="{{ text }}")
     job.run(endpoint=OTHER, rebind=True, progress=False)
     said = rf"^other answered job {job.id}, and this run has mine; .* FILE --new$"
     with pytest.raises(JobRefused, match=said):
-        night.answered(job)
+        night.await_answers(job)
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_jobs_of_a_harness_are_bound_to_its_model(wait: bool) -> None:
     queue, other = (alone("test", model=model, run="night", wait=wait) for model in ("mine", "other"))
-    job = queue.submitted("key", ROWS, prompt="{{ text }}")
+    job = queue.submit_once("key", ROWS, prompt="{{ text }}")
     assert job.progress().model == "mine"
-    assert queue.submitted("key", ROWS, prompt="{{ text }}") == job
+    assert queue.submit_once("key", ROWS, prompt="{{ text }}") == job
     with pytest.raises(JobRefused, match=r"the run night has asked mine, and this is other; .* run=NAME"):
-        other.submitted("key", ROWS, prompt="{{ text }}")
+        other.submit_once("key", ROWS, prompt="{{ text }}")
 
 
 def test_a_harness_that_names_no_model_waits_for_any() -> None:
-    job = alone("test", run="night", wait=True).submitted("key", ROWS, prompt="{{ text }}")
+    job = alone("test", run="night", wait=True).submit_once("key", ROWS, prompt="{{ text }}")
     assert job.progress().model is None
 
 
@@ -139,13 +139,13 @@ def test_where_a_server_of_the_store_answers_its_tokens_are_sent(monkeypatch: py
     monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
     conserve.open()
     with ScriptedServer() as server, announce(load(), server.url):
-        asked = settings_asked(load(), BESIDE)
+        asked = settings_of_target(load(), BESIDE)
         assert (asked.model, asked.endpoint) == (None, server.url)
         with ScriptedServer(Script(models=("other",))) as other, announce(load(), other.url):
             with pytest.raises(EvaluationUnready, match="have the models other, served; name the one"):
-                settings_asked(load(), BESIDE)
+                settings_of_target(load(), BESIDE)
             for model, at in (("served", server.url), ("other", other.url)):
-                asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
+                asked = settings_of_target(load(), ModelTarget(model=model, answered_by="serve"))
                 assert (asked.model, asked.endpoint) == (model, at)
 
 
@@ -158,7 +158,7 @@ def test_tokens_of_an_adapter_are_those_of_the_server_that_has_it() -> None:
         announce(load(), other.url),
     ):
         for model, at in (("first", one.url), ("second", other.url), ("third", None)):
-            asked = settings_asked(load(), ModelTarget(model=model, answered_by="serve"))
+            asked = settings_of_target(load(), ModelTarget(model=model, answered_by="serve"))
             assert (asked.model, asked.endpoint) == (model, at)
         assert one.gets == other.gets == ["/v1/models"] * 3, "once each time"
 
@@ -169,10 +169,10 @@ def test_without_a_server_the_model_of_the_settings_is_not_taken_for_its_own(
     monkeypatch.setenv("CONSERVE_MODEL", "of-settings")
     conserve.open()
     with announce(load(), "http://127.0.0.1:9"), pytest.raises(EvaluationUnready, match="start one, or name"):
-        settings_asked(load(), BESIDE)
-    named = settings_asked(load(), ModelTarget(model="m", answered_by="serve"))
+        settings_of_target(load(), BESIDE)
+    named = settings_of_target(load(), ModelTarget(model="m", answered_by="serve"))
     assert (named.model, named.endpoint) == ("m", None)
-    assert settings_asked(load(), BESIDE, tokenizer="folder").endpoint is None
+    assert settings_of_target(load(), BESIDE, tokenizer="folder").endpoint is None
 
 
 def test_facts_of_a_server_of_the_store_are_those_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conserve.endpoints.exchange import _trusted, open_client, transport_to
+from conserve.endpoints.exchange import _certificates, open_client, transport_to
 from conserve.endpoints.proxies import proxy_of
 
 PROXY = "http://proxy.example:3128"
@@ -77,14 +77,14 @@ def test_certificates_are_read_once_and_for_https_alone(monkeypatch: pytest.Monk
         return read[-1]
 
     monkeypatch.setattr(httpx, "create_ssl_context", noted)
-    _trusted.cache_clear()
+    _certificates.cache_clear()
     contexts = [transport_of(f"https://gpu-{number}")._pool._ssl_context for number in range(3)]
     plain = transport_of("http://gpu-1")._pool._ssl_context
     assert contexts == read * 3
     assert plain not in read
     assert plain is not None
     assert plain.cert_store_stats()["x509"] == 0
-    _trusted.cache_clear()
+    _certificates.cache_clear()
 
 
 def test_a_key_for_this_machine_goes_to_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from conserve.endpoints.exchange import WholeResponse
 from conserve.endpoints.refusals import (
+    certificate_error,
     error_in_stream,
     error_message,
     error_of,
     refusal,
     retry_after_s,
-    untrusted,
 )
 from conserve.errors import (
     EndpointBusy,
@@ -233,11 +233,11 @@ def test_a_certificate_that_is_refused_is_a_wrong_address() -> None:
     outer = httpx.ConnectError("failed")
     outer.__cause__ = RuntimeError()
     outer.__cause__.__context__ = refused
-    error = untrusted(outer, "https://server")
+    error = certificate_error(outer, "https://server")
     assert isinstance(error, EndpointUnusable)
     assert "the certificate of https://server is refused (self-signed certificate)" in str(error)
     assert "SSL_CERT_FILE" in str(error)
-    assert untrusted(httpx.ConnectError("reset"), "https://server") is None
+    assert certificate_error(httpx.ConnectError("reset"), "https://server") is None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_shortcut_prints_and_exits_as_typer_does(
     assert conserve("cancel", job_id).returncode == 0  # final: nothing shown depends on the time
     capfd.readouterr()
     monkeypatch.setattr(sys, "argv", ["conserve", *words])
-    code = shortcuts.answered(words)
+    code = shortcuts.answer(words)
     quick = capfd.readouterr()
     assert code is not None
     assert (with_typer(words, monkeypatch), capfd.readouterr()) == (code, quick)
@@ -70,12 +70,12 @@ def test_a_shortcut_prints_and_exits_as_typer_does(
     ],
 )
 def test_everything_else_is_left_to_typer(words: list[str]) -> None:
-    assert shortcuts.answered(words) is None
+    assert shortcuts.answer(words) is None
 
 
 def test_shell_completion_is_left_to_typer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, shortcuts.COMPLETION, "complete_bash")
-    assert shortcuts.answered(["status"]) is None
+    assert shortcuts.answer(["status"]) is None
 
 
 def test_the_overview_shows_the_options_that_typer_takes() -> None:

@@ -19,7 +19,7 @@ from conserve.api.servers import OTHER_VERSION, STOCK, Unreported
 from conserve.cli import bars, top, top_frame
 from conserve.cli.context import Context
 from conserve.cli.top_frame import ScreenState
-from conserve.cli.top_keys import named
+from conserve.cli.top_keys import key_names
 from conserve.config import load
 from conserve.errors import StoreError
 from conserve.server_report import SchedulerReport
@@ -348,26 +348,26 @@ def test_what_cannot_be_shown_is_a_usage_error(flags: tuple[str, ...], words: st
 
 
 def test_keys_are_named_and_others_are_passed_over() -> None:
-    assert named("jp\x1b[A\x1bOB") == ["j", "p", "up", "down"]
-    assert named("\x1b[5~q") == ["q"]
-    assert named("\x1b") == ["\x1b"], "an arrow may come in two pieces"
+    assert key_names("jp\x1b[A\x1bOB") == ["j", "p", "up", "down"]
+    assert key_names("\x1b[5~q") == ["q"]
+    assert key_names("\x1b") == ["\x1b"], "an arrow may come in two pieces"
 
 
 def test_keys_choose_and_steer_a_job(write_input: WriteInput) -> None:
     job_id = submitted(write_input)
     seen = Overview(at=0.0, store="", jobs=read_jobs(load(), now=time.time()))
     context = Context()
-    choice = top.chosen(ScreenState(), seen)
+    choice = top.with_shown_job(ScreenState(), seen)
     assert choice.job == job_id
     for key in ("down", "up", "j", "k"):
-        assert top.pressed(key, choice, seen, context).job == job_id
-    paused = top.pressed("p", choice, seen, context)
+        assert top.after_key(key, choice, seen, context).job == job_id
+    paused = top.after_key("p", choice, seen, context)
     assert (paused.message, paused.failed, state()) == (f"{job_id}: paused", False, "paused")
-    assert top.pressed("r", choice, seen, context).message == f"{job_id}: queued"
-    assert top.pressed("?", choice, seen, context).help
-    assert top.pressed("a", choice, seen, context).everything
+    assert top.after_key("r", choice, seen, context).message == f"{job_id}: queued"
+    assert top.after_key("?", choice, seen, context).help
+    assert top.after_key("a", choice, seen, context).everything
     assert conserve("cancel", job_id).returncode == 0
-    refused = top.pressed("p", choice, seen, context)
+    refused = top.after_key("p", choice, seen, context)
     assert refused.failed
     assert "nothing to pause" in refused.message
 

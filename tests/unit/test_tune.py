@@ -187,7 +187,7 @@ def test_what_the_engine_refuses_is_not_kept(
     Book(tmp_path / "profiles").save(measured("a/model"))
     monkeypatch.setattr("conserve.cli.tune.blocks_of", lambda *given: tuning(Engine()).blocks)
     monkeypatch.setattr(
-        "conserve.cli.tune.prepared", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
+        "conserve.cli.tune.prepare_tuning", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
     )
     monkeypatch.setattr("conserve.cli.tune.confirm", confirm)
     context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))

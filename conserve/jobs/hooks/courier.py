@@ -151,9 +151,9 @@ class Courier:
             "user-agent": f"ConServe/{conserve.__version__} webhooks",
             **signature.headers(hook.secret, mine.id, mine.body, now=self._clock()),
         }
-        from conserve.endpoints.exchange import trusted  # with httpx
+        from conserve.endpoints.exchange import certificates  # with httpx
 
-        self._context = self._context or trusted()
+        self._context = self._context or certificates()
         answer = post(
             hook.url,
             mine.body,

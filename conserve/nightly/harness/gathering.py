@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from conserve.api.job import Job
 from conserve.errors import ConserveError, RequestRejected, RowsFailed
-from conserve.nightly.harness.request_jobs import HarnessAnswer, Line, Queue, written
+from conserve.nightly.harness.request_jobs import HarnessAnswer, Line, Queue, write_lines
 from conserve.store.books.results import Result
 
 QUIET_S = 0.2  # without a request, after which a job is made of those that came
@@ -73,7 +73,7 @@ class Gatherer:
             batch, ended = self._batch(first)
             left = [waiting for waiting in batch if not self._answered_before(waiting)]
             if left:
-                self._workers.submit(self._asked, left, self._number)
+                self._workers.submit(self._ask, left, self._number)
                 self._number += 1
             else:
                 self._places.release()
@@ -100,12 +100,12 @@ class Gatherer:
             waiting.answer.set_result(kept)
         return kept is not None
 
-    def _asked(self, batch: Sequence[WaitingRequest], number: int) -> None:
+    def _ask(self, batch: Sequence[WaitingRequest], number: int) -> None:
         """Ask requests as the job of this number. An earlier try's job of this number is ended first."""
         waiting = {str(one.line.name): one for one in batch}
         try:
-            job = self._submitted(batch, number)
-            for result in results_while(job, lambda: self._queue.answered(job)):
+            job = self._submit(batch, number)
+            for result in results_while(job, lambda: self._queue.await_answers(job)):
                 self._take(result, waiting)
         except BaseException as error:
             for one in waiting.values():
@@ -116,11 +116,11 @@ class Gatherer:
         for one in waiting.values():  # the job was an earlier try's and holds others
             self._arrived.put(one)
 
-    def _submitted(self, batch: Sequence[WaitingRequest], number: int) -> Job:
+    def _submit(self, batch: Sequence[WaitingRequest], number: int) -> Job:
         with tempfile.TemporaryDirectory(prefix="conserve-") as folder:
             path = Path(folder, "requests.jsonl")
-            written(path, (waiting.line for waiting in batch))
-            return self._queue.submitted(f"{self._name}-{number}", path, order="prefix")
+            write_lines(path, (waiting.line for waiting in batch))
+            return self._queue.submit_once(f"{self._name}-{number}", path, order="prefix")
 
     def _take(self, result: Result, waiting: dict[str, WaitingRequest]) -> None:
         """Hand out a result; that of an earlier try's request is kept until the request comes."""

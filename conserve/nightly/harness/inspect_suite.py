@@ -34,7 +34,7 @@ class InspectSuite:
     """Kind `inspect`: any task of inspect_ai, as `file.py@name` or by its registered name."""
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
-        options = checked(suite)
+        options = checked_options(suite)
         require("inspect_ai")
         name = options["task"].partition("@")[0]
         if name.endswith(".py") and not (folder / name).is_file():
@@ -44,8 +44,8 @@ class InspectSuite:
         recorded = NotingQueue(night)
         # The folder lives on while the log is used: inspect_ai reads it only then.
         with tempfile.TemporaryDirectory(prefix="conserve-") as scratch:
-            options = checked(night.suite)
-            log = evaluated(night, recorded, options, scratch)
+            options = checked_options(night.suite)
+            log = evaluation_log(night, recorded, options, scratch)
             if log.status != "success" or not log.samples:
                 said = one_line(log.error.message) if log.error else "it has no samples"
                 raise EvaluationUnready(
@@ -59,7 +59,7 @@ class InspectSuite:
         return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
-def checked(suite: SuitePlan) -> Mapping[str, Any]:
+def checked_options(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without a task."""
     options = typed(suite, OPTIONS)
     if "task" not in options:
@@ -67,7 +67,7 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
     return options
 
 
-def evaluated(night: Night, recorded: NotingQueue, options: Mapping[str, Any], scratch: str) -> Any:
+def evaluation_log(night: Night, recorded: NotingQueue, options: Mapping[str, Any], scratch: str) -> Any:
     """Log of inspect_ai's own evaluation, in a folder beside nightly.toml if the suite names one."""
     from inspect_ai import eval as evaluate
     from inspect_ai.model import get_model

@@ -15,7 +15,7 @@ from conserve.errors import EvaluationUnready, SettingsError, one_line
 from conserve.evals.outcome import LARGEST_SCORE, Item, SuiteOutcome
 from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
 from conserve.nightly.harness.libraries import absent_hub, require
-from conserve.nightly.harness.model_access import model_tokens, settings_asked
+from conserve.nightly.harness.model_access import model_tokens, settings_of_target
 from conserve.nightly.harness.options import said_of, typed
 from conserve.nightly.harness.request_jobs import NotingQueue
 from conserve.nightly.suite import Night
@@ -44,7 +44,7 @@ class LmEvalSuite:
     """Kind `lm-eval`: any task of lm-evaluation-harness."""
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
-        options = checked(suite)
+        options = checked_options(suite)
         require("lm_eval")
         known = task_manager(options, folder)
         unknown = [name for name in options["tasks"] if not known.match_tasks([name])]
@@ -59,15 +59,15 @@ class LmEvalSuite:
     def run(self, night: Night) -> SuiteOutcome:
         from conserve.nightly.harness.lm_eval_model import ConserveLM
 
-        suite, options = night.suite, checked(night.suite)
+        suite, options = night.suite, checked_options(night.suite)
         tokens = model_tokens(
-            settings_asked(night.settings, night.target, tokenizer=options.get("tokenizer")),
+            settings_of_target(night.settings, night.target, tokenizer=options.get("tokenizer")),
             flags=night.target.engine_args,
             **{name: options[name] for name in ("tokenizer", "max_length", "scoring") if name in options},
         )
         recorded = NotingQueue(night)
         model = ConserveLM(queue=recorded, tokens=tokens, max_gen_toks=options.get("max_tokens", 256))
-        found = [evaluated(model, suite, options, night.folder) for _ in range(suite.epochs)]
+        found = [evaluation_results(model, suite, options, night.folder) for _ in range(suite.epochs)]
         if left_out := unscored(found[0]):
             log.warning(
                 "suites.%s: %s is left out, since lm-eval scores no single item by it",
@@ -79,7 +79,7 @@ class LmEvalSuite:
         return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
-def checked(suite: SuitePlan) -> Mapping[str, Any]:
+def checked_options(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without tasks."""
     options = typed(suite, OPTIONS)
     if not options.get("tasks"):
@@ -107,7 +107,9 @@ def index(include: str | None, tasks: Sequence[str]) -> Any:
     return TaskManager(include_path=include)
 
 
-def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+def evaluation_results(
+    model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: Path
+) -> Mapping[str, Any]:
     """Results of lm-eval's own evaluation; raises `EvaluationUnready` if a data set cannot be had."""
     import lm_eval
 

@@ -16,7 +16,7 @@ from conserve.errors import EvaluationUnready, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.jobs.harvest.services import running
 from conserve.nightly.harness.request_jobs import Alone
-from conserve.nightly.targets import bound_to, told_by, with_target
+from conserve.nightly.targets import ask_server, bound_to, with_target
 
 Scoring = Literal["auto", "echo", "next-token"]
 
@@ -74,7 +74,7 @@ def model_tokens(
         raise UsageError(f"scoring is auto, echo or next-token, not {scoring!r}")
     model, context, is_vllm = settings.engine_model, None, True
     if settings.endpoint is not None and settings.endpoint.startswith("http"):
-        model, context, is_vllm = asyncio.run(told_by_server(settings))
+        model, context, is_vllm = asyncio.run(model_of_server(settings))
     found = folder_tokens(tokenizer or model, settings.models_folder, flags)
     if found is None:
         raise UsageError(
@@ -90,7 +90,7 @@ def model_tokens(
     )
 
 
-def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | None = None) -> Settings:
+def settings_of_target(settings: Settings, target: ModelTarget, *, tokenizer: str | None = None) -> Settings:
     """Settings with the model or the server of a target, whose tokens are to be known unless a tokenizer is named.
 
     Raises `EvaluationUnready` where a server of the store is to answer and which model it has cannot be told.
@@ -100,7 +100,7 @@ def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | 
     if target.answered_by == "run":
         return with_target(settings, target)
     key = settings.api_key or settings.harvest_key
-    listed = [(server.url, told_by(server.url, key, served_models) or []) for server in running(settings)]
+    listed = [(server.url, ask_server(server.url, key, served_models) or []) for server in running(settings)]
     if target.model is not None:
         endpoint = next((url for url, models in listed if target.model in models), None)
         return replace(settings, model=target.model, endpoint=endpoint, api_key=key)
@@ -118,7 +118,7 @@ def settings_asked(settings: Settings, target: ModelTarget, *, tokenizer: str | 
     return replace(settings, model=None, endpoint=next(iter(firsts.values()), None), api_key=key)
 
 
-async def told_by_server(settings: Settings) -> tuple[str, int | None, bool]:
+async def model_of_server(settings: Settings) -> tuple[str, int | None, bool]:
     """Model of a server, its context length, and True if the server is vLLM, which alone has /tokenize."""
     from conserve.endpoints.tokens import ServerTokens
 

@@ -50,10 +50,10 @@ COLUMNS = HarnessAnswer._fields
 class Queue(Protocol):
     """The durable queue as a harness sees it: `Alone`, or a night of `conserve eval`."""
 
-    def submitted(self, key: str, source: Source, **task: Any) -> Job:
+    def submit_once(self, key: str, source: Source, **task: Any) -> Job:
         """Job that holds these requests: of an earlier try, else a new one."""
 
-    def answered(self, *jobs: Job) -> None:
+    def await_answers(self, *jobs: Job) -> None:
         """Wait until each row of these jobs has a result."""
 
 
@@ -77,7 +77,7 @@ class Alone:
         self.store, self.run_id = store, run_id
         self._engine, self._name, self._model, self._progress = engine, name, model, progress
 
-    def submitted(self, key: str, source: Source, **task: Any) -> Job:
+    def submit_once(self, key: str, source: Source, **task: Any) -> Job:
         """Job that holds these requests; that of an earlier try goes on, with its failed rows put back."""
         tags = {RUN: self.run_id, REQUESTS: key}
         found = self.store.jobs(tags=tags)
@@ -95,7 +95,7 @@ class Alone:
             found[-1].retry()
         return found[-1]
 
-    def answered(self, *jobs: Job) -> None:
+    def await_answers(self, *jobs: Job) -> None:
         for job in jobs:
             if self._engine is None:
                 job.wait()
@@ -110,14 +110,14 @@ class NotingQueue:
         self._queue = queue
         self.job_ids: list[str] = []
 
-    def submitted(self, key: str, source: Source, **task: Any) -> Job:
-        job = self._queue.submitted(key, source, **task)
+    def submit_once(self, key: str, source: Source, **task: Any) -> Job:
+        job = self._queue.submit_once(key, source, **task)
         if job.id not in self.job_ids:
             self.job_ids.append(job.id)
         return job
 
-    def answered(self, *jobs: Job) -> None:
-        self._queue.answered(*jobs)
+    def await_answers(self, *jobs: Job) -> None:
+        self._queue.await_answers(*jobs)
 
 
 class Asker:
@@ -134,16 +134,16 @@ class Asker:
         """
         with tempfile.TemporaryDirectory(prefix="conserve-") as folder:
             path = Path(folder, "requests.jsonl")
-            key = digest = written(path, lines)
+            key = digest = write_lines(path, lines)
             if sampled and self._calls[digest]:
                 key = f"{digest}-{self._calls[digest]}"
-            job = self._queue.submitted(key, path, order="prefix")
+            job = self._queue.submit_once(key, path, order="prefix")
         self._calls[digest] += 1
-        self._queue.answered(job)
+        self._queue.await_answers(job)
         return answers(job)
 
 
-def written(path: Path, lines: Iterable[Line]) -> str:
+def write_lines(path: Path, lines: Iterable[Line]) -> str:
     """Write requests as OpenAI Batch lines; returns their digest."""
     encode, digest = msgspec.json.Encoder().encode, hashlib.blake2b(digest_size=16)
     with path.open("wb") as file:

@@ -11,16 +11,16 @@ from conserve.units import count, duration
 SUFFIXES = {"html": ".html", "markdown": ".md", "junit": ".xml", "json": ".json"}
 
 
-def written(document: Document, form: str) -> str:
+def text_in_form(document: Document, form: str) -> str:
     """Document in a form: "html", "markdown", "junit" or "json"."""
     if form == "json":
         return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     if form == "junit":
         return junit(document)
-    return rendered(document, "page.html" if form == "html" else "page.md")
+    return render(document, "page.html" if form == "html" else "page.md")
 
 
-def rendered(document: Document, template: str) -> str:
+def render(document: Document, template: str) -> str:
     """Document by a template of this folder."""
     from jinja2 import Environment, StrictUndefined
 
@@ -33,13 +33,13 @@ def rendered(document: Document, template: str) -> str:
         **document,
         charts=[] if template != "page.html" else charts(document),
         facts=facts(document["run"]),
-        compared={(one["suite"], one["metric"]): one for one in compared(document)},
+        compared={(one["suite"], one["metric"]): one for one in verdicts(document)},
         count=count,
     )
     return page
 
 
-def compared(document: Document) -> list[Document]:
+def verdicts(document: Document) -> list[Document]:
     """Verdicts on the suites' metrics."""
     comparison = document["comparison"]
     return [] if comparison is None else comparison["suites"]
@@ -84,8 +84,8 @@ def signed(value: float | None) -> str:
 def junit(document: Document) -> str:
     """JUnit XML: a test case for each suite and metric. Worse is a failure; what cannot be told is skipped."""
     run = document["run"]
-    cases = [case_of(one) for one in compared(document)]
-    judged = {(one["suite"], one["metric"]) for one in compared(document)}
+    cases = [case_of(one) for one in verdicts(document)]
+    judged = {(one["suite"], one["metric"]) for one in verdicts(document)}
     for suite in run["suites"]:
         if suite["error"] is not None:
             cases.append(case(suite["suite"], "scores", "error", suite["error"]))
