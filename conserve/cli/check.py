@@ -146,14 +146,14 @@ def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
     from conserve.jobs.repair import repair
     from conserve.store.database.store import Store
 
-    said: list[str] = []
+    repairs: list[str] = []
     with closing(Store.open(settings)) as store:
         for job_id in dict.fromkeys(damage.job_id for damage in damages if damage.job_id is not None):
             ours = [damage for damage in damages if damage.job_id == job_id]
             # A job may have been removed since it was checked; of files out of reach the next check tells.
             with suppress(JobNotFound, StoreForbidden):
-                said += repair(store, job_id, ours, now=time.time())
-    return said
+                repairs += repair(store, job_id, ours, now=time.time())
+    return repairs
 
 
 def spill_damage(folder: Path | None) -> list["Damage"]:
@@ -194,21 +194,21 @@ def tell(checked: "Checked", seconds: float) -> None:
     output.say(f"{found} ({looked_at}, {read})")
 
 
-def tell_repairs(said: Sequence[str], left: Sequence["Damage"]) -> None:
+def tell_repairs(repairs: Sequence[str], damages: Sequence["Damage"]) -> None:
     """Print the repairs, and the damage that is left."""
-    for sentence in said:
+    for sentence in repairs:
         output.data(f"repaired: {sentence}")
-    for damage in left:
+    for damage in damages:
         output.say(f"still damaged: {damage.sentence}")
 
 
-def document(checked: "Checked", said: Sequence[str], left: Sequence["Damage"]) -> dict[str, Any]:
+def document(checked: "Checked", repairs: Sequence[str], damages: Sequence["Damage"]) -> dict[str, Any]:
     """Findings as JSON (docs/reference/json.md)."""
     return {
         "jobs": checked.jobs,
         "files": checked.files,
         "bytes": checked.bytes,
         "damages": [asdict(damage) for damage in checked.damages],
-        "repairs": list(said),
-        "left": [asdict(damage) for damage in left],
+        "repairs": list(repairs),
+        "left": [asdict(damage) for damage in damages],
     }

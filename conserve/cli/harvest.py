@@ -218,8 +218,8 @@ def work(
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
     if not only:  # jobs of other models are left to other harvesters, as was said
         done = replace(done, refused={job: why for job, why in done.refused.items() if STEP not in why})
-    told = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
-    code = report(done, settings, only=only, told=told, as_json=as_json)
+    announced = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
+    code = report(done, settings, only=only, announced=announced, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 

@@ -142,18 +142,18 @@ def table_of(
         raise typer.Exit(exits.FAILED)
 
 
-def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: bool) -> "Format":
+def wanted_format(out: Path | None, name: str | None, *, as_json: bool, more: bool) -> "Format":
     """Format of the flags; `more` is True if they ask for more columns."""
     from conserve.store.sql.export import Format, format_of
 
-    if named is not None and named not in FORMATS:
-        raise UsageError(f"there is no format {named!r}; there are {', '.join(FORMATS)}")
-    if named == Format.OPENAI and more:
+    if name is not None and name not in FORMATS:
+        raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
+    if name == Format.OPENAI and more:
         raise UsageError("--format openai has no place for --with-inputs or --with-prompts; use jsonl")
-    wanted = format_of(out, Format(named) if named else Format.JSONL if as_json else None)
-    if out is None and wanted is Format.PARQUET and sys.stdout.isatty():
+    form = format_of(out, Format(name) if name else Format.JSONL if as_json else None)
+    if out is None and form is Format.PARQUET and sys.stdout.isatty():
         raise UsageError("Parquet does not belong on a terminal; name a file with -o")
-    return wanted
+    return form
 
 
 def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
@@ -163,13 +163,13 @@ def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
     left_out.append(gap)
 
 
-def write(answers: "RowBatches", job: "JobRecord", wanted: "Format", stream: BinaryIO) -> int:
+def write(answers: "RowBatches", job: "JobRecord", form: "Format", stream: BinaryIO) -> int:
     """Write the results of the job in this format; returns the number of rows."""
     from conserve.jobs.task import Task
     from conserve.store.sql import export
     from conserve.store.sql.openai_lines import openai_line
 
-    if wanted is not export.Format.OPENAI:
-        return export.write(answers, stream, wanted)
+    if form is not export.Format.OPENAI:
+        return export.write(answers, stream, form)
     url = Task.from_json(job.task).url
-    return export.write(answers, stream, wanted, lambda row: openai_line(row, url))
+    return export.write(answers, stream, form, lambda row: openai_line(row, url))

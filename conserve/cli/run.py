@@ -265,12 +265,12 @@ def report(
     settings: Settings,
     *,
     only: list[str] | None = None,
-    told: Collection[str] = (),
+    announced: Collection[str] = (),
     as_json: bool,
 ) -> int:
     """Print the outcome; returns the exit code.
 
-    `only` are the jobs that the command line names, `told` those of which it was said how they ended.
+    `only` are the jobs that the command line names, `announced` those of which it was said how they ended.
     """
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
@@ -279,7 +279,7 @@ def report(
     for job_id, state in done.jobs.items():
         if state == REMOVED:
             output.say(f"{job_id}: removed meanwhile, with its answers", job=job_id)
-    say_how_they_stand(settings, [reading for reading in ours if reading.id not in told])
+    say_how_they_stand(settings, [reading for reading in ours if reading.id not in announced])
     if done.no_json:
         output.say(
             f"{done.no_json:,} of {output.count(done.succeeded, 'answer')} are not the JSON that was asked for, "

@@ -25,11 +25,11 @@ def answer(words: Sequence[str]) -> int | None:
     """Answer a command line and return its exit code; None if typer must parse it."""
     if COMPLETION in os.environ:
         return None
-    asked = parse_status(words)
-    if asked is None and (len(words) != 1 or words[0] not in ("--help", "-h", "help")):
+    command = parse_status(words)
+    if command is None and (len(words) != 1 or words[0] not in ("--help", "-h", "help")):
         return None
     try:
-        return overview() if asked is None else status(asked)
+        return overview() if command is None else status(command)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
 
@@ -56,16 +56,18 @@ def overview() -> int:
     return exits.DONE
 
 
-def status(asked: StatusCommand) -> int:
+def status(command: StatusCommand) -> int:
     """Print `conserve status`; returns the exit code."""
     from conserve.cli import output, status_report
     from conserve.cli.context import tell_of_database
     from conserve.config import load
 
-    tell_of_database(asked.home)
-    question = status_report.StatusArguments(asked.job, "--watch" in asked.flags, "--json" in asked.flags)
+    tell_of_database(command.home)
+    question = status_report.StatusArguments(
+        command.job, "--watch" in command.flags, "--json" in command.flags
+    )
     try:
-        status_report.answer(load({"home": asked.home}), question)
+        status_report.answer(load({"home": command.home}), question)
     except ConserveError as error:
         return output.failed(error)
     return exits.DONE

@@ -55,7 +55,7 @@ def show(
         output.data("\n".join(lines(found, question, stands)))
 
 
-def document(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> dict[str, Any]:
+def document(job: "JobRecord", question: "FoundRequest", stands: "RowStanding") -> dict[str, Any]:
     """Row as JSON (docs/reference/json.md)."""
     from conserve.store.books.results import COLUMNS, DOCUMENTS, TIMES
 
@@ -66,36 +66,36 @@ def document(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> 
         values[name] = json.loads(values[name] or "null")
     return values | {
         "job_id": job.id,
-        "row_index": asked.request.row_index,
-        "custom_id": asked.request.custom_id,
-        "position": asked.position,
+        "row_index": question.request.row_index,
+        "custom_id": question.request.custom_id,
+        "position": question.position,
         "state": stands.state,
         "where": stands.where,
         "attempts": stands.attempts,
-        "body": None if asked.body is None else json.loads(asked.body),
-        "prompt": asked.prompt,
+        "body": None if question.body is None else json.loads(question.body),
+        "prompt": question.prompt,
         "submitted_at": output.iso(job.submitted_at),
-        "error_type": values["error_type"] or asked.request.error_type,
-        "error": values["error"] or asked.request.error,
+        "error_type": values["error_type"] or question.request.error_type,
+        "error": values["error"] or question.request.error,
     }
 
 
-def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> list[str]:
+def lines(job: "JobRecord", question: "FoundRequest", stands: "RowStanding") -> list[str]:
     """Lines on the row for a reader."""
     from conserve.store.books.too_long import TOO_LONG, helps_too_long
 
     result = stands.result
     head = [
-        f"{job.id} row {asked.request.row_index:,}: {output.state(stands.state)}",
+        f"{job.id} row {question.request.row_index:,}: {output.state(stands.state)}",
         f"  where     {visible(at_home(stands.where))}",
-        f"  id        {visible(asked.request.custom_id or '-')}",
-        f"  position  {asked.position:,}",
+        f"  id        {visible(question.request.custom_id or '-')}",
+        f"  position  {question.position:,}",
         f"  attempts  {stands.attempts:,}",
         *(result_lines(result) if result is not None else [f"  submitted {output.moment(job.submitted_at)}"]),
     ]
-    error = (result.error if result is not None else None) or asked.request.error
-    kind = (result.error_type if result is not None else None) or asked.request.error_type
-    parts = [head, section("prompt", asked.prompt)]
+    error = (result.error if result is not None else None) or question.request.error
+    kind = (result.error_type if result is not None else None) or question.request.error_type
+    parts = [head, section("prompt", question.prompt)]
     parts += [section("answer", answer(result))] if result is not None and not result.failed else []
     parts += [section(f"error ({kind})", error)] if kind else []
     parts += [section("what helps", at_home(helps_too_long(job.id)))] if kind == TOO_LONG else []

@@ -154,9 +154,11 @@ def completion(call: Call, content: bytes) -> Completion:
     return with_usage(choices, token_usage(answer.usage), answer.model)
 
 
-def token_usage(said: Any, *, prompt: str = "prompt_tokens", answer: str = "completion_tokens") -> TokenUsage:
+def token_usage(
+    usage: Any, *, prompt: str = "prompt_tokens", answer: str = "completion_tokens"
+) -> TokenUsage:
     """Token counts, under a route's names for them; one that is unreadable counts as none, and spoils no answer."""
-    counts = said if isinstance(said, Mapping) else {}
+    counts = usage if isinstance(usage, Mapping) else {}
     details = counts.get(f"{prompt}_details")
     cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
     return TokenUsage(
@@ -166,10 +168,10 @@ def token_usage(said: Any, *, prompt: str = "prompt_tokens", answer: str = "comp
     )
 
 
-def readable(said: Any) -> int | None:
+def readable(value: Any) -> int | None:
     """The count, which some gateways send as `10.0` or as a text; None for anything else."""
     try:
-        count: int = msgspec.convert(said, Count, strict=False)
+        count: int = msgspec.convert(value, Count, strict=False)
     except UNREADABLE:
         return None
     return count

@@ -141,6 +141,6 @@ class Culprit:
         said = f"{self._base_url} answers no other request either: {error}"
         return self._of_loss(said, error.kind, proven=proven)
 
-    def _of_loss(self, said: str, kind: str, *, proven: bool) -> EndpointFailing | ServerLost:
+    def _of_loss(self, message: str, kind: str, *, proven: bool) -> EndpointFailing | ServerLost:
         """The error for a row whose server answers nothing any more; its `kind` if the row is the reason."""
-        return ServerLost(said, kind=kind) if proven else EndpointFailing(said)
+        return ServerLost(message, kind=kind) if proven else EndpointFailing(message)

@@ -308,16 +308,16 @@ class HttpEndpoint(Endpoint):
             yield answer
 
     async def _refused(
-        self, call: Call, said: WholeResponse, url: httpx.URL, waited_s: float
+        self, call: Call, reply: WholeResponse, url: httpx.URL, waited_s: float
     ) -> EndpointError:
         """The error for a response with a status other than 200, for which the row waited so long."""
-        if said.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
+        if reply.status == httpx.codes.GATEWAY_TIMEOUT and await self._outlives_a_proxy(waited_s):
             return AnswerTooLong(
                 f"HTTP 504 after {waited_s:.0f} s, and the server is up: this row takes longer than a "
                 f"proxy in front of {self.base_url} waits; raise its timeout (nginx: proxy_read_timeout; "
                 "Envoy: the route's timeout)"
             )
-        return await self._rejections.error_of(call, said, url, self.server)
+        return await self._rejections.error_of(call, reply, url, self.server)
 
     async def _outlives_a_proxy(self, waited_s: float) -> bool:
         """True if the server is up, and a proxy gave up a row that did not wait for live requests."""

@@ -45,11 +45,11 @@ MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
 def refusal(
-    reply: WholeResponse, asked: httpx.URL, route: str, *, now: float, answers: bool = False
+    reply: WholeResponse, url: httpx.URL, route: str, *, now: float, answers: bool = False
 ) -> EndpointError:
     """The error for a response with a status other than 200; `answers` if key and model are good for others."""
     if 300 <= reply.status < 400:
-        return redirect_error(reply, asked, route)
+        return redirect_error(reply, url, route)
     wait_s = retry_after_s(reply.headers, now=now)
     said, names = error_message(reply.content), error_names(reply.content)
     return error_of(reply.status, said, wait_s, answers=answers, names=names)
@@ -57,7 +57,7 @@ def refusal(
 
 def error_of(
     status: int,
-    said: str,
+    detail: str,
     retry_after_s: float | None = None,
     *,
     answers: bool = False,
@@ -67,8 +67,8 @@ def error_of(
 
     A proxy answers 502 for a row whose server closed the connection, perhaps because of the row: a faulty answer.
     """
-    message = f"HTTP {status}: {said}"
-    lowered = said.lower()
+    message = f"HTTP {status}: {detail}"
+    lowered = detail.lower()
     if status >= 500 and any(words in lowered for words in ENGINE_DEAD):
         return EngineDied(message)
     if status == httpx.codes.SERVICE_UNAVAILABLE and any(words in lowered for words in CUT_OFF):
@@ -88,7 +88,7 @@ def error_of(
     if status in GIVEN_UP or not 400 <= status < 500:
         return EndpointFault(message)
     return RequestRejected(
-        message, kind="too_long" if TOO_LONG.search(" ".join([*names, said])) else "invalid_request"
+        message, kind="too_long" if TOO_LONG.search(" ".join([*names, detail])) else "invalid_request"
     )
 
 
@@ -154,24 +154,24 @@ def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
     return parse_retry_after(headers.get("retry-after", ""), now=now, most_s=MOST_RETRY_AFTER_S)
 
 
-def redirect_error(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:
+def redirect_error(reply: WholeResponse, url: httpx.URL, route: str) -> EndpointUnusable:
     """The error for an address that redirects requests: the address is wrong, and no row is at fault."""
-    status, here = reply.status, f"{one_line(asked)} answers with HTTP {reply.status}"
+    status, here = reply.status, f"{one_line(url)} answers with HTTP {reply.status}"
     location = reply.headers.get("location", "")
     try:
-        target = asked.join(location)
+        target = url.join(location)
     except (httpx.InvalidURL, ValueError):
         location = ""
     if not location:
-        said = f"{here} and names no other address; correct --endpoint (CONSERVE_ENDPOINT)"
-        return EndpointUnusable(said, status=status)
+        message = f"{here} and names no other address; correct --endpoint (CONSERVE_ENDPOINT)"
+        return EndpointUnusable(message, status=status)
     to = one_line(target.copy_with(query=None, fragment=None))
-    if to.rstrip("/").endswith(route) and to.rstrip("/") != one_line(asked):
+    if to.rstrip("/").endswith(route) and to.rstrip("/") != one_line(url):
         better = to.rstrip("/").removesuffix(route)
-        said = f"{here} and a redirect to {to}; use that server: --endpoint {better}"
-        return EndpointUnusable(said, status=status)
-    said = f"{here} and a redirect to {to}; correct --endpoint (CONSERVE_ENDPOINT)"
-    return EndpointUnusable(said, status=status)
+        message = f"{here} and a redirect to {to}; use that server: --endpoint {better}"
+        return EndpointUnusable(message, status=status)
+    message = f"{here} and a redirect to {to}; correct --endpoint (CONSERVE_ENDPOINT)"
+    return EndpointUnusable(message, status=status)
 
 
 def certificate_error(error: BaseException, base_url: str) -> EndpointUnusable | None:

@@ -58,18 +58,18 @@ class Rejections:
         self._answered[call.url] = call
 
     async def error_of(
-        self, call: Call, said: WholeResponse, url: httpx.URL, server: ServerFacts
+        self, call: Call, reply: WholeResponse, url: httpx.URL, server: ServerFacts
     ) -> EndpointError:
         """The error for a response with a status other than 200."""
-        error = refusal(said, url, call.url, now=time.time())
-        if isinstance(error, EndpointUnusable) and said.status in BUSY and self._may_pass():
-            return EndpointBusy(str(error), retry_after_s=retry_after_s(said.headers, now=time.time()))
+        error = refusal(reply, url, call.url, now=time.time())
+        if isinstance(error, EndpointUnusable) and reply.status in BUSY and self._may_pass():
+            return EndpointBusy(str(error), retry_after_s=retry_after_s(reply.headers, now=time.time()))
         rejected = isinstance(error, RequestRejected)
-        if said.status in DOUBTFUL or (rejected and said.status not in OF_ROWS):
-            return await self._doubtful(call, said, url, server)
-        if said.status == httpx.codes.BAD_REQUEST and is_of_account(said):
+        if reply.status in DOUBTFUL or (rejected and reply.status not in OF_ROWS):
+            return await self._doubtful(call, reply, url, server)
+        if reply.status == httpx.codes.BAD_REQUEST and is_of_account(reply):
             return await self._of_account(call, error, server)
-        return await self._of_contents(call, said, error, server) if rejected else error
+        return await self._of_contents(call, reply, error, server) if rejected else error
 
     def _may_pass(self) -> bool:
         """True while an account without credit may be one over its limit of tokens a minute: Qwen's API says so."""
@@ -78,26 +78,26 @@ class Rejections:
         return now - self._unpaid_since < UNPAID_AFTER_S
 
     async def _doubtful(
-        self, call: Call, said: WholeResponse, url: httpx.URL, server: ServerFacts
+        self, call: Call, reply: WholeResponse, url: httpx.URL, server: ServerFacts
     ) -> EndpointError:
         """The error for a refusal, which is the row's only if the server answers another request right now."""
         answered = self._culprit.answered
         route = call.url if call.url in answered else min(answered, default=call.url)
         status = await self._probes.status(server.model, route)
         unclear = status is None or status in (*BUSY, *GIVEN_UP) or status >= 500
-        error = refusal(said, url, call.url, now=time.time())
+        error = refusal(reply, url, call.url, now=time.time())
         missing = isinstance(error, RequestRejected)  # a thing, and neither the key nor the model
         answers = status == httpx.codes.OK or (missing and status is not None and has_route(status))
         if missing and not answers and not answered and not unclear:
             answers = await self._probes.any_route(server.model, but=route)
         if answers:
-            return refusal(said, url, call.url, now=time.time(), answers=True)
+            return refusal(reply, url, call.url, now=time.time(), answers=True)
         await self._look_again(call)
         if unclear or (missing and answered):
             return self._all_refused(error)
         if missing:
             where = f"{self._base_url} answers no request on any route: {str(error).rstrip('. ')}"
-            return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=said.status)
+            return EndpointUnusable(f"{where}; correct --endpoint (CONSERVE_ENDPOINT)", status=reply.status)
         return error
 
     async def _of_account(self, call: Call, error: EndpointError, server: ServerFacts) -> EndpointError:
@@ -111,7 +111,7 @@ class Rejections:
         return EndpointUnusable(f"{error}; check CONSERVE_API_KEY and --model", status=small.status)
 
     async def _of_contents(
-        self, call: Call, said: WholeResponse, error: EndpointError, server: ServerFacts
+        self, call: Call, reply: WholeResponse, error: EndpointError, server: ServerFacts
     ) -> EndpointError:
         """The error for a rejection of a row's contents, which is the row's unless everything is rejected."""
         self._in_a_row[call.url] += 1
@@ -119,9 +119,9 @@ class Rejections:
             return error
         status = await self._probes.status(server.model, call.url)
         before = self._answered.get(call.url)
-        if status == said.status and before is not None:
+        if status == reply.status and before is not None:
             status = await self._probes.status_again(before.url, request_body(before, server))
-            if status == said.status:
+            if status == reply.status:
                 await self._look_again(call)
                 return self._all_refused(error)
         self._in_a_row[call.url] = 0

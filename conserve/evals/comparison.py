@@ -135,7 +135,7 @@ def unpaired(
     after: Mapping[str, SuiteScores],
     plans: Mapping[str, SuitePlan],
     judged: Collection[SuiteMetric],
-    named: str,
+    run_name: str,
 ) -> dict[str, str]:
     """Suites of both with a metric of the earlier night's that is not judged, though it should be."""
     found = {}
@@ -143,9 +143,11 @@ def unpaired(
         wanted = [one for one in before[suite].by_metric if plans[suite].metric(one).judged]
         lost = [one for one in wanted if one not in after[suite].by_metric]
         if lost:
-            found[suite] = f"has no {', '.join(lost)}, which {named} has; say judged = false of what is gone"
+            found[suite] = (
+                f"has no {', '.join(lost)}, which {run_name} has; say judged = false of what is gone"
+            )
         elif any(SuiteMetric(suite, one) not in judged for one in wanted):
-            found[suite] = f"has no item in common with {named}"
+            found[suite] = f"has no item in common with {run_name}"
     return found
 
 

@@ -182,28 +182,28 @@ def pattern_of(table: PlanTable, where: str, grades: Mapping[str, float]) -> re.
         raise SettingsError(f"{where}.pattern is no regular expression: {error}") from error
 
 
-def to_judge(asked: Questions) -> Iterator[Mapping[str, Any]]:
+def to_judge(questions: Questions) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of the judge's job: the columns of each question as its prompt had them, and the answer."""
-    answers = asked.answers()
-    for _ in asked.jobs:
-        for number, (columns, one) in enumerate(zip(asked.data.asked_rows(), answers, strict=False)):
+    answers = questions.answers()
+    for _ in questions.jobs:
+        for number, (columns, one) in enumerate(zip(questions.data.asked_rows(), answers, strict=False)):
             if one.row_index != number:
-                raise changed(asked)
+                raise changed(questions)
             if one.text is not None:
                 yield {**columns, ANSWER: one.text}
     if next(answers, None) is not None:
-        raise changed(asked)
+        raise changed(questions)
 
 
-def changed(asked: Questions) -> InputError:
+def changed(questions: Questions) -> InputError:
     """The error for files that have other rows than those that were asked."""
-    name = asked.options.suite.name
+    name = questions.options.suite.name
     return InputError(f"the files of suite {name} changed while it was asked; run the evaluation again")
 
 
-def answers_digest(asked: Questions) -> str:
+def answers_digest(questions: Questions) -> str:
     """Digest of all answers, by which the judge's job is found again."""
     digest = hashlib.blake2b(digest_size=12)
-    for one in asked.answers():
+    for one in questions.answers():
         digest.update(f"{one.row_index}\0{one.text}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()

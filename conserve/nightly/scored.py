@@ -119,13 +119,13 @@ class SchemaScored:
         return outcome_of(asked, items, schema)
 
 
-def outcome_of(asked: Questions, items: Iterable[Item], scorer: object) -> SuiteOutcome:
+def outcome_of(questions: Questions, items: Iterable[Item], scorer: object) -> SuiteOutcome:
     """Outcome of questions whose items are scored by this scorer, whose digest is a fact."""
     return SuiteOutcome(
         items=items,
-        facts=asked.facts | {"scorer": digest_of(scorer)},
-        job_ids=asked.job_ids,
-        origins=asked.origins,
+        facts=questions.facts | {"scorer": digest_of(scorer)},
+        job_ids=questions.job_ids,
+        origins=questions.origins,
     )
 
 

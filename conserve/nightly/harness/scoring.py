@@ -154,14 +154,14 @@ def next_told(answer: HarnessAnswer) -> NextTokenAnswer:
     return NextTokenAnswer(told.top_logprobs[0] or {}, number(told.token_logprobs[0]))
 
 
-def of_token(told: NextTokenAnswer, token: int) -> ContinuationScore:
+def of_token(answer: NextTokenAnswer, token: int) -> ContinuationScore:
     """Log probability of one token, and whether it is the likeliest."""
-    value = told.by_name.get(f"token_id:{token}")
+    value = answer.by_name.get(f"token_id:{token}")
     if value is None:
         raise EndpointFault(
             "the server does not answer `logprob_token_ids`, which vLLM does from 0.31 on; give scoring=echo"
         )
-    return ContinuationScore(value, value >= told.greatest)
+    return ContinuationScore(value, value >= answer.greatest)
 
 
 def together(found: dict[tuple[Tokens, int], ContinuationScore], continuation: Tokens) -> ContinuationScore:

@@ -126,11 +126,11 @@ def case_of(one: Document) -> ElementTree.Element:
     return case(one["suite"], one["metric"], outcome, one["sentence"])
 
 
-def case(suite: str, metric: str, outcome: str | None, said: str) -> ElementTree.Element:
+def case(suite: str, metric: str, outcome: str | None, message: str) -> ElementTree.Element:
     """Test case with its outcome; None: it passed."""
     made = ElementTree.Element("testcase", classname=suite, name=metric)
     if outcome is None:
-        ElementTree.SubElement(made, "system-out").text = said
+        ElementTree.SubElement(made, "system-out").text = message
     else:
-        ElementTree.SubElement(made, outcome, message=said)
+        ElementTree.SubElement(made, outcome, message=message)
     return made
