@@ -28,7 +28,7 @@ def answer() -> int:
         from conserve.cli import output
         from conserve.errors import StoreForbidden
 
-        return output.failed(StoreForbidden.of(error))
+        return output.say_error(StoreForbidden.of(error))
     return code
 
 

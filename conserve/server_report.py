@@ -311,7 +311,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReport(NamedTuple):
-    """Both halves of an answer."""
+    """Answer to GET: its two halves."""
 
     front_end: FrontEndReport
     scheduler: SchedulerReport

@@ -1,4 +1,4 @@
-"""Which worker of a run takes which tests, in which order."""
+"""Distribution of tests over the workers of a run, and their order."""
 
 import functools
 import re

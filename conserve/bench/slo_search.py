@@ -45,7 +45,7 @@ class RunLatencies(NamedTuple):
         return cls(np.concatenate([ttfts_ms(complete), never]), np.concatenate([tbts_ms(answers), never]))
 
     def as_reference(self) -> Self:
-        """These latencies, if all requests were answered; raises `EndpointUnusable`."""
+        """Latencies to compare with, if all requests were answered; raises `EndpointUnusable`."""
         failed = int(np.isinf(self.ttft_ms).sum())
         if failed:
             raise EndpointUnusable(

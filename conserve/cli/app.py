@@ -172,5 +172,5 @@ def main() -> int:
     except SystemExit as leaving:  # typer's way to end, with the code of the command or of a usage error
         return leaving.code if isinstance(leaving.code, int) else exits.DONE
     except ConserveError as error:
-        return output.failed(error)
+        return output.say_error(error)
     return exits.DONE

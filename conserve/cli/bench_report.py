@@ -46,7 +46,7 @@ def conclude(
     said = {**facts(design, slo), **played(measurement, measurement.sized), **said}
     report(measurement, design, folder, said, slo=slo, stopped=stopped, as_json=as_json)
     if failed is not None:
-        return output.failed(failed)
+        return output.say_error(failed)
     return exits.INTERRUPTED if stopped else exits.DONE
 
 

@@ -121,7 +121,7 @@ def under_both_names(
 
 
 def read(store: "Store") -> list[Sight]:
-    """All servers in the store."""
+    """Servers in the store, all of them."""
     from conserve.store.books import servers
 
     with store.read() as tx:

@@ -81,7 +81,7 @@ def warning(found: Forecast, deadline: float, now: float) -> str | None:
 
 
 def both_ends(done_50: float | None, done_90: float | None, now: float) -> str:
-    """Both moments of a forecast in words."""
+    """Moments of a forecast, of 50 and of 90 %, in words."""
     if done_50 is None:
         return f"{WEEKS} (50 and 90 %)"
     return f"by {when(done_50, now)} (50 %), {WEEKS if done_90 is None else when(done_90, now)} (90 %)"

@@ -123,7 +123,7 @@ def harvest(
         steady=steady,
         follow=not until_empty,
         say=output.say,
-        warn=output.trouble,
+        warn=output.say_trouble,
     )
     binding = Binding(named=model is not None, rebind=rebind)
     with (
@@ -158,7 +158,7 @@ def open_store(settings: Settings, *, wait: bool) -> "Store":
     from conserve.store.files.home import refuse_no_folder
 
     refuse_no_folder(settings.home)
-    outage = Outage(output.say, warn=output.trouble)
+    outage = Outage(output.say, warn=output.say_trouble)
     while True:
         try:
             store = Store.open(settings)
@@ -208,7 +208,7 @@ def work(
         follow=not until_empty,
         max_deaths=settings.max_attempts,  # a row is alone among rows: live requests are in the engine too
         say=output.say,
-        warn=output.trouble,
+        warn=output.say_trouble,
     )
     watching.watch(harvester)
     begun = time.monotonic()

@@ -67,7 +67,7 @@ def visible(text: str, stream: TextIO) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def trouble(message: str) -> None:
+def say_trouble(message: str) -> None:
     """Print a sentence on what is wrong, as it is, on stderr; JSON logs have it as a warning."""
     say(message, level="warning")
 
@@ -77,7 +77,7 @@ def warn(message: str) -> None:
     say(message if json_lines else f"warning: {visible(message, sys.stderr)}", level="warning")
 
 
-def failed(error: ConserveError) -> int:
+def say_error(error: ConserveError) -> int:
     """Print an error on stderr; returns its exit code."""
     said = f"{coloured('conserve:', 'red', sys.stderr)} {visible(str(error), sys.stderr)}"
     say(str(error) if json_lines else said, level="error", event=type(error).__name__)

@@ -172,7 +172,7 @@ def tell(
         if trash_bytes:
             output.data(f"trash: emptied, {decimal_size(trash_bytes)}")
     for error in kept:
-        output.failed(error)
+        output.say_error(error)
     if kept:
         raise typer.Exit(exits.FAILED)
 

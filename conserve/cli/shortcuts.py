@@ -69,5 +69,5 @@ def status(command: StatusCommand) -> int:
     try:
         status_report.answer(load({"home": command.home}), question)
     except ConserveError as error:
-        return output.failed(error)
+        return output.say_error(error)
     return exits.DONE

@@ -113,5 +113,5 @@ def flushed(run: Callable[[], int]) -> int:
     except OutputLost as error:
         from conserve.cli import output
 
-        return output.failed(error)
+        return output.say_error(error)
     return code

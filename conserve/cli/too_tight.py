@@ -26,7 +26,7 @@ def why_broken(
     holds_rows: bool = True,
     paused: bool = False,
 ) -> str | None:
-    """Why live requests break a promise, and what to do; None where they keep it alone, by the latency model.
+    """Reason why live requests break a promise and what to do; None where they keep it alone, by the latency model.
 
     `promised` is in ms, or has times by name, of which the smallest counts. `holds_rows` is true of a policy that
     gives rows nothing in iterations that are late, `paused` where rows get nothing in any.

@@ -75,7 +75,7 @@ def figures(seen: Overview, choice: ScreenState, width: int, room: int) -> list[
 
 
 def report(seen: Overview, *, width: int = WIDTH) -> list[Text]:
-    """All lines at once, without keys, for `--once`; why the store cannot be read stands there in full."""
+    """Lines of the whole screen without keys, for `--once`; the error of a store that cannot be read is in full."""
     shown = shown_jobs(seen.jobs, everything=False)
     above = servers(seen.servers, width, 3 * len(seen.servers) + 1) if seen.servers else []
     why = textwrap.wrap(seen.error or "", width - 1, break_on_hyphens=False)
@@ -239,6 +239,6 @@ def moment(at: float | None, now: float) -> str:
 
 
 def notice(seen: Overview, choice: ScreenState, width: int) -> Text:
-    """Why the store cannot be read, or what the last key did."""
+    """Reason why the store cannot be read, or effect of the last key."""
     words = seen.error or choice.message
     return Text(cut(f" {words}", width), style=LATE if seen.error or choice.failed else "green")

@@ -81,7 +81,7 @@ class Pairs:
 
     @property
     def differences(self) -> Floats:
-        """After less before, by item."""
+        """Scores after less those before, by item."""
         return self.after - self.before
 
     @property

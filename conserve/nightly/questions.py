@@ -96,7 +96,7 @@ class Answer:
 
     @property
     def error(self) -> str | None:
-        """Why there is no answer."""
+        """Reason why there is no answer."""
         error = self.row["error"]
         return error if error is None else str(error)
 

@@ -164,7 +164,7 @@ def newest_scored(earlier: Sequence[RunRecord]) -> RunRecord:
 
 
 def level_scores(home: Path, earlier: Sequence[RunRecord], after: RunRecord) -> dict[str, SuiteScores]:
-    """Each item's mean score over the nights since the last change of level, but those whose items are damaged."""
+    """Mean score of each item over the nights since the last change of level, but those whose items are damaged."""
     nights_by_suite = alike(earlier, after)
     begins: dict[str, int] = {}
     for name, series in series_of(earlier, after).items():

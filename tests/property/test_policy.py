@@ -238,7 +238,7 @@ class Judged:
         return max(0, ceil((request.context + tokens) / self.view.block_tokens) - request.blocks)
 
     def blocks_taken(self, name: str) -> int:
-        """By a planned request: those of its tokens, or of its whole prompt if it was waiting."""
+        """Blocks that a planned request takes: for its tokens, or for its whole prompt if it was waiting."""
         request = self.all[name]
         return self.blocks_for(request, request.tokens if name in self.waiting else self.plan.tokens[name])
 

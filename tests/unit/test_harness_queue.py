@@ -187,7 +187,7 @@ def test_answers_of_an_earlier_try_are_not_asked_for_again(store: conserve.Store
     names = [f"question {number}" for number in range(6)]
 
     def one_by_one() -> Gatherer:
-        """Its jobs are asked one after the other, however many the requests become on a slow machine."""
+        """Gather into jobs that are asked one after the other, however many there are on a slow machine."""
         return Gatherer(alone(store), name="gathered", jobs=1)
 
     asked(one_by_one(), names[:2])

@@ -536,7 +536,7 @@ class TestDelivery:
             assert outbox.turn(tx, now=1.0, limit=8) == [first]
 
     def test_hooks_that_do_not_answer_come_after_one_that_does(self, store: Store) -> None:
-        """Their messages are older, and take all places but the one that is free next."""
+        """Messages of the silent hooks are older, and take all places but the one that is free next."""
         slow = [hook(store, f"{EXAMPLE}/{n}") for n in range(AT_ONCE)]
         for n in range(3):
             submitted(store, f"job-{n}")

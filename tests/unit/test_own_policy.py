@@ -390,7 +390,7 @@ def test_vllm_plans_where_the_other_policy_leaves_that_to_it() -> None:
 
 
 def test_turns_of_rows_are_no_fault() -> None:
-    """Where rows leave an iteration as a whole only, live requests wait for one of rows alone at a time."""
+    """Live requests wait for one iteration of rows alone at a time, where rows leave it as a whole only."""
     long = [Candidate(f"row{n}", 400, 0) for n in range(20)]
     live = decodes(20, "live")
     view = view_of(online=live, waiting_offline=long, slo=Slo(tbt_ms=300.0, ttft_ms=900.0), rows_leave=True)

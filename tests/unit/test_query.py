@@ -260,7 +260,7 @@ def test_files_are_compared_with_their_digests_for_queries_that_read_them(
 def test_rows_of_the_database_are_read_for_queries_that_have_them(
     sql: str, journalled: int, live: int, settings: Settings, store: Store, write_input: WriteInput
 ) -> None:
-    """After a retry of a million rows these take half a gigabyte."""
+    """Rows of the database take half a gigabyte after a retry of a million."""
     submit(store, str(write_input(q=["a", "b", "c"])), TASK)
     finish(store, leased(store), of=[0])
     taken = sql_query(settings, sql).taken

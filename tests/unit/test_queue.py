@@ -183,7 +183,7 @@ def test_a_job_starts_once(store: Store) -> None:
 
 
 def test_an_expired_lease_is_claimed_once(store: Store) -> None:
-    """At its last instant a lease is over; before, it is not."""
+    """A lease is over at its last instant, and not before."""
     add_job(store, rows=2)
     lost = leased(store, now=1.0)
     assert expire(store, 0.999 + LEASE_S) == 0
@@ -495,7 +495,7 @@ def test_tokens_are_four_bytes_little_endian() -> None:
 
 
 def test_tokens_are_little_endian_on_a_big_endian_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On such a machine the bytes of an array are swapped on their way out and back."""
+    """Bytes of an array are swapped on such a machine, on their way out and back."""
     monkeypatch.setattr("sys.byteorder", "big")
     assert saved_tokens.pack_tokens([1]) == bytes.fromhex("00000001")
     assert saved_tokens.unpack_tokens(bytes.fromhex("00000001")) == [1]

@@ -1,4 +1,4 @@
-"""Whether a Parquet file of a store can be read: by its last bytes, or to its end."""
+"""Parquet files of a store that can be read or not, by their last bytes or to their end."""
 
 from pathlib import Path
 from unittest.mock import Mock

@@ -190,7 +190,7 @@ class TestReport:
         assert (one["low"], one["high"]) == (None, None)
 
     def test_nothing_is_said_of_a_p99_of_few_latencies(self) -> None:
-        """Of a hundred it is the largest one, and the largest of four times as many is longer without any harm."""
+        """The P99 of a hundred is the largest one, and that of four times as many is longer without any harm."""
 
         def p99(pauses: int, latencies: int) -> Any:
             beside = [{bin_of(200.0): 15}] * 80

@@ -130,7 +130,7 @@ def test_only_a_status_of_the_fours_is_a_rejection(status: int, kind: type[Endpo
 def test_a_row_that_does_not_fit_is_too_long_in_the_words_of_any_server(
     status: int, error: object, kind: str
 ) -> None:
-    """By the message, or by OpenAI's code and llama.cpp's type."""
+    """The message tells, or OpenAI's code and llama.cpp's type."""
     found = refused(status, json.dumps({"error": error}).encode())
     assert isinstance(found, RequestRejected)
     assert found.kind == kind

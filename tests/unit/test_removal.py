@@ -315,7 +315,7 @@ def test_a_crash_before_the_record_is_gone_leaves_the_job_whole(
 def test_a_removal_that_fails_leaves_the_folder_marked_as_the_jobs(
     store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a database that is rebuilt from the folders would lack the job."""
+    """A database that is rebuilt from the folders would lack the job otherwise."""
     job_id = submit()
     folder = home.job_folder(store.home, job_id)
     before = marks.of(folder)
@@ -363,7 +363,7 @@ def test_a_removal_of_which_nothing_can_be_known_leaves_the_folder_to_the_sweep(
 def test_a_job_whose_folder_is_another_users_stays_whole_and_the_others_go(
     store: Store, submit: Callable[..., str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its folder would stay, and `check --repair` would take it for a lost job."""
+    """The folder would stay otherwise, and `check --repair` would take it for a lost job."""
     theirs, ours = submit(), submit("d")
     compute(store)
     change, folder = marks.change, home.job_folder(store.home, theirs)
@@ -525,7 +525,7 @@ def test_jobs_of_many_ids_are_measured_the_oldest_first(store: Store, submit: Ca
 def test_only_the_jobs_that_go_are_measured(
     store: Store, submit: Callable[..., str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a store with thousands of jobs on a slow disk, a look at all files would take minutes."""
+    """A look at all files takes minutes in a store with thousands of jobs on a slow disk."""
     old, _ = submit(), submit("d")
     compute(store)
     with store.write() as tx:
@@ -546,7 +546,7 @@ def test_only_the_jobs_that_go_are_measured(
 def test_where_the_disk_of_the_files_is_away_no_job_is_removed(
     store: Store, submit: Callable[..., str], words: list[str]
 ) -> None:
-    """Their folders would stay on it, and no record would name them."""
+    """Folders would stay on that disk, and no record would name them."""
     job_id = submit()
     compute(store)
     jobs = home.jobs_folder(store.home)

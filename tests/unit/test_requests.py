@@ -368,7 +368,7 @@ class TestShow:
         assert self.shown(job, "1")["state"] == "succeeded"
 
     def test_damage_of_a_shard_costs_its_own_rows_alone(self, store: Store, job: str) -> None:
-        """It can be read still, but is not the file that was written."""
+        """The shard can be read still, but is not the file that was written."""
         lease = leased(store, limit=4)
         names = []
         for of in ([0, 1], [2, 3]):

@@ -72,7 +72,7 @@ class TurnedAway:
         return {*self.compared, *(job_id for job_id, again_at in self._again_at.items() if now < again_at)}
 
     def others(self, runnable: Sequence[RunnableRow], *, all_listed: bool = True) -> Sequence[RunnableRow]:
-        """These runnable jobs but for those that wait for another harvester, or are compared.
+        """Runnable jobs but for those that wait for another harvester, or are compared.
 
         If all are listed, those that run no more are forgotten.
         """

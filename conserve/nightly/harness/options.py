@@ -22,6 +22,6 @@ def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
 
 
 def said_of(options: Mapping[str, Any], names: Collection[str]) -> str:
-    """These options as a fact of the night; `none` where the file names none of them."""
+    """Options as a fact of the night; `none` where the file names none of them."""
     given = {name: options[name] for name in names if name in options}
     return json.dumps(given, sort_keys=True, default=str) if given else "none"
