@@ -9,7 +9,7 @@ def main() -> None:
 
     signals.end_as_first_process()
     stdout.guard()
-    sys.exit(stdout.flushed(answer))
+    sys.exit(stdout.run_flushed(answer))
 
 
 def answer() -> int:

@@ -67,7 +67,7 @@ def all_findings(settings: Settings) -> Iterator[Finding]:
         yield from asyncio.run(endpoints(settings))
         newest_s = yield from surroundings(settings)
     else:
-        newest_s = yield from embedded(settings)
+        newest_s = yield from engine_findings(settings)
     yield doctor_machine.clock(began, Clocks.now(), newest_s)
 
 
@@ -78,16 +78,16 @@ def installation() -> Iterator[Finding]:
     yield Finding("settings", ", ".join(str(file) for file in files) or "defaults and CONSERVE_* variables")
 
 
-def embedded(settings: Settings) -> Findings:
+def engine_findings(settings: Settings) -> Findings:
     """Engine of this environment, store and machine; the engine's library loads meanwhile in another process."""
     from conserve.engine.vllm.compat.installed import describe_engine
     from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
     if found.distribution is None and settings.model is None:  # no model is asked for
-        yield doctor_engine.without(found)
+        yield doctor_engine.no_engine(found)
         return (yield from surroundings(settings))
-    yield from doctor_engine.installed(found)
+    yield from doctor_engine.installed_engine(found)
     if found.problems:  # it cannot load then
         yield from doctor_engine.engine(settings, found)
         return (yield from surroundings(settings))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.launching.loading import LoadTrial
 
 
-def installed(found: "EngineDescription") -> Iterator[Finding]:
+def installed_engine(found: "EngineDescription") -> Iterator[Finding]:
     """Version of the installed engine, and the problems that keep it from working."""
     name = f"{found.distribution} {found.version}" if found.distribution else "not installed"
     yield Finding("engine", f"{name}: newer than what was tried ({found.tried})" if found.untried else name)
@@ -27,7 +27,7 @@ def installed(found: "EngineDescription") -> Iterator[Finding]:
         yield Finding("engine", problem.cause, ok=False, fix=problem.fix)
 
 
-def without(found: "EngineDescription") -> Finding:
+def no_engine(found: "EngineDescription") -> Finding:
     """Installation without an engine, as in the image of harvesters and APIs, where no model is asked for."""
     command = found.install.removeprefix("run: ")
     return Finding(

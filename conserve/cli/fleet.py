@@ -52,7 +52,7 @@ def show(
     with context.store_to_read() as store:
         with store.read() as tx:
             waiting = queue.rows_left(tx, None)
-        found = sights(read(store), settings)
+        found = sights(read_sights(store), settings)
     if as_json:
         output.data_json([document(one) for one in found])
     elif not found:
@@ -120,7 +120,7 @@ def under_both_names(
     return urls
 
 
-def read(store: "Store") -> list[Sight]:
+def read_sights(store: "Store") -> list[Sight]:
     """Servers in the store, all of them."""
     from conserve.store.books import servers
 
@@ -133,7 +133,7 @@ def until_empty(store: "Store", urls: list[str], within_s: float) -> None:
     """Wait until every harvester says that no row is at these servers; raises `ServiceFailed` after this time."""
     until = time.monotonic() + within_s
     while True:
-        found = [sight for sight in read(store) if sight.server.url in urls]
+        found = [sight for sight in read_sights(store) if sight.server.url in urls]
         left = {sight.server.url: sight.rows_left for sight in found}
         if not any(left.values()):
             unheard = ", ".join(sight.server.url for sight in found if sight.is_unheard)

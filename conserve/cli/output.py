@@ -123,7 +123,7 @@ def columns(
     Cells of the columns numbered in `shorten`, which carry none, are shortened as far as a terminal is too narrow.
     """
     if shorten and (room := width()) is not None:
-        rows = fitted(header, rows, shorten, room)
+        rows = fit_columns(header, rows, shorten, room)
     plain = [[STYLE.sub("", cell) for cell in row] for row in rows]
     widths = [max(map(places, column)) for column in zip(header, *plain, strict=True)]
 
@@ -138,7 +138,7 @@ def columns(
     return [head, *(line(row, [*map(places, bare)]) for row, bare in zip(rows, plain, strict=True))]
 
 
-def fitted(
+def fit_columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], shorten: Sequence[int], room: int
 ) -> list[list[str]]:
     """Rows whose widest cells in these columns are shortened until a line has room, or no cell can be shorter.
@@ -147,28 +147,31 @@ def fitted(
     """
     cells = [[STYLE.sub("", cell) for cell in column] for column in zip(header, *rows, strict=True)]
     widths = [max(map(places, column)) for column in cells]
-    least = {number: narrowest(cells[number], widths[number]) for number in shorten}
+    least = {number: fewest_places(cells[number], widths[number]) for number in shorten}
     while sum(widths) + GAP * (len(widths) - 1) > room:
         open_ = [number for number in shorten if widths[number] > least[number]]
         if not open_:
             break
         widths[max(open_, key=lambda number: widths[number])] -= 1
     return [
-        [shortened(cell, widths[number]) if number in shorten else cell for number, cell in enumerate(row)]
+        [
+            with_ellipsis(cell, widths[number]) if number in shorten else cell
+            for number, cell in enumerate(row)
+        ]
         for row in rows
     ]
 
 
-def narrowest(column: Sequence[str], width: int) -> int:
+def fewest_places(column: Sequence[str], width: int) -> int:
     """Fewest places of a column, its header first, in which cells that differ still do."""
     head, *cells = column
     least = max(LEAST, places(head))
-    while least < width and len({shortened(cell, least) for cell in cells}) < len({*cells}):
+    while least < width and len({with_ellipsis(cell, least) for cell in cells}) < len({*cells}):
         least += 1
     return least
 
 
-def shortened(text: str, most: int) -> str:
+def with_ellipsis(text: str, most: int) -> str:
     """Text of so many places at most, with an ellipsis in it if it has more; two thirds of it are the beginning."""
     for kept in range(len(text) - 1, 0, -1):
         if places(text) <= most:

@@ -90,7 +90,7 @@ def measure(
     )
     try:
         started_s = time.monotonic() - begun
-        profile, path = profiled(
+        profile, path = measure_profile(
             rig,
             settings.profiles_folder,
             budget_s=max(budget - started_s, budget / 2),
@@ -155,7 +155,7 @@ def require_writable(home: Path, folder: Path) -> None:
         ) from error
 
 
-def profiled(
+def measure_profile(
     rig: "Rig",
     folder: Path,
     *,

@@ -82,7 +82,7 @@ def headed(url: str, words: str) -> str:
     """Line on a server, its address shortened as far as a terminal is too narrow."""
     room = output.width()
     most = len(url) if room is None else max(output.LEAST, room - output.places(words))
-    return f"{output.shortened(url, most)}{words}"
+    return f"{output.with_ellipsis(url, most)}{words}"
 
 
 def until(said: "SchedulerReport") -> str:

@@ -70,17 +70,17 @@ def select_jobs(settings: Settings, job: str | None, as_json: bool) -> ShownJobs
     readings = read_jobs(settings, now=now)
     if job is None:
         shown = [reading for reading in readings if not reading.state.final] or readings[-1:]
-        return ShownJobs(shown, forecast=None if as_json else foreseen(settings, readings, None, now))
+        return ShownJobs(shown, forecast=None if as_json else forecast_words(settings, readings, None, now))
     wanted = job_named(settings, readings, job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
     found = ShownJobs([reading], oldest(settings, reading, now))
     if as_json:
         return found
-    words = foreseen(settings, readings, reading, now)
+    words = forecast_words(settings, readings, reading, now)
     return found._replace(forecast=words, retriable=retriable(settings, reading))
 
 
-def foreseen(
+def forecast_words(
     settings: Settings, readings: Sequence[JobReading], job: JobReading | None, now: float
 ) -> str | None:
     """Forecast of one job or of all in words; None if no row waits, or before any was answered."""

@@ -101,7 +101,7 @@ def wait_until_writable(number: int) -> None:
     select.select([], [number], [])
 
 
-def flushed(run: Callable[[], int]) -> int:
+def run_flushed(run: Callable[[], int]) -> int:
     """Run a command and flush its output; returns the exit code."""
     try:
         code = run()

@@ -117,7 +117,7 @@ def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json:
         raise SettingsError("a simulated engine has the flags of its profile; leave vLLM's flags out")
     machine = machine_of(settings, words[0] if words else None)
     plan = replace(plan_of(wanted, size, machine.name), machine=machine.digest)
-    return simulated(plan, machine, folder, processes=wanted.processes, as_json=as_json)
+    return measure_simulated(plan, machine, folder, processes=wanted.processes, as_json=as_json)
 
 
 def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
@@ -249,7 +249,7 @@ def sizes_of(machine: "BenchMachine") -> "SimulatedMachine":
     )
 
 
-def opened(folder: Path, plan: "SweepPlan") -> "CellLedger":
+def open_ledger(folder: Path, plan: "SweepPlan") -> "CellLedger":
     """The sweep's ledger. Where it lacks cells, this says what is mixed in it, and raises without an engine."""
     from conserve.bench.sweep import CellLedger
 
@@ -271,7 +271,7 @@ def on_servers(
     from conserve.cli.bench_plan import own_plan
 
     preset, plan = PRESETS[wanted.preset], plan_on_servers(settings, flags, wanted, size)
-    ledger = opened(folder, plan)
+    ledger = open_ledger(folder, plan)
     if ledger.missing:
         made = partial(own_plan, settings, flags, seed=plan.seed)
         sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
@@ -282,13 +282,13 @@ def on_servers(
     return conclude(ledger, folder, as_json=as_json)
 
 
-def simulated(
+def measure_simulated(
     plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, processes: int | None = None, as_json: bool
 ) -> int:
     """Measure the missing cells on simulated engines, and report; returns the exit code."""
     from conserve.cli.bench import interruptible
 
-    ledger = opened(folder, plan)
+    ledger = open_ledger(folder, plan)
     most = processes or min(compute_threads(), MOST_PROCESSES)
     with interruptible():  # the cells under way are dropped
         if ledger.missing:

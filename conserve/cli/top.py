@@ -76,7 +76,7 @@ def print_once(seen: "Overview") -> None:
     from conserve.cli.top_frame import WIDTH, report
 
     colours = output.colourful(sys.stdout)
-    for line in painted(report(seen, width=WIDTH), WIDTH, colours=colours):
+    for line in coloured_lines(report(seen, width=WIDTH), WIDTH, colours=colours):
         output.data(line.rstrip())
 
 
@@ -100,7 +100,7 @@ def document(seen: "Overview") -> dict[str, Any]:
     }
 
 
-def painted(lines: Sequence["Text"], width: int, *, colours: bool) -> list[str]:
+def coloured_lines(lines: Sequence["Text"], width: int, *, colours: bool) -> list[str]:
     """Lines with a terminal's colour codes, none longer than the screen."""
     from rich.console import Console
 
@@ -163,7 +163,7 @@ def follow(watch: "StoreWatch", context: Context) -> None:
                     choice = with_shown_job(choice, seen)
                     width, height = shown.size()
                     lines = frame(seen, choice, width=width, height=height)
-                    shown.draw(painted(lines, width, colours=True))
+                    shown.draw(coloured_lines(lines, width, colours=True))
                 for key in shown.keys(WAIT_S):
                     if key == "q":
                         return

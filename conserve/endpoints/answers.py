@@ -20,7 +20,7 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # as wide as in the results
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-def nested(levels: int) -> Any:
+def nested_json(levels: int) -> Any:
     """Type of JSON values with at most this many levels of lists and objects."""
     kind: Any = Union[None, bool, Whole, float, str]  # noqa: UP007
     for _ in range(levels):
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     ToolCalls = list[Mapping[str, Any]]
     FunctionCall = Mapping[str, Any]
 else:
-    Logprobs = dict[str, nested(LEVELS - 1)]
-    ToolCalls = list[dict[str, nested(LEVELS - 2)]]
-    FunctionCall = dict[str, nested(LEVELS - 2)]
+    Logprobs = dict[str, nested_json(LEVELS - 1)]
+    ToolCalls = list[dict[str, nested_json(LEVELS - 2)]]
+    FunctionCall = dict[str, nested_json(LEVELS - 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ DRAWS = 2000  # resamples of a bootstrap
 AT_ONCE = 4_000_000  # clusters that are drawn at once: 32 MB
 
 
-def numbered(sources: Iterable[Hashable]) -> NDArray[np.int64]:
+def source_numbers(sources: Iterable[Hashable]) -> NDArray[np.int64]:
     """Number of each item's source, from 0 in their order; as texts in an array, long ones would all be as long."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(source, len(numbers)) for source in sources], np.int64)
@@ -33,7 +33,7 @@ def clustered_error(sums: Floats, sizes: Floats) -> Floats:
     return error
 
 
-def studentised(sums: Floats, sizes: Floats, rng: np.random.Generator) -> Floats:
+def sorted_t(sums: Floats, sizes: Floats, rng: np.random.Generator) -> Floats:
     """Sorted t statistics of means of resampled clusters, about the mean of all."""
     mean, clusters = sums.sum() / sizes.sum(), len(sums)
     found = []

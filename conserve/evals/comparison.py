@@ -88,7 +88,7 @@ class Comparison:
         return worst(found)
 
 
-def compared(
+def judge_together(
     before: Mapping[str, SuiteScores],
     after: Mapping[str, SuiteScores],
     plans: Mapping[str, SuitePlan],
@@ -130,7 +130,7 @@ def compared(
     return judged, metrics
 
 
-def unpaired(
+def unpaired_suites(
     before: Mapping[str, SuiteScores],
     after: Mapping[str, SuiteScores],
     plans: Mapping[str, SuitePlan],

@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 from scipy.stats import beta, binom, binomtest, norm, t
 
 from conserve.errors import UsageError
-from conserve.evals.bootstrap import Drawn, Floats, Student, clustered_error, numbered, studentised
+from conserve.evals.bootstrap import Drawn, Floats, Student, clustered_error, sorted_t, source_numbers
 
 MOST_DRAWN = 10_000  # clusters; of more the mean is normal enough
 FEW = 8  # clusters that differ; of fewer most resamples have hardly any, and a bootstrap says nothing
@@ -76,7 +76,7 @@ class Pairs:
         return cls(
             np.array([before[item] for item in items], float),
             np.array([after[item] for item in items], float),
-            numbered(named),
+            source_numbers(named),
         )
 
     @property
@@ -237,7 +237,7 @@ def of_scores(pairs: Pairs, standard: Standard, rng: np.random.Generator, among:
     if clusters > MOST_DRAWN:
         found = Student(clusters - 1)
     else:
-        found = Drawn(studentised(sums, sizes, rng))
+        found = Drawn(sorted_t(sums, sizes, rng))
     return summary(
         pairs,
         low=mean - found.quantile(1 - alpha) * error,

@@ -31,7 +31,7 @@ def asked_facts(settings: Settings, target: ModelTarget) -> dict[str, str | None
         return {"model": target.model}
     asked, flags = with_target(settings, target), flags_of((settings.engine_args, *target.engine_args))
     if asked.endpoint is None:
-        return {"model": asked.engine_model, "flags": flags, **embedded(asked.engine_model, settings)}
+        return {"model": asked.engine_model, "flags": flags, **engine_facts(asked.engine_model, settings)}
     given = {"model": target.model, "endpoint": address_of(asked.endpoint), "flags": flags}
     return given | served_by(asked.endpoint, settings.api_key)
 
@@ -45,7 +45,7 @@ def asked_origins(settings: Settings, job_ids: Sequence[str]) -> AnswerOrigins:
     return origins
 
 
-def embedded(model: str, settings: Settings) -> dict[str, str | None]:
+def engine_facts(model: str, settings: Settings) -> dict[str, str | None]:
     """Facts about an engine of the run's own."""
     from conserve.engine.vllm.compat.installed import installed_engine
 

@@ -17,7 +17,7 @@ from conserve.nightly.harness.request_jobs import row_missing
 from conserve.nightly.options import ASKING, Options, asking_of
 from conserve.nightly.questions import Answer, Questions, ask_questions, digest_of, whole_results
 from conserve.nightly.redacted import address_of
-from conserve.nightly.scored import METRIC, parsed, scored
+from conserve.nightly.scored import METRIC, parse_json, scores_or_zero
 from conserve.nightly.suite import Night
 from conserve.nightly.targets import check_target
 
@@ -123,7 +123,7 @@ class Judge:
     def item(self, answer: Answer, verdict: Mapping[str, Any] | None) -> Item:
         """Item of an answer and the judge's verdict. Without a verdict it has no score, and an error."""
         if verdict is None:
-            return answer.item(scored(answer, {}))
+            return answer.item(scores_or_zero(answer, {}))
         score = self.score(verdict["text"])
         if score is None:
             said = verdict["error"] or f"its answer has no score: {verdict['text']!r:.200}"
@@ -135,7 +135,7 @@ class Judge:
         if text is None:
             return None
         if self._field is not None:
-            value = parsed(text)
+            value = parse_json(text)
             found = value.get(self._field) if isinstance(value, dict) else None
         else:
             match = self._pattern.search(text)
@@ -188,14 +188,14 @@ def to_judge(questions: Questions) -> Iterator[Mapping[str, Any]]:
     for _ in questions.jobs:
         for number, (columns, one) in enumerate(zip(questions.data.asked_rows(), answers, strict=False)):
             if one.row_index != number:
-                raise changed(questions)
+                raise changed_error(questions)
             if one.text is not None:
                 yield {**columns, ANSWER: one.text}
     if next(answers, None) is not None:
-        raise changed(questions)
+        raise changed_error(questions)
 
 
-def changed(questions: Questions) -> InputError:
+def changed_error(questions: Questions) -> InputError:
     """The error for files that have other rows than those that were asked."""
     name = questions.options.suite.name
     return InputError(f"the files of suite {name} changed while it was asked; run the evaluation again")

@@ -14,11 +14,11 @@ from conserve.evals.comparison import (
     SuiteMetric,
     SuiteScores,
     asks_alike,
-    compared,
     differences,
+    judge_together,
     metric_of,
     missing,
-    unpaired,
+    unpaired_suites,
 )
 from conserve.evals.history import ChangePoint, change_point, lasting_decline
 from conserve.evals.plan import SuitePlan
@@ -60,7 +60,7 @@ def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
             f"{error}" + "".join(f"; then name another: conserve eval name last {name}" for name in given)
         ) from error
     now = scores(home, after)
-    judged, metrics = compared(then, now, plans)
+    judged, metrics = judge_together(then, now, plans)
     absent = missing(before, after, plans)
     return Comparison(
         before=before.id,
@@ -68,7 +68,7 @@ def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
         differences=differences(before, after),
         judged=judged,
         metrics=metrics,
-        missing=unpaired(then, now, plans, judged, before.id) | absent,
+        missing=unpaired_suites(then, now, plans, judged, before.id) | absent,
         new=[suite.name for suite in after.suites if before.suite(suite.name) is None],
     )
 
@@ -85,7 +85,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     plans = plans_of(after)
     level = level_scores(home, earlier, after)
     now = scores(home, after)
-    judged, metrics = compared(level, now, plans, families=FAMILIES)
+    judged, metrics = judge_together(level, now, plans, families=FAMILIES)
     since = begun_anew([*earlier, after], after)
     unlike = {suite: UNLIKE for suite, first in since.items() if first == after.id}
     asked = {name.suite for name in series_of(earlier, after)} & {suite.name for suite in after.suites}
@@ -98,7 +98,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
         differences=differences(newest, after),
         judged=judged,
         metrics=metrics,
-        missing=unpaired(level, now, plans, judged, "its history") | unread | unlike | absent,
+        missing=unpaired_suites(level, now, plans, judged, "its history") | unread | unlike | absent,
         new=[suite.name for suite in after.suites if suite.name not in {*level, *unread, *unlike}],
         changes=declines([*earlier, after], after, plans),
         nights=[run.id for run in earlier],
@@ -259,7 +259,8 @@ def flips_of(suite: str, before: Path, after: Path, most: int) -> Iterator[Flip]
     """Yield items of a suite whose scores changed between two files of items."""
     then, now = scores_of(before), scores_of(after)
     changed = {
-        metric: picked(then.by_metric.get(metric, {}), items, most) for metric, items in now.by_metric.items()
+        metric: changed_items(then.by_metric.get(metric, {}), items, most)
+        for metric, items in now.by_metric.items()
     }
     wanted = {key for keys in changed.values() for key in keys}
     texts = [texts_of(path, wanted) for path in (before, after)]
@@ -279,7 +280,9 @@ def flips_of(suite: str, before: Path, after: Path, most: int) -> Iterator[Flip]
             )
 
 
-def picked(before: Mapping[ItemKey, float], after: Mapping[ItemKey, float], most: int) -> list[ItemKey]:
+def changed_items(
+    before: Mapping[ItemKey, float], after: Mapping[ItemKey, float], most: int
+) -> list[ItemKey]:
     """Items whose score changed: those that fell, then those that rose."""
     fell = [key for key, score in after.items() if key in before and score < before[key]]
     rose = [key for key, score in after.items() if key in before and score > before[key]]

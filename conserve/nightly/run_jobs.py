@@ -78,7 +78,7 @@ class SuiteNight:
         for job, (_, target) in zip(jobs, wanted, strict=True):
             reading = job.progress()
             if reading.state is not JobState.COMPLETED:
-                raise JobRefused(unanswered(job.id, reading.state))
+                raise JobRefused(unanswered_words(job.id, reading.state))
             model = self._model_asked(target)
             if model is not None and reading.model not in (None, model):
                 raise JobRefused(f"{reading.model} answered job {job.id}, and this run has {model}; {ANEW}")
@@ -95,7 +95,7 @@ def tags_of(run_id: str, token: str) -> dict[str, str]:
     return {RUN: run_id} | ({TOKEN: token} if token else {})
 
 
-def unanswered(job_id: str, state: JobState) -> str:
+def unanswered_words(job_id: str, state: JobState) -> str:
     """Sentence about a job that has rows without a result, with the command that goes on with it."""
     gone_on = f"`conserve {STEPS.get(state, 'status')} {job_id}`"
     step = "" if state is JobState.CANCELLED else f"run {gone_on}, then "

@@ -11,7 +11,7 @@ import numpy as np
 
 from conserve.config import Settings
 from conserve.errors import ConserveError, SettingsError, UsageError, one_line
-from conserve.evals.bootstrap import numbered
+from conserve.evals.bootstrap import source_numbers
 from conserve.evals.level import interval
 from conserve.evals.outcome import LARGEST_SCORE, SuiteOutcome
 from conserve.evals.plan import ModelTarget, NightlyPlan, SuitePlan
@@ -123,7 +123,7 @@ def run_on_target(
         worked_s = before_s + answering.work_s
         current[0] = replace(keeping.with_suite(current[0], record), work_s=worked_s)
         keeping.write(settings.home, current[0])
-        say(sentence(record) + unmatched(suites[label], record))
+        say(sentence(record) + unmatched_metrics(suites[label], record))
 
     def work(label: str, rounds: Rounds[AskedJob, SuiteRecord]) -> Callable[[], SuiteRecord]:
         night = SuiteNight(
@@ -183,7 +183,7 @@ def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
         values = np.array(list(scores.values()), float)
         if not (np.abs(values) <= LARGEST_SCORE).all():
             raise UsageError(no_score(suite, metric, scores))
-        clusters = numbered(known.sources[item] for item in scores)
+        clusters = source_numbers(known.sources[item] for item in scores)
         mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
         found.append(
             MeanScore(
@@ -231,7 +231,7 @@ def sentence(suite: SuiteRecord) -> str:
     return f"{suite.name}: {scores}, {suite.items:,} items{lost}{''.join(map(sameness, suite.scores))}"
 
 
-def unmatched(suite: SuitePlan, record: SuiteRecord) -> str:
+def unmatched_metrics(suite: SuitePlan, record: SuiteRecord) -> str:
     """Doubt about entries for metrics by which no item has a score."""
     scored = {score.metric for score in record.scores}
     lost = sorted(suite.metrics.keys() - scored) if record.error is None else []

@@ -57,7 +57,7 @@ class SqlScored:
             found = scores[one.epoch].get(one.row_index)
             if found is None and of_means:  # the mean leaves the row out, with or without an answer
                 return {}
-            return scored(one, found or {}, metrics)
+            return scores_or_zero(one, found or {}, metrics)
 
         items = (one.item(score(one)) for one in asked.answers())
         return outcome_of(asked, items, select)
@@ -129,7 +129,7 @@ def outcome_of(questions: Questions, items: Iterable[Item], scorer: object) -> S
     )
 
 
-def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:
+def scores_or_zero(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:
     """Scores of an answer; a question without one scores 0 (`SuitePlan.unanswered`)."""
     return scores if answer.error is None else answer.suite.unanswered(metrics)
 
@@ -229,11 +229,11 @@ def module_of(folder: Path, name: str) -> ModuleType:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # at the end, so that an installed module keeps its name
     path = folder / f"{name}.py"
-    return loaded(name, path, path.read_bytes()) if path.is_file() else importlib.import_module(name)
+    return load_module(name, path, path.read_bytes()) if path.is_file() else importlib.import_module(name)
 
 
 @functools.cache
-def loaded(name: str, path: Path, content: bytes) -> ModuleType:
+def load_module(name: str, path: Path, content: bytes) -> ModuleType:
     """Module of a file with this content, made once, so that its classes are the same in all suites.
 
     Dataclasses and pickles look it up by its name, which it gets unless an installed module has that.
@@ -276,19 +276,19 @@ def schema_of(options: Options) -> dict[str, Any]:
 
 def is_json(text: str | None) -> bool:
     """True for text that is JSON as a whole."""
-    return parsed(text) is not NOTHING
+    return parse_json(text) is not NOTHING
 
 
 def is_valid(text: str | None, validator: Any) -> bool:
     """True for JSON that obeys the schema."""
-    value = parsed(text)
+    value = parse_json(text)
     return value is not NOTHING and bool(validator.is_valid(value))
 
 
 NOTHING = object()
 
 
-def parsed(text: str | None) -> object:
+def parse_json(text: str | None) -> object:
     """Value of JSON; `NOTHING` for other text."""
     try:
         return json.loads(text or "", parse_constant=no_json)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.drift import LARGEST_SCALE, LASTING_WEIGHT, Drift, bounded
+from conserve.profiles.drift import LARGEST_SCALE, LASTING_WEIGHT, Drift, bounded_log
 from conserve.profiles.fit import Samples
 from conserve.profiles.margin import (
     STEPS,
@@ -102,7 +102,7 @@ class CorrectedModel:
         self.first = self.model = model  # as the profile or the warm-up has it, and as it is now
         if start.coefficients is not None:
             try:
-                self.model = refitted(model, start.coefficients)
+                self.model = with_coefficients(model, start.coefficients)
             except ValueError:  # of a model with other terms
                 start = Correction(of=start.of)
         self.overrun_share = overrun_share
@@ -213,7 +213,7 @@ class CorrectedModel:
         """Replace the coefficients, and what was learned about the earlier ones by what `samples` say of these."""
         logs = logs_of(model, samples)
         self.model, self.refits = model, self.refits + 1
-        self._drift.restart(bounded(float(np.median(logs))))
+        self._drift.restart(bounded_log(float(np.median(logs))))
         ratios = np.exp(logs - self._drift.log_lasting)
         predicted_ms = samples.ms / ratios
         self._residuals = NewestResiduals(map(Residual, predicted_ms, ratios))
@@ -226,7 +226,7 @@ def coefficients_of(model: LatencyModel) -> dict[str, float] | None:
     return model.coefficients if isinstance(model, LinearModel) else None
 
 
-def refitted(model: LatencyModel, coefficients: Mapping[str, float]) -> LatencyModel:
+def with_coefficients(model: LatencyModel, coefficients: Mapping[str, float]) -> LatencyModel:
     """The model with other coefficients; raises ValueError if it has other terms."""
     return type(model)(coefficients) if isinstance(model, LinearModel) else model
 

@@ -17,12 +17,12 @@ LARGEST_STEP = log(1.25)  # largest effect of one iteration, in logarithms
 UNTOLD = 0.05  # passing part, in logarithms, that is taken to have told nothing before the first iteration
 
 
-def forgotten(half_life: float) -> float:
+def newest_weight(half_life: float) -> float:
     """Weight of the newest of values whose older ones count half as much after so many."""
     return 1.0 - float(0.5 ** (1 / half_life))
 
 
-LASTING_WEIGHT, PASSING_WEIGHT, COMPARED_WEIGHT = map(forgotten, (HALF_LIFE, PASSING, COMPARED))
+LASTING_WEIGHT, PASSING_WEIGHT, COMPARED_WEIGHT = map(newest_weight, (HALF_LIFE, PASSING, COMPARED))
 
 
 class Drift:
@@ -55,10 +55,10 @@ class Drift:
         self._repeated += COMPARED_WEIGHT * (off * self._log_passing - self._repeated)
         self._square += COMPARED_WEIGHT * (self._log_passing**2 - self._square)
         self._log_passing += PASSING_WEIGHT * (off - self._log_passing)
-        self.log_lasting = bounded(self.log_lasting + LASTING_WEIGHT * off)
-        self.factor = exp(bounded(self.log_lasting + self.share * self._log_passing))
+        self.log_lasting = bounded_log(self.log_lasting + LASTING_WEIGHT * off)
+        self.factor = exp(bounded_log(self.log_lasting + self.share * self._log_passing))
 
 
-def bounded(log_factor: float) -> float:
+def bounded_log(log_factor: float) -> float:
     """The logarithm of a factor within the bounds."""
     return max(-log(LARGEST_SCALE), min(log(LARGEST_SCALE), log_factor))

@@ -43,7 +43,7 @@ class EncoderTimes:
         if len(self._seen) >= ENOUGH:  # a stall of the machine is no time of an encoder
             ms = min(ms, MOST_TIMES * self._ms(inputs, embeddings) + MOST_MORE_MS)
         self._seen.append(Encoded(inputs, embeddings, max(0.0, ms)))
-        self._input_ms, self._embedding_ms = fitted(self._seen)
+        self._input_ms, self._embedding_ms = least_squares(self._seen)
         predicted = [self._ms(one.inputs, one.embeddings) for one in self._seen]
         ratios = [one.ms / ms for one, ms in zip(self._seen, predicted, strict=True) if ms > 0]
         self._margin = max(1.0, quantile_margin(ratios, OVERRUN_SHARE)) if len(ratios) > 1 else 1.0
@@ -64,7 +64,7 @@ class EncoderTimes:
         return self._input_ms * inputs + self._embedding_ms * embeddings
 
 
-def fitted(seen: "deque[Encoded]") -> tuple[float, float]:
+def least_squares(seen: "deque[Encoded]") -> tuple[float, float]:
     """Time in ms of an input and of an embedding, neither below 0, by least squares.
 
     Inputs that are all of about one size cannot tell the two apart: the time is the embeddings' then.

@@ -21,7 +21,7 @@ from conserve.endpoints.answers import beside
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import Call, Choice, Completion
 from conserve.nightly.harness import inspect_provider
-from conserve.nightly.harness.inspect_model import body_of, completion_of, seeded
+from conserve.nightly.harness.inspect_model import body_of, completion_of, with_seed
 from conserve.nightly.harness.request_jobs import HarnessAnswer
 
 FAKE = "fake:?tokens=6"
@@ -161,7 +161,7 @@ def test_each_epoch_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(seeds) == [7, 8, 9]
     asked(work(), tmp_path, run="without")
     assert seeds[3:] == [None] * 3
-    assert seeded({"seed": 7}, None) == {"seed": 7}
+    assert with_seed({"seed": 7}, None) == {"seed": 7}
 
 
 def test_several_choices_with_log_probabilities_are_an_output_of_inspect() -> None:

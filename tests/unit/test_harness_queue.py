@@ -19,7 +19,7 @@ from conserve.nightly.harness import gathering
 from conserve.nightly.harness.gathering import Gatherer
 from conserve.nightly.harness.model_access import engine_flags
 from conserve.nightly.harness.request_jobs import RUN, Alone, Asker, HarnessAnswer, Line
-from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, planned
+from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, cheaper_plan
 from conserve.store.books.results import Result
 from tests.commands import HANGS_S
 
@@ -53,7 +53,7 @@ def scored(
     store: conserve.Store, *, next_token: bool, context: Sequence[int] = CONTEXT
 ) -> tuple[object, list[ContinuationScore]]:
     choices = [*CHOICES, (likeliest_after(context),)]
-    plan, lines = planned(context, choices, next_token=next_token)
+    plan, lines = cheaper_plan(context, choices, next_token=next_token)
     return plan, plan.scores(Asker(alone(store)).ask(lines))
 
 
@@ -68,11 +68,11 @@ def test_a_continuation_has_the_same_score_by_next_tokens_and_by_echo(
 
 
 def test_choices_of_one_token_are_one_request_and_long_ones_are_echoed() -> None:
-    plan, lines = planned(CONTEXT, [(1,), (2,), (3,), (4,)], next_token=True)
+    plan, lines = cheaper_plan(CONTEXT, [(1,), (2,), (3,), (4,)], next_token=True)
     (line,) = lines
     assert isinstance(plan, ByNextToken)
     assert line.body["logprob_token_ids"] == [1, 2, 3, 4]
-    plan, lines = planned((1, 2), [tuple(range(90))], next_token=True)
+    plan, lines = cheaper_plan((1, 2), [tuple(range(90))], next_token=True)
     (line,) = lines
     assert isinstance(plan, ByEcho)
     assert line.body["echo"] is True
@@ -81,14 +81,14 @@ def test_choices_of_one_token_are_one_request_and_long_ones_are_echoed() -> None
 def test_more_tokens_than_a_request_may_ask_for_are_several_requests(store: conserve.Store) -> None:
     context = tuple(range(2000))
     choices = [(token,) for token in range(MOST_TOKENS + 5)]
-    plan, lines = planned(context, choices, next_token=True)
+    plan, lines = cheaper_plan(context, choices, next_token=True)
     asked = list(lines)
     assert [len(line.body["logprob_token_ids"]) for line in asked] == [MOST_TOKENS, 5]
     assert plan.scores(Asker(alone(store)).ask(asked)) == [expected(context, one) for one in choices]
 
 
 def test_an_empty_continuation_is_certain_and_asks_nothing() -> None:
-    plan, lines = planned(CONTEXT, [()], next_token=False)
+    plan, lines = cheaper_plan(CONTEXT, [()], next_token=False)
     assert list(lines) == []
     assert plan.scores(iter(())) == [ContinuationScore(0.0, True)]
 

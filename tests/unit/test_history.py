@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conserve.evals import level
-from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, compared
+from conserve.evals.comparison import Comparison, SuiteMetric, SuiteScores, judge_together
 from conserve.evals.history import change_point, lasting_decline
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import HISTORY, MeanScore, RunRecord, RunState, SuiteRecord
@@ -94,7 +94,7 @@ def test_the_night_itself_has_half_of_the_chance(families: int, found: Verdict) 
         {"s0": SuiteScores({"score": {item: float(item >= lost) for item in items}}, items)}
         for lost in (0, 5)
     )
-    judged, _ = compared(then, now, plans, families=families)
+    judged, _ = judge_together(then, now, plans, families=families)
     assert judged[SuiteMetric("s0", "score")].verdict is found
 
 
@@ -120,7 +120,7 @@ def night_against_history(rng: np.random.Generator, *, suites: int, items: int, 
         change = change_point(one[:-1].mean(1).tolist())
         level[name] = scores_by_item(one[change.night if change else 0 : -1][-LEVEL_NIGHTS:])
         now[name] = scores_by_item(one[-1:])
-    judged, metrics = compared(level, now, plans, families=FAMILIES)
+    judged, metrics = judge_together(level, now, plans, families=FAMILIES)
     changes = declines(runs, runs[-1], plans)
     return Comparison(
         before=HISTORY, after=runs[-1].id, differences=(), judged=judged, metrics=metrics, changes=changes

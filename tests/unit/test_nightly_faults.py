@@ -13,8 +13,8 @@ import pytest
 import conserve
 from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed, UsageError
-from conserve.evals.bootstrap import numbered
-from conserve.evals.comparison import SuiteMetric, SuiteScores, compared, unpaired
+from conserve.evals.bootstrap import source_numbers
+from conserve.evals.comparison import SuiteMetric, SuiteScores, judge_together, unpaired_suites
 from conserve.evals.outcome import Item
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
@@ -184,7 +184,7 @@ def with_lost(before: Sequence[float], lost: int, plan: str = "") -> SuiteVerdic
     sources = {item: f"item {item}" for item in then}
     plans = {"sql": plan_of(nightly_files.PLAN + plan).suites[0]}
     scores = ({"sql": SuiteScores({"score": one}, sources)} for one in (then, now))
-    return compared(*scores, plans)[0][SuiteMetric("sql", "score")]
+    return judge_together(*scores, plans)[0][SuiteMetric("sql", "score")]
 
 
 def test_lost_scores_that_could_change_nothing_leave_no_doubt() -> None:
@@ -222,7 +222,7 @@ def test_a_long_text_as_the_source_of_items_is_held_once() -> None:
 
 
 def test_sources_are_numbered_in_their_order() -> None:
-    assert numbered(["b", "a", "b", 1]).tolist() == [0, 1, 0, 2]
+    assert source_numbers(["b", "a", "b", 1]).tolist() == [0, 1, 0, 2]
 
 
 def test_a_scorer_that_exits_ends_its_suite_and_not_the_night(file: Path) -> None:
@@ -267,7 +267,7 @@ def test_scores_of_lm_eval_are_those_of_single_items(metric: str, value: object,
 
 def test_metrics_of_lm_eval_without_scores_of_items_are_named() -> None:
     samples = [{"metrics": ["acc", "f1"], "acc": acc, "f1": (1, 0)} for acc in (None, 1.0)]
-    assert lm_eval_suite.unscored({"samples": {"task": samples}}) == ["f1"]
+    assert lm_eval_suite.unscored_metrics({"samples": {"task": samples}}) == ["f1"]
 
 
 def test_of_a_perplexity_less_is_better_unless_the_file_says_otherwise() -> None:
@@ -296,8 +296,8 @@ def against(
         {"sql": SuiteScores({m: dict.fromkeys(range(60), s) for m, s in each.items()}, {})}
         for each in (before, after)
     )
-    judged, _ = compared(then, now, plans)
-    return unpaired(then, now, plans, judged, "monday"), judged
+    judged, _ = judge_together(then, now, plans)
+    return unpaired_suites(then, now, plans, judged, "monday"), judged
 
 
 def test_a_metric_that_only_the_earlier_night_has_leaves_a_doubt() -> None:

@@ -15,7 +15,7 @@ from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import ModelTarget
 from conserve.evals.plan_file import plan_of
 from conserve.nightly import keeping, trials
-from conserve.nightly.harness.options import typed
+from conserve.nightly.harness.options import typed_options
 from conserve.nightly.judged import Judge
 from conserve.nightly.options import Options
 from conserve.nightly.running import check
@@ -374,7 +374,7 @@ def test_a_mistyped_entry_is_told_the_common_ones_too(entry: str, says: str, tmp
     assert f"there is no entry {says}" in str(raised.value)
     (plan,) = plan_of(f'[suites.q]\nkind = "lm-eval"\n{entry}').suites
     with pytest.raises(SettingsError) as raised:
-        typed(plan, {"tasks": list})
+        typed_options(plan, {"tasks": list})
     assert f"there is no entry {says.split(', data')[0]}" in str(raised.value)
 
 

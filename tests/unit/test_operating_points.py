@@ -32,10 +32,10 @@ from conserve.cli.sweep import (
     SIZES,
     SweepFlags,
     facts,
+    measure_simulated,
     plan_of,
     plan_on_servers,
     policies_of,
-    simulated,
     usual_folder,
 )
 from conserve.config import Settings
@@ -667,12 +667,12 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 
     monkeypatch.setattr(sweep, "simulated", measured)
     monkeypatch.setattr("conserve.cli.sweep.simulator", lambda: made_up)
-    assert simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=False) == 130
+    assert measure_simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=False) == 130
     said = capsys.readouterr()
     assert f"1 of 4: {PLAN.wanted()[0].name}" in said.err
     assert "Stopped after 1 of 4 cells. The same command goes on" in said.err
     assert "Stopped after 1 of 4 cells" in (tmp_path / "page.html").read_text()
-    assert simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=True) == 0
+    assert measure_simulated(PLAN, MACHINE, tmp_path, processes=1, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert [Cell.of(one) for one in document["cells"]] == PLAN.wanted()
     assert asked == [PLAN.wanted()[n] for n in (0, 1, 1, 2, 3)], "the cell that was dropped comes again"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from conserve.cli.profile import profiled
+from conserve.cli.profile import measure_profile
 from conserve.cli.profile_report import mechanism_lines
 from conserve.engine.profiling import conclude, measure
 from conserve.engine.vllm.profiling.warm_up import WarmUp
@@ -70,7 +70,7 @@ def test_the_budget_holds_and_every_point_is_visited_again() -> None:
 
 def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(typer.Exit) as leaving:
-        profiled(FakeRig(interrupt_at=150), tmp_path, budget_s=5, max_context=None, seed=0)
+        measure_profile(FakeRig(interrupt_at=150), tmp_path, budget_s=5, max_context=None, seed=0)
     assert leaving.value.exit_code == 130
     (partial,) = tmp_path.glob("*.partial")
     first = visits_in(partial)
@@ -78,12 +78,12 @@ def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path: Path) -> None
         file.write(b'["prefill p1')  # a crash in the middle of a line
     rig = FakeRig(interrupt_at=60)
     with pytest.raises(typer.Exit):
-        profiled(rig, tmp_path, budget_s=5, max_context=None, seed=0)
+        measure_profile(rig, tmp_path, budget_s=5, max_context=None, seed=0)
     second = visits_in(partial)
     assert len(second) > len(first) > 10
     assert second[: len(first)] == first
     partial.write_bytes(b"\xff" + partial.read_bytes())
-    profile, path = profiled(FakeRig(), tmp_path, budget_s=5, max_context=None, seed=0)
+    profile, path = measure_profile(FakeRig(), tmp_path, budget_s=5, max_context=None, seed=0)
     assert read(path) == profile
     assert list(tmp_path.iterdir()) == [path]
 
@@ -98,7 +98,7 @@ def test_an_engine_that_dies_leaves_the_old_profile_and_what_was_measured(
 ) -> None:
     path = Book(tmp_path).save(profile)
     with pytest.raises(ProfilingFailed):
-        profiled(FakeRig(dies_at=40), tmp_path, budget_s=60, max_context=None, seed=0)
+        measure_profile(FakeRig(dies_at=40), tmp_path, budget_s=60, max_context=None, seed=0)
     assert read(path) == profile
     (partial,) = tmp_path.glob("*.partial")
     assert len(partial.read_bytes().splitlines()) > 10

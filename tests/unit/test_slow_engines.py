@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from conserve.cli.profile import profiled
+from conserve.cli.profile import measure_profile
 from conserve.cli.profile_report import heading, time_table
 from conserve.engine.profiling import RESERVE_S, VISITS, conclude, measure
 from conserve.errors import ProfilingFailed
@@ -123,7 +123,7 @@ def test_a_stretched_session_says_so_once_and_writes_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig = FakeRig(slowness=SLOWNESS["100x"])
-    profile, path = profiled(rig, tmp_path, budget_s=TINY_S, max_context=None, seed=0, clock=rig.clock)
+    profile, path = measure_profile(rig, tmp_path, budget_s=TINY_S, max_context=None, seed=0, clock=rig.clock)
     assert read(path) == profile
     assert list(tmp_path.iterdir()) == [path]
     said = [line for line in capsys.readouterr().err.splitlines() if "too small" in line]
@@ -138,14 +138,14 @@ def test_what_was_measured_is_gone_on_with_under_another_budget(tmp_path: Path, 
     slowness = SLOWNESS["30x"]
     broken = FakeRig(slowness=slowness, **{end: 25})  # type: ignore[arg-type]
     with pytest.raises((typer.Exit, ProfilingFailed)):
-        profiled(broken, tmp_path, budget_s=TINY_S, max_context=None, seed=0, clock=broken.clock)
+        measure_profile(broken, tmp_path, budget_s=TINY_S, max_context=None, seed=0, clock=broken.clock)
     (partial,) = tmp_path.glob("*.partial")
     kept = partial.read_bytes().splitlines()[1:]
     assert len(kept) > 10
     rig = FakeRig(slowness=slowness)
-    profile, _ = profiled(rig, tmp_path, budget_s=60, max_context=None, seed=0, clock=rig.clock)
+    profile, _ = measure_profile(rig, tmp_path, budget_s=60, max_context=None, seed=0, clock=rig.clock)
     whole = FakeRig(slowness=slowness)
-    profiled(whole, tmp_path / "anew", budget_s=60, max_context=None, seed=0, clock=whole.clock)
+    measure_profile(whole, tmp_path / "anew", budget_s=60, max_context=None, seed=0, clock=whole.clock)
     assert rig.now_s < whole.now_s - 0.5 * broken.now_s
     assert profile.seconds > rig.now_s - 1
     assert not list(tmp_path.glob("*.partial"))
@@ -155,14 +155,14 @@ def test_a_session_is_gone_on_with_where_the_engine_has_less_memory_for_kv(tmp_p
     slowness = SLOWNESS["5x"]
     broken = FakeRig(slowness=slowness, interrupt_at=100)
     with pytest.raises(typer.Exit):
-        profiled(broken, tmp_path, budget_s=60, max_context=None, seed=0, clock=broken.clock)
+        measure_profile(broken, tmp_path, budget_s=60, max_context=None, seed=0, clock=broken.clock)
     (partial,) = tmp_path.glob("*.partial")
     kept = {json.loads(line)[0] for line in partial.read_bytes().splitlines()[1:]}
     less = replace(LIMITS, kv_tokens=8_192)  # too little for some of them, and another plan
     unfit = {name for name in kept if not less.hold(Point.parse(name).slices)}
     assert unfit
     rig = FakeRig(slowness=slowness, limits=less)
-    profile, _ = profiled(rig, tmp_path, budget_s=60, max_context=None, seed=0, clock=rig.clock)
+    profile, _ = measure_profile(rig, tmp_path, budget_s=60, max_context=None, seed=0, clock=rig.clock)
     assert kept <= {str(read_sample(line)[0]) for line in profile.samples}
     assert rig.now_s < 60 - 0.5 * broken.now_s
 

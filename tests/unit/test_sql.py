@@ -384,7 +384,7 @@ def on_a_terminal(*arguments: str, **variables: str) -> str:
         streams = mock.patch.multiple(sys, stdin=stdin, stdout=out, stderr=err)
         words = mock.patch.object(sys, "argv", ["conserve", *arguments])
         with streams, words, mock.patch.dict(os.environ, variables):
-            stdout.flushed(app.main)
+            stdout.run_flushed(app.main)
         err.flush()
     return shown.result()
 

@@ -103,7 +103,7 @@ def printing_to(descriptor: int, words: Sequence[str]) -> Ended:
     said = io.StringIO()
     arguments = mock.patch.object(sys, "argv", ["conserve", *words])
     with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(said), arguments:
-        return Ended(stdout.flushed(app.main), said.getvalue())
+        return Ended(stdout.run_flushed(app.main), said.getvalue())
 
 
 def test_a_reader_that_leaves_ends_every_command_quietly(job: str) -> None:

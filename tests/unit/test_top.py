@@ -79,7 +79,7 @@ def test_a_frame_fills_the_screen_exactly(width: int, height: int, help_is_shown
     assert len(lines) == height
     if width >= 80:
         assert max(map(len, lines)) <= width
-    painted = top.painted(
+    painted = top.coloured_lines(
         top_frame.frame(OVERVIEW, ScreenState(), width=width, height=height), width, colours=True
     )
     assert len(painted) == height, "no line wraps"

@@ -41,7 +41,7 @@ HANDED: dict[str, Queue] = {}
 
 
 @contextmanager
-def handed(queue: Queue) -> Iterator[str]:
+def hand_over(queue: Queue) -> Iterator[str]:
     """Yield a token by which models ask this queue (`handed=token`)."""
     token = secrets.token_hex(4)
     HANDED[token] = queue
@@ -124,7 +124,7 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
 
     async def _generate_completion(self, request: dict[str, Any], config: GenerateConfig) -> ChatCompletion:
         sample = sample_active()
-        body = seeded(body_of(request), None if sample is None else sample.epoch)
+        body = with_seed(body_of(request), None if sample is None else sample.epoch)
         name = self._name(body)
         answer = await asyncio.wrap_future(self._gatherer.ask(Line(Url.CHAT, body, name)))
         return completion_of(answer, name, self.model_name)
@@ -159,7 +159,7 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if type(value).__name__ not in ("NotGiven", "Omit")}
 
 
-def seeded(body: Mapping[str, Any], epoch: int | None) -> dict[str, Any]:
+def with_seed(body: Mapping[str, Any], epoch: int | None) -> dict[str, Any]:
     """Body with a seed of its own in each epoch, counted from 1; without a seed epochs differ by themselves."""
     if epoch is None or not isinstance(body.get("seed"), int):
         return dict(body)

@@ -12,7 +12,7 @@ from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
 from conserve.hosts import without_login
 from conserve.nightly.harness.libraries import require
-from conserve.nightly.harness.options import said_of, typed
+from conserve.nightly.harness.options import options_fact, typed_options
 from conserve.nightly.harness.request_jobs import NotingQueue
 from conserve.nightly.questions import digest_of
 from conserve.nightly.suite import Night
@@ -54,14 +54,14 @@ class InspectSuite:
             items = with_failed(
                 night.suite, [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
             )
-            facts = facts_of(log, items) | {"params": said_of(options, ("args", "params"))}
+            facts = facts_of(log, items) | {"params": options_fact(options, ("args", "params"))}
         items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
         return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
 def checked_options(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without a task."""
-    options = typed(suite, OPTIONS)
+    options = typed_options(suite, OPTIONS)
     if "task" not in options:
         raise SettingsError(f'suites.{suite.name} has no task; name one: task = "arithmetic.py@addition"')
     return options
@@ -73,13 +73,13 @@ def evaluation_log(night: Night, recorded: NotingQueue, options: Mapping[str, An
     from inspect_ai.model import get_model
 
     from conserve.nightly.harness import inspect_provider  # noqa: F401  it registers the provider
-    from conserve.nightly.harness.inspect_model import handed
+    from conserve.nightly.harness.inspect_model import hand_over
 
     suite, target = night.suite, night.target
     tools = {"emulate_tools": options["emulate_tools"]} if "emulate_tools" in options else {}
     if target.endpoint is not None:
         tools["endpoint"] = without_login(target.endpoint)  # its log has it; the night's queue asks
-    with handed(recorded) as token:
+    with hand_over(recorded) as token:
         model = get_model(
             f"conserve/{target.model or night.settings.engine_model}",
             memoize=False,

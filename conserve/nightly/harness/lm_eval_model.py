@@ -26,7 +26,7 @@ from conserve.nightly.harness.model_access import (
     settings_of,
 )
 from conserve.nightly.harness.request_jobs import Asker, Line, Queue
-from conserve.nightly.harness.scoring import ContinuationScore, Plan, Tokens, planned
+from conserve.nightly.harness.scoring import ContinuationScore, Plan, Tokens, cheaper_plan
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -200,7 +200,9 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
         """Requests for pairs of context and continuation; the plan of each context is appended."""
         fitting = map(self._fitted, pairs)
         for context, group in groupby(fitting, key=lambda pair: pair[0]):
-            plan, lines = planned(context, [rest for _, rest in group], next_token=self._tokens.next_token)
+            plan, lines = cheaper_plan(
+                context, [rest for _, rest in group], next_token=self._tokens.next_token
+            )
             plans.append(plan)
             yield from lines
 

@@ -16,7 +16,7 @@ from conserve.evals.outcome import LARGEST_SCORE, Item, SuiteOutcome
 from conserve.evals.plan import LESS_IS_BETTER, SuitePlan
 from conserve.nightly.harness.libraries import absent_hub, require
 from conserve.nightly.harness.model_access import model_tokens, settings_of_target
-from conserve.nightly.harness.options import said_of, typed
+from conserve.nightly.harness.options import options_fact, typed_options
 from conserve.nightly.harness.request_jobs import NotingQueue
 from conserve.nightly.suite import Night
 
@@ -68,20 +68,20 @@ class LmEvalSuite:
         recorded = NotingQueue(night)
         model = ConserveLM(queue=recorded, tokens=tokens, max_gen_toks=options.get("max_tokens", 256))
         found = [evaluation_results(model, suite, options, night.folder) for _ in range(suite.epochs)]
-        if left_out := unscored(found[0]):
+        if left_out := unscored_metrics(found[0]):
             log.warning(
                 "suites.%s: %s is left out, since lm-eval scores no single item by it",
                 suite.name,
                 ", ".join(left_out),
             )
         items = [item for epoch, one in enumerate(found) for item in items_of(one, epoch)]
-        facts = facts_of(found[0]) | {"params": said_of(options, SAID)}
+        facts = facts_of(found[0]) | {"params": options_fact(options, SAID)}
         return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
 def checked_options(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without tasks."""
-    options = typed(suite, OPTIONS)
+    options = typed_options(suite, OPTIONS)
     if not options.get("tasks"):
         raise SettingsError(f'suites.{suite.name} has no tasks; name them: tasks = ["gsm8k", "mmlu"]')
     return options
@@ -202,7 +202,7 @@ def perplexity(metric: str, loglikelihood: float, length: float) -> float | None
     return math.exp(nats) if nats < math.log(LARGEST_SCORE) else None
 
 
-def unscored(found: Mapping[str, Any]) -> list[str]:
+def unscored_metrics(found: Mapping[str, Any]) -> list[str]:
     """Metrics by which no sample has a score of its own."""
     known: dict[str, bool] = {}
     for samples in found["samples"].values():

@@ -9,7 +9,7 @@ from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import OF_SUITE, unknown
 
 
-def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
+def typed_options(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for an unknown one, and for one of another type."""
     for name, value in suite.options.items():
         if name not in types:
@@ -21,7 +21,7 @@ def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
     return suite.options
 
 
-def said_of(options: Mapping[str, Any], names: Collection[str]) -> str:
+def options_fact(options: Mapping[str, Any], names: Collection[str]) -> str:
     """Options as a fact of the night; `none` where the file names none of them."""
     given = {name: options[name] for name in names if name in options}
     return json.dumps(given, sort_keys=True, default=str) if given else "none"

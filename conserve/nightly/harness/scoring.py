@@ -77,13 +77,13 @@ class ByEcho(NamedTuple):
 
     def scores(self, answers: Iterator[HarnessAnswer]) -> list[ContinuationScore]:
         """Scores of the continuations; takes an answer for each off `answers`, and none for an empty one."""
-        return [echoed(next(answers), length) if length else NOTHING for length in self.lengths]
+        return [echo_score(next(answers), length) if length else NOTHING for length in self.lengths]
 
 
 Plan = ByNextToken | ByEcho
 
 
-def planned(
+def cheaper_plan(
     context: Sequence[int], continuations: Sequence[Tokens], *, next_token: bool
 ) -> tuple[Plan, Iterator[Line]]:
     """Plan with the fewer tokens to compute, and its requests; the plan holds no context, so that many fit."""
@@ -125,7 +125,7 @@ def line(prompt: Sequence[int], **asked: Any) -> Line:
     return Line(Url.COMPLETIONS, body)
 
 
-def echoed(answer: HarnessAnswer, length: int) -> ContinuationScore:
+def echo_score(answer: HarnessAnswer, length: int) -> ContinuationScore:
     """Score of a continuation of this many tokens at the end of an echoed prompt."""
     told = logprobs_of(answer)
     shortened = len(told.token_logprobs) == length  # by the queue
