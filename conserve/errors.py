@@ -68,10 +68,26 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+RUN_DOCTOR = "run: conserve doctor"
+SEE_DOCTOR = "see: conserve doctor"
+"""Next steps that `conserve doctor` itself leaves out."""
+
+
 class ConserveError(Exception):
-    """One sentence for the user that names the cause and the next command."""
+    """One sentence for the user that names the cause and the next command.
+
+    `cause` and `step` are its two parts, with `joint` between them. Without `step` the cause is the whole sentence.
+    """
 
     exit_code = 1
+
+    def __init__(self, cause: str, *, step: str | None = None, joint: str = "; ") -> None:
+        super().__init__(cause if step is None else f"{cause}{joint}{step}")
+        self.cause, self.step, self.joint = cause, step, joint
+
+    def without(self, step: str) -> str:
+        """The sentence; its cause alone if this is the next step."""
+        return self.cause if self.step == step else str(self)
 
 
 class UsageError(ConserveError):
@@ -190,9 +206,15 @@ class StoreForbidden(StoreError):
     """
 
     def __init__(
-        self, message: str, *, job_id: str | None = None, file: object = None, why: str = ""
+        self,
+        cause: str,
+        *,
+        step: str | None = None,
+        job_id: str | None = None,
+        file: object = None,
+        why: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(cause, step=step)
         self.job_id, self.file, self.why = job_id, file, why
 
     @classmethod
@@ -229,8 +251,8 @@ class DatabaseDamaged(StoreError):
 class StoreDamaged(StoreError):
     """A file or record of the store is missing or differs from what was written; `job_id` if one job's alone."""
 
-    def __init__(self, message: str, *, job_id: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, cause: str, *, step: str | None = None, job_id: str | None = None) -> None:
+        super().__init__(cause, step=step)
         self.job_id = job_id
 
 

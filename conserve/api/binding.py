@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from conserve.config import Settings, model_name
-from conserve.errors import JobRefused
 from conserve.store.books.readings import JobReading
 
 
@@ -29,5 +28,5 @@ class Binding(NamedTuple):
         if settings.endpoint is None and model_name(settings.engine_model) != wanted:
             from conserve.jobs.harvest.bound import bound_elsewhere
 
-            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.engine_model))
+            raise bound_elsewhere(jobs[0].id, wanted, settings.engine_model)
         return settings

@@ -276,5 +276,5 @@ def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interru
             for job_id in (*tally.jobs, *tally.cancelled)
             if job_id in states or job_id not in tally.completed
         },
-        refused=dict(tally.refused),
+        refused={job_id: str(reason) for job_id, reason in tally.refused.items()},
     )

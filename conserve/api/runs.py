@@ -154,8 +154,8 @@ async def drained_together(settings: Settings, job_ids: Sequence[str], arguments
     finally:
         await outlast(asyncio.create_task(asyncio.to_thread(messages.close)))
         store.close()
-    for reason in done.refused.values():
-        raise JobRefused(reason)
+    for refusal in harvester.tally.refused.values():
+        raise refusal
     return done
 
 

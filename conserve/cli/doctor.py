@@ -18,7 +18,7 @@ from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.cli.suggestions import at_home
 from conserve.config import Settings, settings_files
-from conserve.errors import ConserveError, StoreFull
+from conserve.errors import RUN_DOCTOR, ConserveError, StoreFull
 from conserve.hosts import server_root, split_login
 
 EXAMPLE = """
@@ -156,8 +156,8 @@ def surroundings(settings: Settings) -> Findings:
         yield doctor_machine.disk(settings.home)
         yield doctor_machine.fsync(settings.home)
     except (ConserveError, OSError) as error:
-        cause = " ".join(str(error).split()).removesuffix("; run: conserve doctor")
-        yield Finding("store", cause, ok=False, fix=store_fix(settings, error))
+        cause = error.without(RUN_DOCTOR) if isinstance(error, ConserveError) else str(error)
+        yield Finding("store", " ".join(cause.split()), ok=False, fix=store_fix(settings, error))
     yield doctor_machine.open_files()
     return newest_s
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from conserve.cli import output
 from conserve.cli.doctor_finding import Finding
-from conserve.errors import StoreError
+from conserve.errors import SEE_DOCTOR, StoreError
 from conserve.installation import install_line
 from conserve.store.files.marks import MARK
 
@@ -36,7 +36,7 @@ def files(store: "Store") -> Iterator[Finding]:
     try:
         took_s = probe(store.data)
     except (StoreError, OSError) as error:
-        cause = str(error).removesuffix(", see: conserve doctor")
+        cause = error.without(SEE_DOCTOR) if isinstance(error, StoreError) else str(error)
         yield Finding("files", cause, ok=False, fix=fix)
         return
     value = f"{store.data}: a file was written, read and deleted in {1e3 * took_s:,.0f} ms"

@@ -70,7 +70,7 @@ def why_left_alone(job: JobReading, model: str) -> str | None:
     """Reason for which a run with this model would leave the job alone; None if it would not."""
     from conserve.jobs.harvest.bound import bound_elsewhere
 
-    return None if job.model in (None, model) else bound_elsewhere(job.id, str(job.model), model)
+    return None if job.model in (None, model) else str(bound_elsewhere(job.id, str(job.model), model))
 
 
 async def counter_of(settings: Settings, flags: list[str]) -> Counter:

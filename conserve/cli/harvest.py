@@ -185,7 +185,7 @@ def work(
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
     import uvloop
 
-    from conserve.jobs.harvest.bound import STEP
+    from conserve.jobs.harvest.bound import ModelDiffers
     from conserve.jobs.hooks.courier import sending
     from conserve.store.books import catalog
 
@@ -217,7 +217,9 @@ def work(
         interrupted = uvloop.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
     if not only:  # jobs of other models are left to other harvesters, as was said
-        done = replace(done, refused={job: why for job, why in done.refused.items() if STEP not in why})
+        reasons = harvester.tally.refused.items()
+        ours = {job: str(reason) for job, reason in reasons if not isinstance(reason, ModelDiffers)}
+        done = replace(done, refused=ours)
     announced = () if lines else (*harvester.tally.completed, *harvester.tally.cancelled)  # by the announcer
     code = report(done, settings, only=only, announced=announced, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only

@@ -84,7 +84,7 @@ def write(path: Path, wishes: NightlyWishes) -> None:
     try:
         check(plan_of(text), folder)
     except SettingsError as error:
-        raise SettingsError(str(error).removesuffix(f"; {CHECK}")) from error  # there is no file to check yet
+        raise SettingsError(error.without(CHECK)) from error  # there is no file to check yet
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

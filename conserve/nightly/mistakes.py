@@ -1,4 +1,4 @@
-"""Mistakes in scorers as sentences: a SELECT by the cause, a function by its line in the user's file."""
+"""Errors of mistakes in scorers: a SELECT by the cause, a function by its line in the user's file."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -7,18 +7,16 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
-from conserve.errors import QueryError, one_line
+from conserve.errors import QueryError, SettingsError, one_line
 from conserve.nightly.options import Options
 
 CHECK = "correct it, and check with: conserve eval run FILE --check"
 
 
-def in_select(where: str, error: QueryError) -> str:
-    """Sentence on the mistake in a suite's SELECT."""
-    from conserve.store.sql.mistakes import NEXT
-
-    cause, *rest = NEXT.split(str(error), maxsplit=1)
-    return f"{where}.score: {cause}{CHECK}" if rest else f"{where}.score: {error}"
+def in_select(where: str, error: QueryError) -> SettingsError:
+    """The error for the mistake in a suite's SELECT."""
+    step = None if error.step is None else CHECK
+    return SettingsError(f"{where}.score: {error.cause}", step=step, joint=error.joint)
 
 
 def in_function(
@@ -28,16 +26,17 @@ def in_function(
     columns: Collection[str],
     *,
     item: str | None = None,
-) -> str:
-    """Sentence on the error of a suite's function, for an item of the night or, without one, a made-up answer."""
+) -> SettingsError:
+    """The error for that of a suite's function, for an item of the night or, without one, a made-up answer."""
     said = ": ".join(filter(None, (type(error).__name__, one_line(error, most=200))))
+    cause = f"{options.where}.score: {place_of(options, function, error)}: {said}"
     if is_missing_key(error, columns):
-        more = f"; a row has: {', '.join(columns)}"
-    elif item is None:
-        more = f"; {CHECK}"
-    else:
-        more = f", of the item {one_line(item, most=60)}; return None where there is no score"
-    return f"{options.where}.score: {place_of(options, function, error)}: {said}{more}"
+        return SettingsError(f"{cause}; a row has: {', '.join(columns)}")
+    if item is None:
+        return SettingsError(cause, step=CHECK)
+    return SettingsError(
+        f"{cause}, of the item {one_line(item, most=60)}; return None where there is no score"
+    )
 
 
 def is_missing_key(error: Exception, columns: Collection[str]) -> bool:

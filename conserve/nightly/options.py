@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from conserve.api.asking import TaskRequest
-from conserve.errors import SettingsError, UsageError
+from conserve.errors import SettingsError, UsageError, one_line
 from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import OF_SUITE, PlanTable, unknown
 from conserve.jobs.requests.parameter_names import unknown_name
-from conserve.nightly.samples import check_data
+from conserve.nightly.samples import columns_of
 
 ASKING = ("prompt", "prompt_file", "messages", "system", "completions", "params", "unknown_params")
 SENDS = "unknown_params = true sends"
@@ -54,12 +54,16 @@ class Options:
 
     def check(self) -> list[str]:
         """Columns of the data set; raises for options with which no row could be asked."""
+        data, asking, named = self.data, self.asking(), self.columns()
         try:
-            task = TaskRequest(**self.asking(), unknown_params=True).task()
-            return check_data(self.suite, self.data, task, self.columns(), self.folder)
+            found = columns_of(data, TaskRequest(**asking, unknown_params=True).task(), self.folder)
         except UsageError as error:
-            where = "" if self.where in str(error) else f"{self.where}: "
-            raise SettingsError(f"{where}{error}") from error
+            raise SettingsError(f"{self.where}: {error}") from error
+        for name in named:
+            if name not in found:
+                said = f"{self.where} names the column {name!r}, but the columns are: {', '.join(found)}"
+                raise SettingsError(one_line(said, most=2000))
+        return found
 
 
 def asking_of(table: PlanTable, suite: SuitePlan, folder: Path) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def asking_of(table: PlanTable, suite: SuitePlan, folder: Path) -> dict[str, Any
     if params["temperature"]:
         params.setdefault("seed", suite.seed)
     given: dict[str, Any] = {
-        "prompt": prompt_of(table, folder),
+        "prompt": prompt_of(table, suite, folder),
         "messages": table.text("messages"),
         "system": table.text("system"),
         "completions": bool(table.get("completions", bool)),
@@ -83,7 +87,7 @@ def asking_of(table: PlanTable, suite: SuitePlan, folder: Path) -> dict[str, Any
     return given
 
 
-def prompt_of(table: PlanTable, folder: Path) -> str | None:
+def prompt_of(table: PlanTable, suite: SuitePlan, folder: Path) -> str | None:
     """Template of the prompt, given or in a file."""
     given, name = table.text("prompt"), table.text("prompt_file")
     if name is None:
@@ -91,4 +95,5 @@ def prompt_of(table: PlanTable, folder: Path) -> str | None:
     try:
         return (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the prompt file {folder / name} cannot be read; write it, as UTF-8") from error
+        words = f"suites.{suite.name}: the prompt file {folder / name} cannot be read; write it, as UTF-8"
+        raise SettingsError(words) from error

@@ -17,7 +17,7 @@ from conserve.config import UNSET, Settings
 from conserve.errors import EndpointUnusable, JobNotFound, JobRefused
 from conserve.evals.plan import ModelTarget, SuitePlan
 from conserve.evals.records import LiveLatencies
-from conserve.jobs.harvest.bound import STEP
+from conserve.jobs.harvest.bound import ModelDiffers
 from conserve.nightly.rounds import Rounds
 from conserve.nightly.served_jobs import await_served
 from conserve.nightly.targets import ModelAsked, with_target
@@ -81,7 +81,9 @@ class SuiteNight:
                 raise JobRefused(unanswered_words(job.id, reading.state))
             model = self._model_asked(target)
             if model is not None and reading.model not in (None, model):
-                raise JobRefused(f"{reading.model} answered job {job.id}, and this run has {model}; {ANEW}")
+                raise JobRefused(
+                    f"{reading.model} answered job {job.id}, and this run has {model}", step=ANEW
+                )
 
     def _new(self, source: Source, tags: Mapping[str, str], task: Mapping[str, Any]) -> Job:
         given = {"name": self._label.replace("@", "-"), "unknown_params": True, **task}
@@ -135,11 +137,8 @@ class Answering:
         except EndpointUnusable:
             self._withdraw(job_ids)
             raise
-        except JobRefused as error:
-            said, step, _ = str(error).partition(STEP)
-            if not step:
-                raise
-            raise JobRefused(f"{said}; {ANEW}") from error
+        except ModelDiffers as error:
+            raise JobRefused(error.cause, step=ANEW) from error
         self.work_s += done.work_s
 
     def _withdraw(self, job_ids: Sequence[str]) -> None:

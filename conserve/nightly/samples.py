@@ -110,19 +110,11 @@ def own_names(columns: Sequence[str]) -> dict[str, str]:
     return {shown[alias]: name for name, alias in in_view.items()}
 
 
-def check_data(
-    suite: SuitePlan, names: Sequence[str], task: Task, columns: Sequence[str], folder: Path
-) -> list[str]:
-    """Columns of the files; raises for a missing file, a missing column, or a task that asks no row anything."""
+def columns_of(names: Sequence[str], task: Task, folder: Path) -> list[str]:
+    """Columns of the files; raises for a missing file, or a task that asks no row anything."""
     check_task(task)
     with open_rows(paths_of(names, folder)) as rows:
         check_input(rows, task, constant_prompt=False)
-        for column in columns:
-            if column not in rows.columns:
-                raise InputError(
-                    f"suites.{suite.name} names the column {column!r}, but the columns are: "
-                    + ", ".join(rows.columns)
-                )
         return list(rows.columns)
 
 

@@ -82,7 +82,7 @@ class PythonScored:
             try:
                 found = function(one.text, one.columns)
             except Exception as error:
-                raise UsageError(in_function(options, function, error, one.columns, item=one.id)) from error
+                raise in_function(options, function, error, one.columns, item=one.id) from error
             return by_metric(found)
 
         @functools.cache
@@ -142,7 +142,7 @@ def select_of(options: Options) -> "RowScores":
     try:
         return by_row(given)
     except QueryError as error:
-        raise SettingsError(in_select(options.where, error)) from error
+        raise in_select(options.where, error) from error
 
 
 def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
@@ -167,7 +167,7 @@ def query_rows(night: Night, job: Job, select: str) -> Iterator[dict[str, Any]]:
     try:
         yield from rows_of(night.settings, select, [job.id])
     except QueryError as error:
-        raise UsageError(in_select(f"suites.{night.suite.name}", error)) from error
+        raise in_select(f"suites.{night.suite.name}", error) from error
 
 
 def check_columns(where: str, columns: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from conserve.errors import QueryError, SettingsError
+from conserve.errors import QueryError
 from conserve.nightly.mistakes import in_function, in_select, is_in_users_code
 from conserve.nightly.options import Options
 from conserve.nightly.samples import data_set, kept_inputs, size_of
@@ -28,7 +28,7 @@ def bound(options: Options, select: str, columns: Sequence[str]) -> list[str] | 
                 return bound_columns(select, parts)
         check_names(select, columns)
     except QueryError as error:
-        raise SettingsError(in_select(options.where, error)) from error
+        raise in_select(options.where, error) from error
     return None
 
 
@@ -48,10 +48,10 @@ def called_once(options: Options, function: Callable[..., object], columns: Sequ
     try:
         function(MADE_UP, row)
     except ImportError as error:
-        raise SettingsError(in_function(options, function, error, row)) from error
+        raise in_function(options, function, error, row) from error
     except (KeyError, NameError, AttributeError, TypeError) as error:
         if is_sure(error, row) and is_in_users_code(options, function, error):
-            raise SettingsError(in_function(options, function, error, row)) from error
+            raise in_function(options, function, error, row) from error
     except (Exception, SystemExit):  # code of the user's may raise anything
         return
 
@@ -72,6 +72,9 @@ def is_sure(error: Exception, row: Row) -> bool:
     """True for an error that a real answer meets too; a pattern that an empty answer lacks gives None."""
     if isinstance(error, KeyError):
         return any(error.args[:1] == (name,) for name in row.lacking)
+    if isinstance(error, AttributeError):
+        return error.name is None or error.obj is not None
+    # A `TypeError` holds no operands: Python's words alone tell that one of them is None.
     return not isinstance(error, UnboundLocalError) and "NoneType" not in str(error)
 
 

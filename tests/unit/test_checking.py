@@ -197,9 +197,9 @@ def test_a_database_that_cannot_be_read_is_one_damage(store: Store, monkeypatch:
         return ids
 
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "foreign_keys", fails(DatabaseDamaged("no page 6; call it a day")))
+        patch.setattr(checking, "foreign_keys", fails(DatabaseDamaged("no page 6", step="call it a day")))
         assert checking.check(store).damages[0].what == "is damaged (no page 6)"
-    monkeypatch.setattr(catalog, "ids", fails(DatabaseDamaged("no page 7; call it a day")))
+    monkeypatch.setattr(catalog, "ids", fails(DatabaseDamaged("no page 7", step="call it a day")))
     (found,) = checking.check(store).damages
     assert (found.part, found.what) == (StorePart.DATABASE, "is damaged (no page 7)")
     monkeypatch.setattr(catalog, "ids", fails(StoreUnreachable("no answer")))
@@ -325,7 +325,7 @@ def test_a_record_of_fewer_rows_than_have_results_is_damaged_if_they_can_be_read
 def test_what_the_caller_finds_wrong_with_a_task_is_damage_of_the_record(store: Store) -> None:
     for job_id in ("one", "two"):
         queued(store, job_id)
-    found = checking.check(store, judge=lambda job: "nonsense; run: this" if job.id == "two" else None)
+    found = checking.check(store, judge=lambda job: "nonsense" if job.id == "two" else None)
     assert [(damage.job_id, damage.part, damage.what) for damage in found.damages] == [
         ("two", StorePart.RECORD, "is damaged (nonsense)")
     ]

@@ -407,7 +407,7 @@ def test_on_a_full_disk_the_doctor_asks_for_room_alone(
 
 
 def unreachable(_: Settings) -> Store:
-    raise StoreError("the store failed: refused\n\tIs it running?; run: conserve doctor")
+    raise StoreError("the store failed: refused\n\tIs it running?", step="run: conserve doctor")
 
 
 def test_a_store_that_cannot_be_used_names_the_fix(
@@ -424,6 +424,8 @@ def test_a_store_that_cannot_be_used_names_the_fix(
     elsewhere = Settings(home=tmp_path, store="postgresql+psycopg://nowhere/db")
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "[postgres]" in doctor.store_fix(elsewhere, StoreError())
+    assert "[postgres]" in doctor.store_fix(elsewhere, StoreError(""))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace())
-    assert doctor.store_fix(elsewhere, StoreError()) == "correct CONSERVE_STORE, or start its database server"
+    assert (
+        doctor.store_fix(elsewhere, StoreError("")) == "correct CONSERVE_STORE, or start its database server"
+    )

@@ -1,9 +1,13 @@
-"""The tree of errors in the documentation of their module is the tree of their classes."""
+"""The tree of errors in their module's documentation is that of their classes; each has a cause and a next step."""
 
 import inspect
+import pickle
 import re
 
+import pytest
+
 from conserve import errors
+from conserve.errors import ConserveError, StoreDamaged, StoreForbidden, StoreUnreachable
 
 LINE = re.compile(r"^(?P<branch>[│├└─ ]*)(?P<name>\w+)  +\S")
 
@@ -23,3 +27,20 @@ def test_the_tree_of_errors_names_each_under_its_parent() -> None:
     ]
     there = {one.__name__: one.__base__ for one in classes if not issubclass(one, Warning)}
     assert drawn == {name: base.__name__ for name, base in there.items() if base}
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "parts"),
+    [
+        (ConserveError("it is; so"), "it is; so", ("it is; so", None)),
+        (StoreDamaged("it is", step="run: x", job_id="job-1"), "it is; run: x", ("it is", "run: x")),
+        (StoreForbidden("it is", step="run: x", why="y"), "it is; run: x", ("it is", "run: x")),
+        (StoreUnreachable("it is", step="see: x", joint=", "), "it is, see: x", ("it is", "see: x")),
+    ],
+)
+def test_an_error_is_one_sentence_of_its_cause_and_the_next_step(
+    error: ConserveError, said: str, parts: tuple[str, str | None]
+) -> None:
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (str(one), (one.cause, one.step)) == (said, parts)
+        assert (one.without("run: x"), one.without("another")) == (said.removesuffix("; run: x"), said)

@@ -290,7 +290,10 @@ def test_a_store_is_released_once_its_harvesters_are_gone_or_silent(
 def test_a_release_that_waits_says_so_once() -> None:
     said: list[str] = []
     slept: list[float] = []
-    errors = [StoreInUse("rows are with ann; stop it"), StoreInUse("rows are with ann; stop it")]
+    errors = [
+        StoreInUse("rows are with ann", step="stop it"),
+        StoreInUse("rows are with ann", step="stop it"),
+    ]
 
     def attempt() -> str:
         if errors:

@@ -333,7 +333,7 @@ def test_rows_of_a_job_that_is_bound_to_one_model_go_back_where_the_servers_have
 
     tally = harvest(store, [old, new], happens, changing)
     assert not new.begun
-    assert "bound to m and this run has new" in tally.refused[job_id]
+    assert "bound to m and this run has new" in str(tally.refused[job_id])
     with store.read() as tx:
         assert catalog.get(tx, job_id).failed == 0
         saved = tx.scalars(text("select tokens from request where tokens is not null")).all()

@@ -834,7 +834,7 @@ def test_a_job_whose_input_changed_is_refused_and_can_be_resumed(
     original = path.read_bytes()
     write_input(q=["something else"])
     tally = harvest(store, FakeEndpoint())
-    assert "changed after" in tally.refused[job_id]
+    assert "changed after" in str(tally.refused[job_id])
     assert job(store, job_id).state is JobState.FAILED
     path.write_bytes(original)
     with store.write() as tx:
@@ -1805,7 +1805,7 @@ def test_a_job_whose_requests_are_gone_holds_up_no_other(store: Store, queue_up:
     broken, whole = queue_up("a"), queue_up("b", "c")
     home.requests_file(store.home, broken).unlink()
     tally = harvest(store, FakeEndpoint())
-    assert "cannot be read" in tally.refused[broken]
+    assert "cannot be read" in str(tally.refused[broken])
     assert [*tally.completed] == [whole]
 
 

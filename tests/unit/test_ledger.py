@@ -106,6 +106,10 @@ class Party:
             store, self.tally, share=share, lease_s=LEASE_S, clock=self.clock, monotonic=self.clock
         )
 
+    @property
+    def refused(self) -> dict[str, str]:
+        return {job_id: str(reason) for job_id, reason in self.tally.refused.items()}
+
     def claim(self, limit: int = 8, *, suspect: bool = False) -> list[ReadyRow]:
         return self.ledger.claim(limit, suspect, "model")
 
@@ -249,7 +253,7 @@ def test_a_job_whose_requests_this_machine_cannot_read_is_left_to_others(
         party.finish(work)
         assert party.ledger.nothing_left()
         said = f"({os.strerror(number)}), which says nothing about what is in it; "
-        assert said in party.tally.refused[job_id]
+        assert said in party.refused[job_id]
         party.clock.now += turned_away.AGAIN_S
         assert party.claim() == []
         party.clock.now += turned_away.AGAIN_S
@@ -270,7 +274,7 @@ def test_a_job_whose_folder_another_machine_may_have_is_left_to_it(
     if database == "sqlite":
         assert job(store, job_id).state is JobState.FAILED, "no other machine has it"
         return
-    assert f"{folder} is missing; harvesters of one database" in party.tally.refused[job_id]
+    assert f"{folder} is missing; harvesters of one database" in party.refused[job_id]
     assert job(store, job_id).state is JobState.QUEUED
     (store.data / "elsewhere").rename(folder)
     party.clock.now += turned_away.AGAIN_S
@@ -284,7 +288,7 @@ def test_a_job_that_another_harvester_ended_is_no_longer_told_of(
     with monkeypatch.context() as machine:
         machine.setattr(workload, "RequestFile", Mock(side_effect=StoreForbidden("closed", job_id=job_id)))
         assert party.claim() == []
-    assert party.tally.refused == {job_id: "closed"}
+    assert party.refused == {job_id: "closed"}
     other = Party(store)
     other.finish(*other.claim())
     other.ledger.close()
@@ -766,7 +770,7 @@ def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
     whole = submit(store, str(write_input("other.parquet", q=["x"])), TASK, priority=-1).job_id
     write_input(q=["something else"])
     assert [work.job_id for work in party.claim()] == [whole]
-    assert "changed after job" in party.tally.refused[job_id]
+    assert "changed after job" in party.refused[job_id]
     assert job(store, job_id).state is JobState.FAILED
     assert job(store, job_id).finished_at == 1000.0
     assert select(store, "select job_id from lease") == [(whole,)]
@@ -839,7 +843,9 @@ def test_large_files_that_differ_are_found_beside_the_stores_thread(
     os.utime(path, (0, 0))
     SlowDigest(monkeypatch, path.name).go.set()
     until(lambda: party.claim() != [] or job_id in party.tally.refused)
-    assert ("changed after" if part == "inputs" else "is not what was written") in party.tally.refused[job_id]
+    assert ("changed after" if part == "inputs" else "is not what was written") in str(
+        party.tally.refused[job_id]
+    )
     assert job(store, job_id).state is JobState.FAILED
 
 
@@ -871,7 +877,7 @@ def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
 
     monkeypatch.setattr(Lookahead, "take", broken)
     assert [work.job_id for work in party.claim()] == [other]
-    assert party.tally.refused == {job_id: "row group 0 is damaged"}
+    assert party.refused == {job_id: "row group 0 is damaged"}
     assert party.ledger._workload.seen() == [other], "once it is mended, it is opened anew"
     assert job(store, job_id).state is JobState.FAILED
 
@@ -1114,7 +1120,7 @@ def test_jobs_of_another_model_count_as_refused_while_they_are_queued(
     assert party.claim() == []
     party.ledger.nothing_left()
     assert list(party.tally.refused) == [job_id]
-    assert "is bound to model-b and this run has model-a" in party.tally.refused[job_id]
+    assert "is bound to model-b and this run has model-a" in party.refused[job_id]
     other.finish(work)
     with store.write() as tx:
         catalog.move(tx, job_id, "cancel", now=0.0)
@@ -1312,7 +1318,7 @@ def test_with_shares_a_job_that_waits_for_another_harvester_is_remembered(
     monkeypatch.setattr(workload, "RequestFile", closed)
     for _ in range(2):
         assert {work.job_id for work in party.claim(1)} == {other}
-        assert party.tally.refused == {job_id: "closed"}
+        assert party.refused == {job_id: "closed"}
     assert not party.ledger.claimable()
     party.ledger.close()
 

@@ -345,7 +345,7 @@ def test_a_job_that_must_not_run_does_not_hold_up_the_others(store: Store, queue
     home.requests_file(store.home, broken).unlink()
     endpoint = Recording()
     tally = harvest(store, endpoint, utility=1.0)
-    assert "cannot be read" in tally.refused[broken]
+    assert "cannot be read" in str(tally.refused[broken])
     assert state(store, broken) is JobState.FAILED
     assert endpoint.asked == ["a3", "a4", "b1", "b2"]
     assert sorted(tally.completed) == sorted([one, two])

@@ -255,6 +255,7 @@ def test_a_mistake_that_the_check_could_not_find_is_as_short_at_night(
             f"line 3: NameError: name 'anser' is not defined; correct it, and {AGAIN}",
         ),
         ("return answer.lowercase()", "line 3: AttributeError: 'str' object has no attribute 'lowercase'"),
+        ("raise AttributeError('no NoneType')", "line 3: AttributeError: no NoneType; correct it"),
         ("return row['n'] + answer", "line 3: TypeError: unsupported operand"),
         ("import gone_module", "line 3: ModuleNotFoundError: No module named 'gone_module'"),
     ],

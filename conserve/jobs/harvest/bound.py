@@ -2,19 +2,21 @@
 
 from collections.abc import Collection
 
+from conserve.errors import JobRefused
 from conserve.jobs.harvest.tally import Tally
 from conserve.store.books import catalog, leases
 from conserve.store.database.store import Store, Transaction
 
-STEP = "; give --model "
-"""Between what such a sentence says and its next command, which is another one for a night."""
+
+class ModelDiffers(JobRefused):
+    """A job is bound to another model than this run's."""
 
 
-def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
-    """Sentence for a job that is bound to another model than this run's."""
-    return (
-        f"job {job_id} is bound to {bound_to} and this run has {model}{STEP}{bound_to}, "
-        "or --rebind to answer the rest of it with this one"
+def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> ModelDiffers:
+    """The error for a job that is bound to another model than this run's."""
+    return ModelDiffers(
+        f"job {job_id} is bound to {bound_to} and this run has {model}",
+        step=f"give --model {bound_to}, or --rebind to answer the rest of it with this one",
     )
 
 

@@ -27,7 +27,8 @@ class Release:
         leases.end_silent(tx, self._expiry.over(leases.signs(tx)))
         if holders := leases.owners(tx):
             raise StoreInUse(
-                f"rows are with {named(holders)}; stop these harvesters and run this again, or add --wait"
+                f"rows are with {named(holders)}",
+                step="stop these harvesters and run this again, or add --wait",
             )
 
 
@@ -41,6 +42,6 @@ def waited(
             return attempt()
         except StoreInUse as error:
             if not said:
-                say(f"waiting: {str(error).partition('; ')[0]}")
+                say(f"waiting: {error.cause}")
             said = True
             sleep(LOOK_S)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from conserve.endpoints.protocol import Completion
+from conserve.errors import JobRefused
 from conserve.store.books.journal import Committed
 
 
@@ -29,7 +30,7 @@ class Tally:
     jobs: dict[str, None] = field(default_factory=dict)  # jobs that it leased rows of
     completed: dict[str, None] = field(default_factory=dict)  # jobs that it wrote the last result of
     cancelled: dict[str, None] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
+    refused: dict[str, JobRefused] = field(default_factory=dict)  # job id -> reason
 
     @property
     def done(self) -> int:

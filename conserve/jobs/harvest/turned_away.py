@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from conserve.errors import StoreError, StoreForbidden
+from conserve.errors import JobRefused, StoreError, StoreForbidden
 from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Workload
@@ -44,7 +44,7 @@ class TurnedAway:
             self._tally.refused.pop(job_id, None)
         return reason is not None
 
-    def add(self, job_id: str, reason: str | StoreError, epoch: int | None = None) -> None:
+    def add(self, job_id: str, reason: JobRefused | StoreError, epoch: int | None = None) -> None:
         """Turn a job away with a reason, and end the lease on its rows."""
         self.times += 1
         waits = isinstance(reason, StoreForbidden | StillCompared)
@@ -56,7 +56,7 @@ class TurnedAway:
         if isinstance(reason, StillCompared):
             return
         self._workload.close([job_id])  # once it is mended, it is opened anew
-        self._tally.refused[job_id] = str(reason)
+        self._tally.refused[job_id] = reason if isinstance(reason, JobRefused) else JobRefused(str(reason))
         if waits:
             self._again_at[job_id] = self._monotonic() + AGAIN_S
 

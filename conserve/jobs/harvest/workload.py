@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from conserve.endpoints.protocol import Call, Url, resumable
-from conserve.errors import StoreDamaged, StoreError, StoreForbidden
+from conserve.errors import JobRefused, StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.harvest.comparing import Comparisons, StillCompared
 from conserve.jobs.inputs.fingerprint import bytes_in_doubt, changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
@@ -72,7 +72,7 @@ class Workload:
         """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
         return list(self._open)
 
-    def refusal(self, job_id: str) -> str | StoreError | None:
+    def refusal(self, job_id: str) -> JobRefused | StoreError | None:
         """Open a job; returns why it must not run, if so: an input, a record or requests that do not do."""
         if job_id in self._open:
             return None
@@ -80,9 +80,9 @@ class Workload:
             job = catalog.get(tx, job_id)
         try:
             if (path := self._changed(job)) is not None:
-                return (
-                    f"{path} changed after job {job_id} was submitted; restore it and run "
-                    f"`conserve resume {job_id}`, or submit the new file"
+                return JobRefused(
+                    f"{path} changed after job {job_id} was submitted",
+                    step=f"restore it and run `conserve resume {job_id}`, or submit the new file",
                 )
             task = task_of(job)
             self._requests(job)
@@ -176,7 +176,9 @@ def task_of(job: catalog.JobRecord) -> Task:
         return Task.from_json(job.task)
     except msgspec.MsgspecError as error:
         raise StoreDamaged(
-            f"the record of job {job.id} is damaged ({error}); run: conserve check {job.id}", job_id=job.id
+            f"the record of job {job.id} is damaged ({error})",
+            step=f"run: conserve check {job.id}",
+            job_id=job.id,
         ) from error
 
 

@@ -167,7 +167,8 @@ class RequestFile:
             job_id = self._path.parent.name
             said = str(error).strip().splitlines()[0]
             raise StoreDamaged(
-                f"the requests {self._path} cannot be read ({said}); run: conserve check {job_id}",
+                f"the requests {self._path} cannot be read ({said})",
+                step=f"run: conserve check {job_id}",
                 job_id=job_id,
             ) from error
 

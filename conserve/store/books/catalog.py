@@ -209,7 +209,9 @@ def to_job(row: Mapping[Any, Any]) -> JobRecord:
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
         job_id = row["id"]
         raise StoreDamaged(
-            f"the record of job {job_id} is damaged ({error}); run: conserve check {job_id}", job_id=job_id
+            f"the record of job {job_id} is damaged ({error})",
+            step=f"run: conserve check {job_id}",
+            job_id=job_id,
         ) from error
 
 

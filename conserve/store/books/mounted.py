@@ -53,8 +53,8 @@ def require_folder(tx: Connection, where: FilePath, job_id: str) -> None:
     if isinstance(folder, Path) and not folder.exists() and not of_one_machine(tx):
         raise StoreForbidden(
             f"{folder} is missing; harvesters of one database need one folder of files (CONSERVE_DATA, or the same "
-            f"CONSERVE_HOME mounted), so look where job {job_id} was submitted; if its files are lost, run: "
-            f"conserve check {job_id} --repair",
+            f"CONSERVE_HOME mounted), so look where job {job_id} was submitted",
+            step=f"if its files are lost, run: conserve check {job_id} --repair",
             job_id=job_id,
             file=folder,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.config import Settings
-from conserve.errors import StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
+from conserve.errors import RUN_DOCTOR, StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
 from conserve.store.books.job_names import resolve
 from conserve.store.books.slots import HarvestedQuarter, is_slot
 from conserve.store.books.states import JobState, OnLate
@@ -310,7 +310,7 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         # A log that belongs to another user is read-only, and even a reader writes there.
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_READONLY"):
             raise StoreReadOnly.at(path) from error
-        raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
+        raise StoreError(f"the store {path} cannot be read ({error})", step=RUN_DOCTOR) from error
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def scratch_folder(to: Path) -> Iterator[Path]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise StoreInUse(f"another backup writes {to} now; name another folder") from error
+            raise StoreInUse(f"another backup writes {to} now", step="name another folder") from error
         for path in folder.iterdir():  # of a backup that was killed
             remove(path)
         try:

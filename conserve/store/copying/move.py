@@ -155,7 +155,7 @@ def freeze(ends: Ends, ask: Callable[[Connection], None]) -> MoveMark:
         except StoreError as error:
             if code(error) != LOCK_NOT_AVAILABLE:
                 raise
-    raise StoreInUse("other processes write all the time; stop them and run this again")
+    raise StoreInUse("other processes write all the time", step="stop them and run this again")
 
 
 def new_mark(tx: Connection, ends: Ends) -> MoveMark:

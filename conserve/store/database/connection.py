@@ -14,6 +14,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from conserve.config import SQLITE, sqlite_file, sqlite_url
 from conserve.errors import (
+    RUN_DOCTOR,
     ConserveError,
     DatabaseDamaged,
     SettingsError,
@@ -298,14 +299,14 @@ def explain_driver(error: BaseException, where: str) -> StoreError:
             "nothing that was committed is lost"
         )
     if is_damage(error):
-        return DatabaseDamaged(f"the store {where} is damaged ({cause}); run: conserve check")
+        return DatabaseDamaged(f"the store {where} is damaged ({cause})", step="run: conserve check")
     if found in UNDONE:
         return StoreError(
             f"the store {where} undid a change that met those of others ({cause}); run the command again"
         )
     if found.startswith(UNUSABLE):
         return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
-    return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
+    return StoreError(f"the store {where} failed: {cause}", step=RUN_DOCTOR)
 
 
 def code(error: BaseException | None) -> str:

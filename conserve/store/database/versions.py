@@ -23,4 +23,6 @@ def number(value: object) -> int:
     try:
         return int(str(value))
     except ValueError as error:
-        raise StoreDamaged(f"the store's version is damaged ({value!r}); run: conserve check") from error
+        raise StoreDamaged(
+            f"the store's version is damaged ({value!r})", step="run: conserve check"
+        ) from error

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from conserve.errors import SettingsError, StoreUnreachable
+from conserve.errors import SEE_DOCTOR, SettingsError, StoreUnreachable
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -161,7 +161,9 @@ def reached(bucket: Bucket) -> Iterator[None]:
     except OSError as error:
         raise StoreUnreachable(
             f"{bucket.scheme}://{bucket.root} cannot be reached ({reason(error)}); nothing that was committed is "
-            "lost, see: conserve doctor"
+            "lost",
+            step=SEE_DOCTOR,
+            joint=", ",
         ) from None
 
 

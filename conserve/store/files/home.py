@@ -295,8 +295,8 @@ def out_of_reach(path: Path, why: str, *, allowed: bool) -> StoreForbidden:
     fix = "bring its storage back, or delete the file if it is lost" if allowed else "let this user read it"
     parts = path.parts
     job_id = parts[len(parts) - parts[::-1].index(JOBS)] if JOBS in parts[:-1] else None
-    said = f"{path} cannot be read ({why}), which says nothing about what is in it; {fix}"
-    return StoreForbidden(said, job_id=job_id, file=path, why=why)
+    said = f"{path} cannot be read ({why}), which says nothing about what is in it"
+    return StoreForbidden(said, step=fix, job_id=job_id, file=path, why=why)
 
 
 def mark_of(folder: FilePath) -> Mark | None:
@@ -313,8 +313,8 @@ def owned(folder: FilePath) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        said = f"{folder} cannot be written by this user; run: {chown(folder)}"
-        raise StoreForbidden(said, job_id=folder.name) from error
+        said, step = f"{folder} cannot be written by this user", f"run: {chown(folder)}"
+        raise StoreForbidden(said, step=step, job_id=folder.name) from error
 
 
 def chown(*paths: FilePath) -> str:

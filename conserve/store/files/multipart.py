@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from conserve.errors import StoreUnreachable
+from conserve.errors import SEE_DOCTOR, StoreUnreachable
 from conserve.store.files.bucket import ATTEMPTS, CONNECT_S, REQUEST_S, Bucket, endpoint_of
 from conserve.store.files.objects import ObjectPath
 
@@ -64,5 +64,5 @@ def answered(bucket: Bucket) -> Iterator[None]:
         code = error.response["Error"].get("Code", "") if isinstance(error, ClientError) else ""
         said = code or type(error).__name__
         raise StoreUnreachable(
-            f"unfinished uploads of {bucket.scheme}://{bucket.root} cannot be ended ({said}); see: conserve doctor"
+            f"unfinished uploads of {bucket.scheme}://{bucket.root} cannot be ended ({said})", step=SEE_DOCTOR
         ) from None

@@ -288,13 +288,14 @@ class QueryAttempts:
 
 
 def described(error: BaseException, question: SnapshotQuery) -> bytes:
-    """Payload of a failure: class and message of a `ConserveError`, or a traceback."""
+    """Payload of a failure: class, message and parts of a `ConserveError`, or a traceback."""
     named = named_error(error, question)
     if named is not None:
-        return msgspec.json.encode([type(named).__name__, str(named)])
+        parts = {"cause": named.cause, "step": named.step, "joint": named.joint}
+        return msgspec.json.encode([type(named).__name__, str(named), parts])
     import traceback
 
-    return msgspec.json.encode([None, "".join(traceback.format_exception(error))])
+    return msgspec.json.encode([None, "".join(traceback.format_exception(error)), {}])
 
 
 def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError | None:
@@ -322,8 +323,12 @@ def of_memory(bounds: Bounds) -> str:
 
 def failure(payload: bytes | bytearray) -> Exception:
     """Exception for a payload of `described`."""
-    name, text = msgspec.json.decode(payload, type=tuple[str | None, str])
-    return RuntimeError(text) if name is None else getattr(errors, name)(text)
+    name, text, parts = msgspec.json.decode(payload, type=tuple[str | None, str, dict[str, str | None]])
+    if name is None:
+        return RuntimeError(text)
+    error: ConserveError = getattr(errors, name)(text)
+    vars(error).update(parts)
+    return error
 
 
 def to_ipc(batch: pa.RecordBatch) -> bytes:

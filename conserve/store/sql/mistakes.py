@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterable
 
 import duckdb
 
@@ -28,8 +29,6 @@ NAME = re.compile(r'"([^"]+)"|(\w+)')
 NO_FUNCTION = re.compile(r"Function with name (.+?) does not exist")
 
 CORRECT = "correct the query and ask again"
-NEXT = re.compile(rf"{CORRECT}|the columns are shown by|{re.escape(REACH)}$")
-"""Beginning of the next command in a sentence on a mistake."""
 
 
 def explained(error: duckdb.Error, sql: str = "") -> QueryError:
@@ -41,18 +40,18 @@ def explained(error: duckdb.Error, sql: str = "") -> QueryError:
         return QueryError(ONLY_SELECT)
     cause, names = apart(message)
     if column := name_in(NO_COLUMN, cause):
-        return QueryError(f"there is no column {column}; {meant(column, names)}{columns_shown_by(sql)}")
+        return missing("column", column, [names], step=columns_shown_by(sql))
     if table := name_in(NO_TABLE, cause):
-        return QueryError(f"there is no view {table}; {meant(table, names, *VIEWS)}{REACH}")
+        return missing("view", table, [names, *VIEWS], step=REACH)
     if function := name_in(NO_FUNCTION, cause):
-        return QueryError(f"there is no function {function}; {meant(function, names)}{CORRECT}")
+        return missing("function", function, [names], step=CORRECT)
     next_step = columns_shown_by(sql) if isinstance(error, duckdb.BinderException) else CORRECT
-    return QueryError(f"{cause}; {next_step}")
+    return QueryError(cause, step=next_step)
 
 
 def streamed(message: str) -> QueryError:
     """`QueryError` for DuckDB's message in an error of Arrow's, met after the first rows."""
-    return QueryError(f"{apart(message)[0]}; {CORRECT}")
+    return QueryError(apart(message)[0], step=CORRECT)
 
 
 def apart(message: str) -> tuple[str, str]:
@@ -67,8 +66,16 @@ def name_in(pattern: re.Pattern[str], cause: str) -> str | None:
     return None if found is None else next(one for one in found.groups() if one is not None)
 
 
-def meant(name: str, *candidates: str) -> str:
-    """The words "did you mean text? If not, "; empty where no name is like this one."""
+def missing(kind: str, name: str, candidates: Iterable[str], *, step: str) -> QueryError:
+    """`QueryError` for a name that nothing goes by, with the nearest one of these texts."""
+    cause, near = f"there is no {kind} {name}", nearest(name, candidates)
+    if near is None:
+        return QueryError(cause, step=step)
+    return QueryError(f"{cause}; did you mean {as_written(near)}?", step=step, joint=" If not, ")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The name in these texts that is most like this one; None without one."""
     names = [quotes or word for text in candidates for quotes, word in NAME.findall(text)]
     others = [one for one in names if one.lower() != name.lower()]
     near = [one for one in others if one.lower() == f"input_{name}".lower()]  # beside a column of results
@@ -77,7 +84,7 @@ def meant(name: str, *candidates: str) -> str:
         or difflib.get_close_matches(name, others, n=1)
         or [one for one in others if name.lower() in words_of(one)]
     )
-    return f"did you mean {as_written(near[0])}? If not, " if near else ""
+    return near[0] if near else None
 
 
 def words_of(name: str) -> list[str]:

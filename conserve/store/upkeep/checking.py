@@ -121,7 +121,7 @@ def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = l
             checked.jobs += 1
             checked.damages += check_job(store, job_id, checked, judge)
     except (DatabaseDamaged, StoreDamaged) as error:  # others, as of a lock, say nothing about the files
-        checked.damages.append(database_is(store.place, str(error)))
+        checked.damages.append(database_is(store.place, error.cause))
     return checked
 
 
@@ -134,7 +134,7 @@ def database_damage(store: Store) -> list[Damage]:
             found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
             found += [names_nothing(*row) for row in foreign_keys(tx)]
     except DatabaseDamaged as error:
-        found = [str(error)]
+        found = [error.cause]
     faults = [said for said in dict.fromkeys(found) if said != "ok"]
     return [database_is(store.place, said) for said in faults[:MOST_NAMED]]
 
@@ -155,7 +155,7 @@ def database_is(place: str, said: str) -> Damage:
         job_id=None,
         part=StorePart.DATABASE,
         file=place,
-        what=f"is damaged ({said.partition('; ')[0]})",
+        what=f"is damaged ({said})",
         fix="stop what runs, and run: conserve check --repair",
     )
 
@@ -190,7 +190,7 @@ def judged(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Da
     except JobNotFound:
         return []  # removed since its id was read
     except StoreDamaged as error:
-        return [record_damage(job_id, str(error))]
+        return [record_damage(job_id, error.cause)]
     files = list(recorded_files(store.data, [audited.job], []))
     found = [one for file in files if (one := file_damage(store.data, file, audited.job))]
     if (
@@ -280,7 +280,7 @@ def outside(audited: JobAudit) -> str | None:
 
 def record_damage(job_id: str, said: str) -> Damage:
     """Damage of a row of the table `job`."""
-    return damaged(job_id, StorePart.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
+    return damaged(job_id, StorePart.RECORD, "its record", f"is damaged ({said})")
 
 
 def mark_damage(where: FilePath, job_id: str, mark: Mark | None) -> Damage:

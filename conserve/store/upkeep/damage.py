@@ -159,7 +159,7 @@ def unread(where: FilePath, job_id: str, error: StoreForbidden) -> Damage:
     path = error.file
     assert isinstance(path, Path | ObjectPath)
     part = NAMED_PARTS.get(path.name, StorePart.SHARD)
-    fix = f"{str(error).rpartition('; ')[2]}, and run: conserve check {job_id}"
+    fix = f"{error.step}, and run: conserve check {job_id}"
     what = f"cannot be read ({error.why})"
     return Damage(job_id=job_id, part=part, file=below(path, where), what=what, fix=fix)
 

@@ -79,7 +79,7 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
     with home.explained(settings.home), unopened(path) as free:
         if not free:
             raise StoreInUse(
-                f"another process has {path} open; stop what runs, and run: conserve check --repair"
+                f"another process has {path} open", step="stop what runs, and run: conserve check --repair"
             )
         write_whole(half_made.mark_of(path), aside.name.encode(), durable=True)
         put_aside(path, aside, again=begun is not None, now=now)
