@@ -23,6 +23,7 @@ from conserve.jobs.requests.admission import check_input
 from conserve.jobs.requests.submit import write_requests
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
+from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
 from conserve.store.files.objects import FilePath, below
@@ -38,7 +39,8 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
     with store.read() as tx:
         job = catalog.get(tx, job_id)
     if (lost := task_fault(job)) is not None:
-        return said + fail(store, job, f"what job {job.id} asks is lost ({lost}); submit it again", now)
+        reason = f"what job {job.id} asks is lost ({lost}); submit it again"
+        return said + fail(store, job, reason, FailedBy.LOSS, now)
     if parts & {StorePart.MARK, StorePart.RECORD}:
         said.append(records.mend_mark(store, job_id))
     if StorePart.INPUTS in parts:
@@ -55,8 +57,7 @@ def forgiven(store: Store, job_id: str, *, now: float) -> bool:
     """
     with store.read() as tx:
         job = catalog.get(tx, job_id)
-    refused = (job.error or "").startswith(catalog.DAMAGED)
-    if not refused or not is_whole(home.requests_file(store.data, job_id), job):
+    if job.failed_by is not FailedBy.DAMAGE or not is_whole(home.requests_file(store.data, job_id), job):
         return False
     with store.write() as tx:
         return catalog.get(tx, job_id).files == job.files and catalog.forgive(tx, job_id, now=now)
@@ -91,15 +92,15 @@ def mend_requests(store: Store, job: catalog.JobRecord, now: float) -> list[str]
     source = render_again(store, job, path, now)
     if source is None:
         lost = f"the requests of job {job.id} are lost, and its input is not as it was; submit it again"
-        return fail(store, job, lost, now)
+        return fail(store, job, lost, FailedBy.DAMAGE, now)
     return [f"{below(path, store.data)} was rendered from {source} again"]
 
 
-def fail(store: Store, job: catalog.JobRecord, reason: str, now: float) -> list[str]:
+def fail(store: Store, job: catalog.JobRecord, reason: str, by: FailedBy, now: float) -> list[str]:
     """Let a job that cannot run any more fail, if it has rows left to run; returns the reason if so."""
     reason += f", the {job.succeeded + job.failed:,} results it has stay"
     with store.write() as tx:
-        failed = catalog.fail(tx, job.id, reason, now=now)
+        failed = catalog.fail(tx, job.id, reason, by, now=now)
     return [reason] * failed
 
 

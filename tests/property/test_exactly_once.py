@@ -24,7 +24,7 @@ from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Lease, Terms
 from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import SavedTokens
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
@@ -270,7 +270,7 @@ class Queue(RuleBasedStateMachine):
             elif state is JobState.QUEUED and how == "pause":
                 catalog.move(tx, JOB, "pause", now=self.now)
             else:
-                catalog.refuse(tx, JOB, "changed", now=self.now)
+                catalog.refuse(tx, JOB, "changed", FailedBy.INPUT, now=self.now)
         stopped = JobState.PAUSED if how == "pause" else JobState.FAILED
         expected = {JobState.QUEUED: stopped, JobState.COMPLETED: JobState.COMPLETED}
         assert self.state is expected.get(state, JobState.QUEUED)

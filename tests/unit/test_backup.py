@@ -28,8 +28,9 @@ from conserve.cli.found_promises import tuned_file
 from conserve.config import Settings, load
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreFull, StoreInUse
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import shards
+from conserve.store.books import catalog, shards
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import FailedBy
 from conserve.store.copying import backup as backups
 from conserve.store.copying import contents, filling, manifest, restore
 from conserve.store.copying.backup import closing_engine
@@ -894,6 +895,21 @@ def test_a_restore_brings_every_row_and_file_back(
     with closing(Store.open(where)) as again:
         assert lineage.ids(where.home, again.place) == [stored.id]
         assert select(again, "select count(*), sum(num_rows) from shard") == [(2, 6)]
+
+
+@BOTH
+def test_the_cause_of_a_failure_is_in_a_backup(
+    stored: Store, tmp_path: Path, database: Callable[[], None]
+) -> None:
+    ((job_id,),) = select(stored, "select id from job")
+    with stored.write() as tx:
+        catalog.refuse(tx, job_id, "it cannot be read", FailedBy.DAMAGE, now=0.0)
+    backed_up(stored, tmp_path / "monday")
+    database()
+    where = replace(elsewhere(tmp_path), store=os.environ.get("CONSERVE_STORE"))
+    brought_back(where, tmp_path / "monday")
+    with closing(Store.open(where)) as again:
+        assert select(again, "select state, failed_by from job") == [("failed", "damage")]
 
 
 def test_a_restore_makes_up_for_a_repair_that_was_interrupted(stored: Store, tmp_path: Path) -> None:

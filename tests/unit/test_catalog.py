@@ -32,7 +32,7 @@ from conserve.store.books.readings import (
     row_order,
     untaken,
 )
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import moves, schema
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
@@ -50,7 +50,7 @@ def move(store: Store, verb: str, *, now: float = 0.0, job_id: str = "job-1") ->
 
 def refuse(store: Store, now: float = 0.0) -> None:
     with store.write() as tx:
-        catalog.refuse(tx, "job-1", "its input changed", now=now)
+        catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=now)
 
 
 @pytest.fixture(params=["sqlite3", "sqlalchemy"])
@@ -120,8 +120,10 @@ def test_a_refused_job_says_why_until_it_is_told_something_else(
     refuse(store, now=5.0)
     found = job(store)
     assert (found.state, found.error, found.finished_at) == (JobState.FAILED, "its input changed", 5.0)
+    assert found.failed_by is FailedBy.INPUT
     found = move(store, verb, now=7.0)
     assert (found.state, found.error, found.finished_at) == (state, None, finished_at)
+    assert found.failed_by is None
     assert job(store, "other").state is JobState.QUEUED
 
 
@@ -150,26 +152,19 @@ def test_only_a_queued_job_is_refused(store: Store, verb: str) -> None:
     assert job(store) == before
 
 
-@pytest.mark.parametrize(
-    ("reason", "forgiven"),
-    [
-        ("the requests are damaged", True),
-        ("the record is lost", True),
-        ("its input changed", False),
-        ("of the requests", False),
-    ],
-)
-def test_only_a_job_that_was_refused_for_damage_is_forgiven(
-    store: Store, reason: str, forgiven: bool
-) -> None:
+@pytest.mark.parametrize("by", FailedBy)
+def test_only_a_job_that_was_refused_for_damage_is_forgiven(store: Store, by: FailedBy) -> None:
+    """Whatever the sentence says."""
+    forgiven, reason = by is FailedBy.DAMAGE, "the requests are as they are"
     add_job(store)
     with store.write() as tx:
-        catalog.refuse(tx, "job-1", reason, now=5.0)
+        catalog.refuse(tx, "job-1", reason, by, now=5.0)
+        assert catalog.get(tx, "job-1").failed_by is by
         assert catalog.forgive(tx, "job-1", now=6.0) is forgiven
     found = job(store)
-    refused = (JobState.FAILED, reason, 5.0)
-    assert (found.state, found.error, found.finished_at) == (
-        (JobState.QUEUED, None, None) if forgiven else refused
+    refused = (JobState.FAILED, reason, by, 5.0)
+    assert (found.state, found.error, found.failed_by, found.finished_at) == (
+        (JobState.QUEUED, None, None, None) if forgiven else refused
     )
     with store.write() as tx:
         assert not catalog.forgive(tx, "job-1", now=7.0), "once"
@@ -179,7 +174,7 @@ def test_forgiving_concerns_one_job_and_none_that_runs(store: Store) -> None:
     for job_id in ("job-1", "job-2"):
         add_job(store, job_id)
     with store.write() as tx:
-        assert catalog.fail(tx, "job-1", "the record is lost", now=5.0)
+        assert catalog.fail(tx, "job-1", "the record is lost", FailedBy.DAMAGE, now=5.0)
         assert not catalog.forgive(tx, "job-2", now=6.0)
         assert catalog.states(tx, ["job-1", "job-2"]) == {"job-1": JobState.FAILED, "job-2": JobState.QUEUED}
 
@@ -196,10 +191,10 @@ def test_a_job_with_rows_left_fails_unless_it_was_stopped_for_good(
         tx.execute(
             text("update job set state = :state, error = 'before', finished_at = 1.0"), {"state": state}
         )
-        assert catalog.fail(tx, "job-1", "lost", now=5.0) is fails
+        assert catalog.fail(tx, "job-1", "lost", FailedBy.INPUT, now=5.0) is fails
     found = job(store)
-    assert (found.state, found.error, found.finished_at) == (
-        (JobState.FAILED, "lost", 5.0) if fails else (state, "before", 1.0)
+    assert (found.state, found.error, found.failed_by, found.finished_at) == (
+        (JobState.FAILED, "lost", "input", 5.0) if fails else (state, "before", None, 1.0)
     )
 
 
@@ -208,7 +203,7 @@ def test_a_job_whose_rows_all_have_results_does_not_fail(store: Store) -> None:
     finish(store, leased(store), failed=[1])
     with store.write() as tx:
         tx.execute(text("update job set state = 'queued'"))
-        assert not catalog.fail(tx, "job-1", "lost", now=5.0)
+        assert not catalog.fail(tx, "job-1", "lost", FailedBy.INPUT, now=5.0)
 
 
 def test_rows_without_a_result_are_those_left(store: Store, settings: Settings) -> None:
@@ -265,7 +260,7 @@ def test_a_damaged_record_hides_no_other_job_and_is_named(store: Store, damage: 
         *("submitted_at = 'now'", "finished_at = 'now'", "started_at = 'now'", "num_rows = 'many'"),
         *("failed = 'x'", "retries = 0.5", "succeeded = 'x'"),
         *("prompt_tokens = 'x'", "resumed_tokens = 'x'", "model = x'00'", "tags = '3'", "tags = '{'"),
-        *("deadline = 'soon'", "on_late = 'never'"),
+        *("deadline = 'soon'", "on_late = 'never'", "failed_by = 'chance'"),
     ],
 )  # fmt: skip
 def test_status_shows_a_damaged_record_as_a_job_that_failed_for_it(
@@ -279,6 +274,7 @@ def test_status_shows_a_damaged_record_as_a_job_that_failed_for_it(
     damaged, other = read_jobs(settings, now=0.0)
     assert (damaged.id, damaged.state) == ("job-1", JobState.FAILED)
     assert damaged.error == "its record is damaged; run: conserve check job-1"
+    assert damaged.failed_by is FailedBy.DAMAGE
     assert (damaged.rows, damaged.waiting, damaged.running, damaged.submitted_at) == (0, 0, 0, 0.0)
     assert (damaged.row_order, damaged.model, damaged.tags, damaged.deadline) == ("input", None, {}, None)
     assert (other.state, other.rows) == (JobState.QUEUED, 4)
@@ -375,6 +371,13 @@ def test_status_reads_the_counters_of_every_job(store: Store, read_settings: Set
     assert (second.id, second.state, second.waiting, second.hit_rate) == ("second", JobState.QUEUED, 3, None)
     assert untaken(read_settings, "first") == [3, 6]
     assert untaken(read_settings, "second") == [0]
+
+
+def test_status_reads_why_a_job_failed(store: Store, read_settings: Settings) -> None:
+    add_job(store)
+    refuse(store)
+    (found,) = read_jobs(read_settings, now=0.0)
+    assert (found.state, found.failed_by) == (JobState.FAILED, FailedBy.INPUT)
 
 
 def test_jobs_that_are_asked_for_are_read_alone(store: Store, read_settings: Settings) -> None:

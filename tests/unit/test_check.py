@@ -22,7 +22,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import connection
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks, trash
@@ -303,7 +303,7 @@ def test_a_job_whose_requests_and_input_are_lost_fails_alone_and_keeps_its_resul
         (job_id, part) for job_id in (half, done) for part in ("requests", "inputs")
     }
     failed = job(store, half)
-    assert failed.state is JobState.FAILED
+    assert (failed.state, failed.failed_by) == (JobState.FAILED, FailedBy.DAMAGE)
     assert "its input is not as it was; submit it again, the 10 results it has stay" in (failed.error or "")
     assert job(store, done).state is JobState.COMPLETED
     assert job(store, other).state is JobState.PAUSED
@@ -440,6 +440,20 @@ def test_a_damaged_record_is_taken_from_the_jobs_folder(
     assert check("--repair", code=0)["left"] == []
     assert results(store, other) == expected[1]
     assert exported(hurt) == expected[0]
+
+
+def test_a_job_whose_question_is_lost_fails_and_is_not_queued_again(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    job_id = submit()
+    with store.write() as tx:
+        tx.exec_driver_sql("""update job set task = '{"kind": "none"}'""")
+    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
+    for _ in range(2):
+        check("--repair")
+        found = job(store, job_id)
+        assert (found.state, found.failed_by) == (JobState.FAILED, FailedBy.LOSS)
+        assert f"what job {job_id} asks is lost (" in (found.error or "")
 
 
 @damaged_ways
@@ -599,7 +613,7 @@ def test_a_job_that_was_refused_is_queued_again_if_its_requests_are_whole(
     home_half_done: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests are read while nobody waits for the database."""
-    refused = "update job set state = 'failed', error = 'the requests are damaged', succeeded = 1"
+    refused = "update job set state = 'failed', failed_by = 'damage', succeeded = 1"
     with copied(home_half_done, settings) as store:
         ((job_id,),) = select(store, "select id from job")
         found = [damaged(job_id, StorePart.COUNTERS, "its record", "says 1")]

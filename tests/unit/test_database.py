@@ -561,6 +561,7 @@ NULLABLE = {
             "deadline",
             "on_late",
             "bound_by_run",
+            "failed_by",
         ),
     },
     "lease": {"lease_s"},

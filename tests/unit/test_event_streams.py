@@ -12,6 +12,7 @@ import pytest
 from conserve.batch_api import streams as streams_module
 from conserve.batch_api.streams import MOST_OF_KEY, BatchSnapshot, Streams
 from conserve.store.books import batches, catalog, keys
+from conserve.store.books.states import FailedBy
 from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from tests import patient
@@ -152,9 +153,9 @@ def test_one_look_serves_all_streams(store: Store) -> None:
             await asyncio.sleep(0)
         reads = streams.looks
         with store.write() as tx:
-            catalog.refuse(tx, "job-0", "its input changed", now=1.0)
-            catalog.refuse(tx, "job-1", "its input changed", now=1.0)
-            catalog.refuse(tx, "job-2", "its input changed", now=1.0)
+            catalog.refuse(tx, "job-0", "its input changed", FailedBy.INPUT, now=1.0)
+            catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=1.0)
+            catalog.refuse(tx, "job-2", "its input changed", FailedBy.INPUT, now=1.0)
         for sent in await asyncio.gather(*tasks):
             assert [json.loads(text.split("data: ")[1])["status"] for text in sent[1:]] == [
                 "in_progress",
@@ -233,7 +234,7 @@ def test_a_store_out_of_reach_keeps_its_streams(store: Store, monkeypatch: pytes
         monkeypatch.setattr(streams, "_read", broken)
         task = asyncio.create_task(collected(streams, None, batch))
         with store.write() as tx:
-            catalog.refuse(tx, "job-1", "its input changed", now=1.0)
+            catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=1.0)
         return await task
 
     assert len(asyncio.run(run())) == 3

@@ -30,6 +30,7 @@ from conserve.store.books.batches import InputFault, NewBatch
 from conserve.store.books.events import Event
 from conserve.store.books.hooks import Hook
 from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
+from conserve.store.books.states import FailedBy
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.upkeep import rebuild
@@ -104,8 +105,10 @@ class TestOutbox:
         shards.compact(store, "job-1", now=1.0)
         shards.retry_failed(store, "job-1", now=2.0)
         with store.write() as tx:
-            catalog.refuse(tx, "job-1", "its input changed", now=3.0)
-            assert catalog.fail(tx, "job-1", "its input is lost", now=3.0), "it had failed before"
+            catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=3.0)
+            assert catalog.fail(tx, "job-1", "its input is lost", FailedBy.INPUT, now=3.0), (
+                "it had failed before"
+            )
         move(store, "cancel")
         assert told(store) == [
             *("in_progress", "paused", "in_progress", "completed", "in_progress", "failed", "cancelled"),
@@ -166,7 +169,7 @@ class TestOutbox:
     def test_a_job_that_is_forgiven_runs_again_and_is_told_of_once(self, store: Store) -> None:
         submitted(store)
         with store.write() as tx:
-            catalog.refuse(tx, "job-1", "the requests are damaged", now=1.0)
+            catalog.refuse(tx, "job-1", "the requests are damaged", FailedBy.DAMAGE, now=1.0)
         hook(store)
         for _ in range(2):
             with store.write() as tx:
@@ -205,7 +208,7 @@ class TestOutbox:
         submitted(store)
         with store.write() as tx:
             tx.execute(schema.job.update().values(source="{", num_rows="many"))
-            assert catalog.fail(tx, "job-1", "the record is lost", now=1.0)
+            assert catalog.fail(tx, "job-1", "the record is lost", FailedBy.DAMAGE, now=1.0)
         assert told(store) == ["in_progress", "failed"]
 
     def test_every_function_that_changes_a_state_tells_of_it(self) -> None:
@@ -216,6 +219,7 @@ class TestOutbox:
                 "catalog.unbind",
                 "catalog.set_deadline",
                 "catalog.keep_seal",
+                "migrations.add_missing_causes",
                 "journal.count",
                 "journal.fail_misfits",
                 "mending.bind",

@@ -5,7 +5,7 @@ import pytest
 from conserve.store.books import catalog, journal, leases
 from conserve.store.books.journal import Finished
 from conserve.store.books.results import decode
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database.store import Store
 from tests.store_rows import add_job, finish, job, leased, live, positions, put_back, result, select
 
@@ -111,13 +111,14 @@ def test_rows_in_flight_may_end_a_job_that_was_told_to_stop(
     lease = leased(store)
     with store.write() as tx:
         if verb is None:
-            catalog.refuse(tx, "job-1", "its input changed", now=1.0)
+            catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=1.0)
         else:
             catalog.move(tx, "job-1", verb, now=1.0)
     committed = finish(store, lease, now=2.0)
     assert len(committed.written) == 1
     assert committed.completed == (["job-1"] if state is JobState.COMPLETED else [])
-    assert (job(store).state, job(store).succeeded, job(store).error) == (state, 1, None)
+    found = job(store)
+    assert (found.state, found.succeeded, found.error, found.failed_by) == (state, 1, None, None)
 
 
 def test_a_result_of_a_row_that_its_lease_does_not_hold_is_late(store: Store) -> None:

@@ -60,7 +60,7 @@ from conserve.store.books.leases import Lease
 from conserve.store.books.results import encode
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database.store import Store
 from conserve.store.database.store_file import StoreFile
 from conserve.store.files import digests, home, marks
@@ -771,7 +771,7 @@ def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
     write_input(q=["something else"])
     assert [work.job_id for work in party.claim()] == [whole]
     assert "changed after job" in party.refused[job_id]
-    assert job(store, job_id).state is JobState.FAILED
+    assert (job(store, job_id).state, job(store, job_id).failed_by) == (JobState.FAILED, FailedBy.INPUT)
     assert job(store, job_id).finished_at == 1000.0
     assert select(store, "select job_id from lease") == [(whole,)]
 
@@ -879,7 +879,7 @@ def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
     assert [work.job_id for work in party.claim()] == [other]
     assert party.refused == {job_id: "row group 0 is damaged"}
     assert party.ledger._workload.seen() == [other], "once it is mended, it is opened anew"
-    assert job(store, job_id).state is JobState.FAILED
+    assert (job(store, job_id).state, job(store, job_id).failed_by) == (JobState.FAILED, FailedBy.DAMAGE)
 
 
 def test_rows_of_two_jobs_that_begin_alike_are_claimed_one_after_the_other(
@@ -1276,7 +1276,7 @@ def test_windows_of_groups_that_are_gone_are_closed(store: Store, write_input: W
     assert len(party.claim(4)) == 4
     assert len(party.ledger._windows) == 2
     with store.write() as tx:
-        catalog.refuse(tx, jobs[0], "as it is", now=0.0)
+        catalog.refuse(tx, jobs[0], "as it is", FailedBy.INPUT, now=0.0)
     assert {work.job_id for work in party.claim(2)} == {jobs[1]}
     assert len(party.ledger._windows) == 1
     party.ledger.close()

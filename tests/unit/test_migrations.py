@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, insert, inspect, text
 
 from conserve.config import Settings
-from conserve.store.books import shards
+from conserve.store.books import catalog, shards
 from conserve.store.books.readings import read_harvested, read_jobs, read_task, untaken
 from conserve.store.books.results import encode
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import FailedBy, JobState, OnLate
 from conserve.store.database import first_schema, migrations, schema
 from conserve.store.database.connection import engine_of
 from conserve.store.database.store import Store
@@ -152,8 +152,9 @@ def test_a_store_of_every_earlier_version_is_read_as_it_is(settings: Settings, n
         "tags": 3,
         "deadline": 6,
         "on_late": 8,
+        "failed_by": 14,
     }  # columns, and the versions that brought them
-    values = {"model": "m", "tags": '{"a":"b"}', "deadline": 7.0, "on_late": "push"}
+    values = {"model": "m", "tags": '{"a":"b"}', "deadline": 7.0, "on_late": "push", "failed_by": "loss"}
     with first_version(settings) as tx:
         add_old_job(tx)
         for count, migration in enumerate(migrations.MIGRATIONS[1:number], start=2):
@@ -171,6 +172,7 @@ def test_a_store_of_every_earlier_version_is_read_as_it_is(settings: Settings, n
     assert found.tags == ({"a": "b"} if "tags" in has else {})
     assert found.deadline == (7.0 if "deadline" in has else None)
     assert found.on_late is (OnLate.PUSH if "on_late" in has else None)
+    assert found.failed_by is (FailedBy.LOSS if "failed_by" in has else None)
     assert read_harvested(settings) == ([(2, 3.0, 4.0)] if number >= 8 else [])
     assert (untaken(settings, "job-1"), read_task(settings, "job-1")) == ([2], "{}")
 
@@ -189,6 +191,42 @@ def test_a_postgresql_database_arrives_there_too(databases: Databases) -> None:
     assert shape(at_once) == expected
     for engine in (at_once, migrated, made):
         engine.dispose()
+
+
+REASONS = {
+    "the requests of job lost-1 are lost, and its input is not as it was; submit it again": "damage",
+    "the record of job lost-1 is damaged (no JSON); run: conserve check lost-1": "damage",
+    "in.jsonl changed after job lost-1 was submitted; restore it": None,
+    "what job lost-1 asks is lost (no JSON); submit it again": None,
+}
+"""Reasons of jobs that failed under versions without causes, and the cause that the migration finds."""
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_jobs_that_failed_under_a_version_without_causes_are_queued_again_as_before(
+    kind: str, settings: Settings, request: pytest.FixtureRequest
+) -> None:
+    """The sentence of a job that was cancelled says nothing."""
+    settings.home.mkdir(parents=True)
+    url = settings.store_url
+    if kind == "postgresql":
+        url = request.getfixturevalue("databases").new(empty=True)
+    engine = engine_of(url)
+    with engine.begin() as tx:
+        for migration in migrations.MIGRATIONS[:13]:
+            migration(tx)
+        for state in ("failed", "cancelled"):
+            for number, reason in enumerate(REASONS):
+                values = {"id": f"{state}-{number}", "state": state, "error": reason, "submitted_at": 0.0}
+                source = '{"path": null, "format": "jsonl"}'
+                add(tx, "job", **values, task="{}", num_rows=4, source=source)
+        migrations.m014_causes(tx)
+        query = "select error, failed_by from job where state = :state"
+        assert dict(map(tuple, tx.execute(text(query), {"state": "failed"}))) == REASONS
+        assert {cause for _, cause in tx.execute(text(query), {"state": "cancelled"})} == {None}
+        for number, cause in enumerate(REASONS.values()):
+            assert catalog.forgive(tx, f"failed-{number}", now=1.0) is (cause is not None)
+    engine.dispose()
 
 
 def test_migrations_that_were_released_are_not_edited() -> None:

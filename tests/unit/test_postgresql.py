@@ -69,7 +69,7 @@ from conserve.store.books.results import encode
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
 from conserve.store.books.slots import HarvestedQuarter
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import bulk, schema, trial
 from conserve.store.database.connection import engine_of
 from conserve.store.database.moves import MoveState
@@ -1047,7 +1047,7 @@ def test_a_job_that_stops_or_may_run_again_wakes_harvesters(store: Store) -> Non
     listener = Listener.of(store.engine)
     assert listener is not None
     with store.write() as tx:
-        catalog.refuse(tx, "job-2", "the record is lost", now=1.0)
+        catalog.refuse(tx, "job-2", "the record is lost", FailedBy.DAMAGE, now=1.0)
     assert not calls_before_now(store, listener), "no row of it is to be withdrawn"
     for verb in ("pause", "resume", "cancel"):
         with store.write() as tx:

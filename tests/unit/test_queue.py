@@ -7,6 +7,7 @@ from conserve.store.books import catalog, leases, queue, saved_tokens, spans, su
 from conserve.store.books.queue import Returned, UnclaimableRows
 from conserve.store.books.queue_statements import looks
 from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.books.states import FailedBy
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from tests.store_rows import LEASE_S, add_job, claim, finish, job, leased, live, positions, put_back, select
@@ -50,7 +51,7 @@ def test_one_job_is_looked_up_if_it_may_run(store: Store) -> None:
         one, other = queue.runnable_jobs(tx, None)
         assert queue.runnable_jobs(tx, None, seq=other.seq, locked=False) == [other]
         assert queue.runnable_jobs(tx, [one.id], seq=other.seq, locked=False) == []
-        catalog.refuse(tx, other.id, "as it is", now=0.0)
+        catalog.refuse(tx, other.id, "as it is", FailedBy.INPUT, now=0.0)
         assert queue.runnable_jobs(tx, None, seq=other.seq, locked=False) == []
 
 

@@ -21,6 +21,7 @@ from conserve.errors import StoreError, StoreFull
 from conserve.store.books import batches, catalog, harvested, keys, servers, shards
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.servers import Sighting
+from conserve.store.books.states import FailedBy
 from conserve.store.database import lineage
 from conserve.store.database.connection import engine_of
 from conserve.store.database.migrations import batch_of_tags
@@ -407,6 +408,25 @@ def test_rows_that_can_be_used_are_put_into_the_new_database(store: Store, setti
 
 
 COUNTED = ["the counters were counted again"]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_job_that_failed_for_damage_is_known_in_the_new_database(
+    store: Store, settings: Settings, earlier: bool
+) -> None:
+    """Also where the damaged database is of a version that had the sentence alone."""
+    add_job(store, "job-1")
+    reason = "the requests of job job-1 cannot be read" if earlier else "it cannot be read"
+    with store.write() as tx:
+        catalog.refuse(tx, "job-1", reason, FailedBy.DAMAGE, now=0.0)
+    store.close()
+    rows = rebuild.salvage(database(settings))
+    if earlier:
+        del rows["job"][0]["failed_by"]
+    database(settings).unlink()
+    with closing(Store.open(settings)) as again:
+        rebuild.refill(again, rows, now=1.0)
+        assert select(again, "select state, error, failed_by from job") == [("failed", reason, "damage")]
 
 
 def test_the_new_database_has_the_id_and_the_place_of_the_old_one(

@@ -97,6 +97,14 @@ def test_a_state_that_is_one_stays(store: Store, state: str) -> None:
     assert (job(store).state, told(store)) == (state, [])
 
 
+@pytest.mark.parametrize(("said", "kept"), [("damage", "damage"), ("chance", None)])
+def test_a_cause_of_a_failure_that_is_none_is_forgotten(store: Store, said: str, kept: str | None) -> None:
+    submitted(store)
+    change(store, f"state = 'failed', failed_by = '{said}'")
+    assert records.mend(store, JOB, now=NOW) == FROM_FOLDER
+    assert (job(store).state, job(store).failed_by) == ("failed", kept)
+
+
 COUNTERS = ("next_position", "retries", *catalog.COUNTERS)
 
 
@@ -194,11 +202,12 @@ def test_without_requests_and_results_the_record_says_how_many_rows(store: Store
 def test_a_record_that_is_lost_is_cancelled_and_tells_why(store: Store) -> None:
     submitted(store, marked=False)
     finish(store, leased(store, limit=3))
-    change(store, "task = '{', source = '{', files = '{'")
+    change(store, "task = '{', source = '{', files = '{', state = 'failed', failed_by = 'damage'")
     said = f"the record of job {JOB} is lost; the results it has stay, and nothing of it is run any more"
     assert records.mend(store, JOB, now=NOW) == said
     found = job(store)
     assert (found.state, found.error, found.finished_at) == ("cancelled", said, NOW)
+    assert found.failed_by is None
     assert (found.task, found.source.path, found.source.format) == ('{"kind":"prompt"}', None, "unknown")
     assert (found.files, found.succeeded, told(store)) == ({}, 3, ["cancelled"])
 
@@ -216,7 +225,7 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
     change(
         store,
         moving
-        + ", priority = 1, seq = 9, deadline = 1, on_late = 'push', bound_by_run = true"
+        + ", priority = 1, seq = 9, deadline = 1, on_late = 'push', bound_by_run = true, failed_by = 'loss'"
         + "".join(f", {name} = 3" for name in COUNTERS),
     )
     assert differences(mark) == []

@@ -20,6 +20,7 @@ from conserve.errors import JobRefused, StoreError, UsageError
 from conserve.owners import this_process
 from conserve.store.books import catalog, shards
 from conserve.store.books.job_terms import JobTerms
+from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import removal
@@ -125,7 +126,7 @@ def test_a_job_that_is_not_finished_is_removed_by_force_only(
         if state == "paused":
             catalog.move(tx, job_id, "pause", now=0.0)
         if state == "failed":
-            catalog.refuse(tx, job_id, "its input changed", now=0.0)
+            catalog.refuse(tx, job_id, "its input changed", FailedBy.INPUT, now=0.0)
     done = conserve("rm", job_id, other, "--yes")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"job {job_id} is {state} and not finished; nothing was removed, add --force" in done.stderr

@@ -15,7 +15,7 @@ from sqlalchemy import text
 from conserve.errors import JobRefused, StoreError, StoreForbidden, StoreFull
 from conserve.store.books import batches, catalog, hooks, queue, results, shards
 from conserve.store.books.events import Event
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import FailedBy, JobState, OnLate
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -321,7 +321,7 @@ def test_jobs_that_ended_with_results_in_the_journal_are_left_and_others_are_not
         finish(store, leased(store, only=[job_id], limit=2 if job_id == "completed" else 1))
     with store.write() as tx:
         catalog.move(tx, "cancelled", "cancel", now=0.0)
-        catalog.refuse(tx, "refused", "its input changed", now=0.0)
+        catalog.refuse(tx, "refused", "its input changed", FailedBy.INPUT, now=0.0)
     with store.read() as tx:
         left = shards.left(tx)
     for job_id in left:
@@ -453,9 +453,9 @@ def test_a_retry_of_a_refused_job_drops_the_reason(store: Store) -> None:
     add_job(store, rows=2)
     finish(store, leased(store, limit=1), failed=(0,))
     with store.write() as tx:
-        catalog.refuse(tx, "job-1", "its input changed", now=0.0)
+        catalog.refuse(tx, "job-1", "its input changed", FailedBy.INPUT, now=0.0)
     assert shards.retry_failed(store, "job-1", now=0.0) == 1
-    assert (job(store).state, job(store).error) == (JobState.QUEUED, None)
+    assert (job(store).state, job(store).error, job(store).failed_by) == (JobState.QUEUED, None, None)
 
 
 def test_shards_of_more_rows_than_a_list_takes_are_registered_whole(store: Store) -> None:

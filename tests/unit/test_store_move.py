@@ -21,9 +21,10 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.errors import SettingsError, StoreDamaged, StoreError, StoreInUse, StoreMoved
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.release import Release, waited
-from conserve.store.books import hooks, keys, leases
+from conserve.store.books import catalog, hooks, keys, leases
 from conserve.store.books.events import Event
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import FailedBy
 from conserve.store.copying import filling, tables
 from conserve.store.copying import move as moves
 from conserve.store.copying.tables import TableDigest
@@ -110,6 +111,8 @@ def at(url: str, settings: Settings) -> Settings:
 
 def test_every_row_arrives_there_and_comes_back(filled: Store, settings: Settings, target: str) -> None:
     here = source_of(settings)
+    with filled.write() as tx:
+        catalog.refuse(tx, "one", "it cannot be read", FailedBy.DAMAGE, now=3.0)
     before = contents(here)
     assert all(before[name] for name in ("job", "request", "journal", "api_key", "hook", "meta"))
     done = moved(here, target, "--json")
@@ -121,6 +124,7 @@ def test_every_row_arrives_there_and_comes_back(filled: Store, settings: Setting
     assert contents(target) == before
     with closing(Store.open(at(target, settings))) as there:
         assert there.id == filled.id
+        assert select(there, "select failed_by from job order by seq") == [("damage",), (None,)]
         add_job(there, "three")
     after = contents(target)
     back = moved(target, here)

@@ -9,6 +9,7 @@ from conserve.errors import UsageError
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
 from tests.commands import Done, conserve, ended, until
 from tests.conftest import StartForked, WriteInput
@@ -216,7 +217,7 @@ def test_a_run_on_a_job_that_is_over_says_how_it_ended(
 def test_a_run_on_a_refused_job_says_why(store: Store, write_input: WriteInput) -> None:
     job_id = queue_up(write_input)
     with store.write() as tx:
-        catalog.refuse(tx, job_id, "its input changed", now=0.0)
+        catalog.refuse(tx, job_id, "its input changed", FailedBy.INPUT, now=0.0)
     done = run(job_id)
     assert done.returncode == 1
     assert (

@@ -12,7 +12,8 @@ import pytest
 from sqlalchemy import text
 
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import shards
+from conserve.store.books import catalog, shards
+from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql import query
@@ -345,7 +346,7 @@ def test_columns_of_jobs_and_results_have_their_types(store: Store, write_input:
     """Also where no job has a value in them."""
     for job in range(2):
         kinds = dict(rows(store, "select column_name, column_type from (describe jobs)"))
-        texts = {"id", "job_id", "state", "error", "row_order", "model", "on_late"}
+        texts = {"id", "job_id", "state", "error", "row_order", "model", "on_late", "failed_by"}
         assert {name for name, kind in kinds.items() if kind == "VARCHAR"} == texts
         assert kinds["tags"] == "MAP(VARCHAR, VARCHAR)"
         times = {name for name, kind in kinds.items() if kind == "TIMESTAMP WITH TIME ZONE"}
@@ -366,6 +367,13 @@ def test_a_job_is_a_row_of_counters(store: Store, write_input: WriteInput) -> No
     assert rows(store, f"select {counters} from jobs") == [(job_id, "queued", 3, 1, 1, 1, 10, 3, "b")]
     joined = "select distinct id, job_id, state from results join jobs using (job_id)"
     assert rows(store, joined) == [(job_id, job_id, "queued")]
+
+
+def test_the_cause_of_a_failure_is_a_column(store: Store, write_input: WriteInput) -> None:
+    job_id = queue(store, write_input(q=["a"]))
+    with store.write() as tx:
+        catalog.refuse(tx, job_id, "its input changed", FailedBy.INPUT, now=0.0)
+    assert rows(store, "select failed_by from jobs") == [("input",)]
 
 
 def odd_table() -> pa.Table:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from conserve.errors import JobRefused, StoreError, StoreForbidden
+from conserve.errors import JobRefused, StoreDamaged, StoreError, StoreForbidden
 from conserve.jobs.harvest.comparing import StillCompared
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Workload
 from conserve.store.books import catalog, leases, spans
 from conserve.store.books.shapes import RunnableRow
+from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
 
 AGAIN_S = 60.0  # until files that this process may not read are tried again
@@ -52,7 +53,8 @@ class TurnedAway:
             if epoch is not None:
                 leases.end(tx, spans.lock(tx, [epoch], self._owner))
             if not waits:
-                catalog.refuse(tx, job_id, str(reason), now=self._clock())
+                by = FailedBy.DAMAGE if isinstance(reason, StoreDamaged) else FailedBy.INPUT
+                catalog.refuse(tx, job_id, str(reason), by, now=self._clock())
         if isinstance(reason, StillCompared):
             return
         self._workload.close([job_id])  # once it is mended, it is opened anew

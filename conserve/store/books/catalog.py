@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, bindparam, exists, func, insert, or_, select, text, update
+from sqlalchemy import Connection, bindparam, exists, func, insert, select, text, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
@@ -16,7 +16,7 @@ from conserve.store.books.journal import complete
 from conserve.store.books.lateness import is_late, kept_deadline, late_ids
 from conserve.store.books.readings import BATCH, BATCHES
 from conserve.store.books.results import TOKEN_COUNTS
-from conserve.store.books.states import OF_TEXT, OPEN, JobState, OnLate, stored
+from conserve.store.books.states import OF_TEXT, OPEN, FailedBy, JobState, OnLate, stored
 from conserve.store.database import schema
 from conserve.store.database.connection import address, by_bytes, chunks
 from conserve.store.database.migrations import STORE_ID
@@ -95,6 +95,7 @@ class JobRecord:
     tags: Mapping[str, str] = field(default_factory=dict)
     deadline: float | None = None  # when it is to be done
     on_late: OnLate | None = None  # then, with rows left; None: it expires
+    failed_by: FailedBy | None = None  # None also for a job that failed under an earlier version
 
     @property
     def unanswered(self) -> int:
@@ -263,6 +264,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float, why: str | None 
             state=target.value,
             finished_at=finished_at,
             error=why,
+            failed_by=None,
             deadline=kept_deadline(tx, now) if verb == "resume" else current.deadline,
         )
     )
@@ -278,7 +280,7 @@ def expire(tx: Connection, *, now: float) -> list[str]:
     if not (job_ids := late(tx, now=now)):
         return []
     lock_jobs(tx, job_ids)
-    expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
+    expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None, "failed_by": None}
     # Another process may have ended some since: each is told of once.
     ended = list(
         tx.scalars(
@@ -311,12 +313,12 @@ def set_deadline(
     return get(tx, current.id)
 
 
-def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
+def refuse(tx: Connection, job_id: str, reason: str, by: FailedBy, *, now: float) -> None:
     """Let a queued job fail because it cannot run as things stand; `conserve resume` tries again."""
     refused = tx.execute(
         update(job)
         .where(job.c.id == job_id, job.c.state == JobState.QUEUED.value)
-        .values(state=JobState.FAILED.value, error=reason, finished_at=now)
+        .values(state=JobState.FAILED.value, error=reason, failed_by=by.value, finished_at=now)
     )
     if refused.rowcount:
         events.of_jobs(tx, [job_id], now=now)
@@ -357,18 +359,14 @@ def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     return {row.id: OF_TEXT.get(row.state, JobState.FAILED) for row in rows}  # an unknown state is damage
 
 
-DAMAGED = ("the requests ", "the record ")
-"""Beginnings of the reasons for which a damaged job is refused."""
-
-
-def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
+def fail(tx: Connection, job_id: str, reason: str, by: FailedBy, *, now: float) -> bool:
     """Let a job fail that cannot run any more; returns True if it had unfinished rows and was not cancelled."""
     before = tx.scalar(select(job.c.state).where(job.c.id == job_id).with_for_update())
     left = job.c.succeeded + job.c.failed < job.c.num_rows
     failed = tx.execute(
         update(job)
         .where(job.c.id == job_id, left, job.c.state.in_(stored(OPEN | {JobState.FAILED})))
-        .values(state=JobState.FAILED.value, error=reason, finished_at=now)
+        .values(state=JobState.FAILED.value, error=reason, failed_by=by.value, finished_at=now)
     )
     if failed.rowcount and before != JobState.FAILED.value:
         events.of_jobs(tx, [job_id], now=now)
@@ -382,9 +380,9 @@ def forgive(tx: Connection, job_id: str, *, now: float) -> bool:
         .where(
             job.c.id == job_id,
             job.c.state == JobState.FAILED.value,
-            or_(*(job.c.error.startswith(words) for words in DAMAGED)),
+            job.c.failed_by == FailedBy.DAMAGE.value,
         )
-        .values(state=JobState.QUEUED.value, error=None, finished_at=None)
+        .values(state=JobState.QUEUED.value, error=None, failed_by=None, finished_at=None)
     )
     if queued.rowcount:
         events.of_jobs(tx, [job_id], now=now)

@@ -172,7 +172,7 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
             job.c.state.in_(stored(COMPLETABLE)),
             job.c.succeeded + job.c.failed == job.c.num_rows,
         )
-        .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
+        .values(state=JobState.COMPLETED.value, finished_at=now, error=None, failed_by=None)
     )
     if done.rowcount:
         events.of_jobs(tx, [job_id], now=now)

@@ -17,12 +17,13 @@ from conserve.config import Settings
 from conserve.errors import RUN_DOCTOR, StoreError, StoreForbidden, StoreReadOnly, StoreTooNew
 from conserve.store.books.job_names import resolve
 from conserve.store.books.slots import HarvestedQuarter, is_slot
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import FailedBy, JobState, OnLate
 from conserve.store.database import half_made, moves
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (
     LATEST,
     WITH_BATCHES,
+    WITH_CAUSES,
     WITH_DEADLINES,
     WITH_FORECASTS,
     WITH_MODELS,
@@ -44,7 +45,7 @@ JOBS = """
             where lease.job_id = job.id and request.job_id = job.id and request.epoch = lease.epoch)
            + (select coalesce(sum(held), 0) from span where span.job_id = job.id) as leased,
            (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
-           model, tags, deadline, on_late
+           model, tags, deadline, on_late, failed_by
     from job order by seq
 """
 """Every job with its counters. `leased` counts rows in flight: records of their own, and what spans hold.
@@ -56,6 +57,7 @@ the tables of a `cross join`.
 SPANS = "\n           + (select coalesce(sum(held), 0) from span where span.job_id = job.id)"
 ADDITIONS = (
     (WITH_SPANS, SPANS, ""),
+    (WITH_CAUSES, ", failed_by", ", null as failed_by"),
     (WITH_FORECASTS, ", on_late", ", null as on_late"),
     (WITH_DEADLINES, ", deadline,", ", null as deadline,"),
     (WITH_MODELS, "model, tags", "null as model, null as tags"),
@@ -114,6 +116,7 @@ class JobReading:
     tags: Mapping[str, str] = field(default_factory=dict)
     deadline: float | None = None  # when it is to be done
     on_late: OnLate | None = None  # then, with rows left; None: it expires
+    failed_by: FailedBy | None = None  # None also for a job that failed under an earlier version
 
     @property
     def unanswered(self) -> int:
@@ -188,10 +191,8 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
                 None,
                 *[0] * 10,
                 "{}",
-                None,
-                None,
-                None,
-                None,
+                *[None] * 4,
+                FailedBy.DAMAGE.value,
             )
         )
 
@@ -200,7 +201,7 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
     """Reading of an undamaged row; raises `ValueError` or `TypeError` for another."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
-     task, model, tags, deadline, on_late) = row  # fmt: skip
+     task, model, tags, deadline, on_late, failed_by) = row  # fmt: skip
     require(str, job_id, task, error or "", model or "")
     require(int, priority, num_rows, succeeded, failed, retries)
     require(int, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens)
@@ -231,6 +232,7 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
         tags=dict(json.loads(tags)) if tags else {},
         deadline=deadline,
         on_late=OnLate(on_late) if on_late else None,
+        failed_by=FailedBy(failed_by) if failed_by else None,
     )
 
 

@@ -341,6 +341,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 failed=job.c.failed - len(positions),
                 finished_at=None,
                 error=None,
+                failed_by=None,
                 deadline=kept_deadline(tx, now),
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )

@@ -48,6 +48,17 @@ class JobState(StrEnum):
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)
 
 
+class FailedBy(StrEnum):
+    """Cause for which a job failed."""
+
+    INPUT = "input"
+    """An input file changed."""
+    DAMAGE = "damage"
+    """The record or the requests cannot be read; a repair queues the job again once its requests are whole."""
+    LOSS = "loss"
+    """What the job asks is lost."""
+
+
 GOING = frozenset({JobState.QUEUED, JobState.RUNNING})
 """States of jobs whose rows are taken."""
 OPEN = frozenset({JobState.QUEUED, JobState.PAUSED})

@@ -28,6 +28,7 @@ from sqlalchemy import (
     func,
     insert,
     inspect,
+    or_,
     select,
     text,
     update,
@@ -126,6 +127,12 @@ def m013_passed_over(tx: Connection) -> None:
     tx.execute(text(f"create index if not exists request_passed_over on request ({columns}) where {where}"))
 
 
+def m014_causes(tx: Connection) -> None:
+    """Cause of a job's failure, so that a repair knows those that it may queue again."""
+    add_column(tx, "job", Column("failed_by", Text))
+    add_missing_causes(tx)
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -140,6 +147,7 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m011_bound_by_runs,
     m012_losses,
     m013_passed_over,
+    m014_causes,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 
@@ -166,6 +174,14 @@ def add_missing_batches(tx: Connection) -> None:
             batch_id = new_batch_id()
         values = {"job_id": row.id, "created_at": row.submitted_at, "project": project}
         tx.execute(insert(schema.batch).values(id=batch_id, **values))
+
+
+def add_missing_causes(tx: Connection) -> None:
+    """Give jobs without a cause that failed for damage theirs, by the sentences of versions without causes."""
+    job = schema.job
+    of_damage = or_(*(job.c.error.startswith(words) for words in ("the requests ", "the record ")))
+    failed = job.c.state == "failed", job.c.failed_by.is_(None), of_damage
+    tx.execute(update(job).where(*failed).values(failed_by="damage"))
 
 
 def batch_of_tags(tags: str | None) -> tuple[str, str]:

@@ -72,6 +72,7 @@ job = Table(
     Column("deadline", Float),  # when the job is to be done
     Column("on_late", Text),  # store.books.states.OnLate at its deadline; null: it expires
     Column("bound_by_run", Boolean),  # true if a first lease named the model, rather than the user
+    Column("failed_by", Text),  # store.books.states.FailedBy; null unless state is "failed"
 )
 
 lease = Table(

@@ -2,7 +2,8 @@
 
 from conserve.errors import StoreDamaged
 
-LATEST = 13
+LATEST = 14
+WITH_CAUSES = 14  # first version that keeps the cause of a job's failure apart from the sentence
 WITH_SPANS = 9  # first version in which a lease may hold an interval of rows
 WITH_FORECASTS = 8  # first version that keeps harvested tokens, and what becomes of a late job
 WITH_DEADLINES = 6  # first version in which a job has a deadline

@@ -39,7 +39,7 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     """Create the view `jobs`: one row a job, with its counters; its id is also `job_id`, as in the other views."""
     rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
     kinds: dict[str, pa.DataType] = dict.fromkeys(
-        ("id", "state", "error", "row_order", "model", "on_late"), pa.string()
+        ("id", "state", "error", "row_order", "model", "on_late", "failed_by"), pa.string()
     )
     kinds["tags"] = pa.map_(pa.string(), pa.string())
     kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at", "deadline"), pa.float64())

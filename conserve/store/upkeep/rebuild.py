@@ -23,7 +23,7 @@ from conserve.store.books.journal import is_whole
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, data, half_made, lineage, schema
-from conserve.store.database.migrations import STORE_ID, add_missing_batches
+from conserve.store.database.migrations import STORE_ID, add_missing_batches, add_missing_causes
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.locks import unopened
@@ -139,6 +139,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
     with again.write() as tx:
         put_batches(tx, salvaged)  # those of the jobs that were taken in
         add_missing_batches(tx)
+        add_missing_causes(tx)
     for job_id in known:
         with suppress(StoreForbidden):  # the check that follows tells of the job
             said += mending.mend_rows(again, job_id, now=now)

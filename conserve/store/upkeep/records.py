@@ -10,7 +10,7 @@ from sqlalchemy import Connection, update
 
 from conserve.store.books import catalog, events, places, shards
 from conserve.store.books.catalog import Source
-from conserve.store.books.states import JobState
+from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -36,6 +36,7 @@ MOVING = frozenset(
         "resumed_tokens",
         "model",
         "bound_by_run",
+        "failed_by",
         "files",
         "priority",
         "deadline",
@@ -63,10 +64,16 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
         right = at_first | numbers(tx, job_id, {**values, **at_first}, last, requests)
         if values["state"] not in tuple(JobState):
             right["state"] = JobState.QUEUED.value
+        if values["failed_by"] not in (None, *FailedBy):
+            right["failed_by"] = None
         if not catalog.is_readable({**values, **right}):
             said = f"the record of job {job_id} is lost; the results it has stay, and nothing of it is run any more"
-            right |= {"state": JobState.CANCELLED.value, "error": said, "finished_at": now, "files": "{}"}
-            right |= {"task": '{"kind":"prompt"}', "source": to_json(Source(path=None, format="unknown"))}
+            right |= {"state": JobState.CANCELLED.value, "error": said, "failed_by": None, "finished_at": now}
+            right |= {
+                "task": '{"kind":"prompt"}',
+                "source": to_json(Source(path=None, format="unknown")),
+                "files": "{}",
+            }
         tx.execute(update(job).where(job.c.id == job_id).values(right))
         if "state" in right:
             events.of_jobs(tx, [job_id], now=now)
