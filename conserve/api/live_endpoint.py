@@ -37,7 +37,9 @@ def live_endpoint(
     several = len(urls) > 1 or bool(lists)
     return Fleet(
         rosters_of(urls, lists),
-        partial(live_server, settings=settings, window=window, steady=steady, listed_only=several or of_jobs),
+        partial(
+            live_server, settings=settings, window=window, steady=steady, of_fleet=several, of_jobs=of_jobs
+        ),
         model=settings.model if several else None,
         patient=bool(lists) or (follow and several),
         say=say,
@@ -51,9 +53,10 @@ def live_server(
     settings: Settings,
     window: int | None,
     steady: bool = False,
-    listed_only: bool = False,
+    of_fleet: bool = False,
+    of_jobs: bool = False,
 ) -> "Endpoint":
-    """One server as an endpoint; `listed_only` as of `HttpEndpoint`."""
+    """One server as an endpoint; `of_fleet` and `of_jobs` are as of `HttpEndpoint`."""
     from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 
@@ -64,6 +67,7 @@ def live_server(
         most_rows=window,
         considerate=True,
         steady=steady,
-        listed_only=listed_only,
+        of_fleet=of_fleet,
+        of_jobs=of_jobs,
         limits=AnswerLimits.of(settings),
     )

@@ -80,13 +80,16 @@ async def discover(
     model: str | None,
     most_rows: int | None,
     considerate: bool,
-    listed_only: bool = False,
+    of_fleet: bool = False,
+    of_jobs: bool = False,
     known: str | None = None,
 ) -> ServerFacts:
     """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
 
     Without `model` it is the server's only one or, if it was `known` before and is still there, that one; several
-    raise `ModelUnnamed`. With `listed_only` it is one of a fleet: of `model`, or else of the first that it lists.
+    raise `ModelUnnamed`. With `of_fleet` the server is one of several, and with `of_jobs` the model is that of the
+    queued jobs: a server that lists others has the first of these. One without a list has the model that is given,
+    unless it is of a fleet.
 
     With `considerate`, rows give way to live requests, and vLLM is asked by a request of one token whether it
     takes priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
@@ -95,13 +98,13 @@ async def discover(
     try:
         listed = await listed_models(client)
     except EndpointUnusable as error:
-        if model is None or listed_only or error.status not in LACKS_ROUTE:
+        if model is None or of_fleet or error.status not in LACKS_ROUTE:
             raise
         listed = []
     served = [one.id for one in listed]
     ours = await coserving(client)
     found = model if model is not None else known if known in served else None
-    if listed_only and found not in served:
+    if served and (of_fleet or of_jobs) and found not in served:
         found = served[0]
     elif found is None:
         found = served[0] if ours is not None else only_model(base_url_of(client), listed)

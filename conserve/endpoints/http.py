@@ -67,7 +67,7 @@ class HttpEndpoint(Endpoint):
 
     A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
     `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
-    flight, `limits` each answer and all that are under way. `listed_only` is as of `discover`.
+    flight, `limits` each answer and all that are under way. `of_fleet` and `of_jobs` are as of `discover`.
     """
 
     notice: str | None = None
@@ -81,14 +81,15 @@ class HttpEndpoint(Endpoint):
         most_rows: int | None = None,
         considerate: bool = False,
         steady: bool = False,
-        listed_only: bool = False,
+        of_fleet: bool = False,
+        of_jobs: bool = False,
         limits: AnswerLimits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         url, login = split_login(base_url)
         self.base_url = server_root(url)
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
-        self._steady, self._listed_only = steady, listed_only
+        self._steady, self._of_fleet, self._of_jobs = steady, of_fleet, of_jobs
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
         self._server: ServerFacts | None = None
@@ -200,8 +201,9 @@ class HttpEndpoint(Endpoint):
             model=self._model,
             most_rows=self._most_rows,
             considerate=self._considerate,
-            listed_only=self._listed_only,
-            known=None if self._server is None or self._listed_only else self._server.model,
+            of_fleet=self._of_fleet,
+            of_jobs=self._of_jobs,
+            known=None if self._server is None or self._of_fleet else self._server.model,
         )
         if self._server is None or server.most_rows != self._rows.window.high:
             self._rows.window = CongestionWindow(high=server.most_rows)

@@ -29,7 +29,7 @@ class Script:
     token never stop.
     """
 
-    models: tuple[str, ...] = ("served",)
+    models: tuple[str, ...] = ("served",)  # without any it has no list of models
     coserves: bool = True
     identity: str = "scripted"
     max_num_seqs: int = 8
@@ -171,7 +171,7 @@ class ScriptedServer:
             self.in_flight -= 1
 
     async def _get(self, writer: asyncio.StreamWriter, path: str) -> bool:
-        if path == "/v1/models":
+        if path == "/v1/models" and self.script.models:
             return await reply(writer, 200, {"data": [{"id": model} for model in self.script.models]})
         if path == "/health":
             return await reply(writer, 200 if self.script.healthy else 503, {})

@@ -94,6 +94,19 @@ def test_until_empty_leaves_jobs_of_other_models_to_other_harvesters(
     assert (named.returncode, f"refused: {said}" in named.stderr) == (1, True)
 
 
+def test_a_server_without_a_list_of_models_answers_the_jobs_of_one_model(write_input: WriteInput) -> None:
+    """Several such servers may have several models, of which none tells its own."""
+    path = str(write_input(q=["a"]))
+    conserve("submit", path, "--prompt", "{{ q }}", "--model", "one")
+    with ScriptedServer(Script(models=(), coserves=False)) as server, ScriptedServer() as other:
+        both = ["--endpoint", server.url, "--endpoint", other.url]
+        done = conserve("harvest", *both, "--until-empty")
+        assert (server.requests, states()) == ([], ["queued"]), done.stderr
+        done = conserve("harvest", "--endpoint", server.url, "--until-empty")
+        assert (done.returncode, states()) == (0, ["completed"]), done.stderr
+    assert {request.body["model"] for request in server.requests} == {"one"}
+
+
 def test_a_harvester_may_have_as_many_connections_as_the_system_lets_it(
     server: ScriptedServer, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:

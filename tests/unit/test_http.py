@@ -1114,7 +1114,7 @@ def test_an_odd_list_of_models_is_none(models: object) -> None:
 
 
 def first_contact(
-    replies: dict[str, httpx.Response], *, model: str | None = None, breaks: bool = False
+    replies: dict[str, httpx.Response], *, breaks: bool = False, **settings: Any
 ) -> HttpEndpoint:
     """An endpoint that has started, of a server with these replies to GET and 404 for others.
 
@@ -1132,7 +1132,7 @@ def first_contact(
         raise httpx.ReadError("cut")
 
     async def go() -> HttpEndpoint:
-        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), model=model)
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), **settings)
         try:
             await endpoint.start()
             await endpoint.complete(CHAT)
@@ -1151,6 +1151,9 @@ def test_a_server_without_a_list_of_models_serves_the_one_that_is_named(status: 
     lacking = {"/v1/models": httpx.Response(status)}
     endpoint = first_contact(lacking, model="named")
     assert (endpoint.model, endpoint.server.lists_models) == ("named", False)
+    assert first_contact(lacking, model="named", of_jobs=True).model == "named"
+    with pytest.raises(EndpointUnusable, match=f"answered {status}; check the URL"):  # it may have another
+        first_contact(lacking, model="named", of_fleet=True)
     with pytest.raises(EndpointUnusable, match=f"answered {status}; check the URL .* --model names it"):
         first_contact(lacking)
     with pytest.raises(EndpointFault, match="the connection broke: cut"):  # and not: the server is gone
@@ -1196,8 +1199,10 @@ def found_model(listed: list[dict[str, Any]], *, coserves: bool = False, **asked
         ([A | {"root": "/m"}, B | {"root": "/m"}], {}, "a"),
         ([A, B], {"model": "b"}, "b"),
         ([A, B], {"known": "b"}, "b"),
-        ([A, B], {"listed_only": True}, "a"),
-        ([A, B], {"listed_only": True, "model": "c"}, "a"),
+        ([A, B], {"of_fleet": True}, "a"),
+        ([A, B], {"of_fleet": True, "model": "c"}, "a"),
+        ([A, B], {"of_jobs": True, "model": "b"}, "b"),
+        ([A, B], {"of_jobs": True, "model": "c"}, "a"),
         ([A, B], {"coserves": True}, "a"),
     ],
 )
