@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import unquote
 
-from conserve.errors import SettingsError
+from conserve.errors import SettingsError, StoreReadOnly
 from conserve.units import parse_size
 
 DEMO_MODEL = "smollm2-demo"
@@ -243,6 +243,15 @@ def is_backup(home: Path) -> bool:
         return (home / BACKUP).exists()
     except OSError:  # a forbidden folder, of which whatever opens it tells
         return False
+
+
+def refuse_backup(home: Path) -> None:
+    """Raise `StoreReadOnly` for a backup, before a command changes it."""
+    if is_backup(home):
+        raise StoreReadOnly(
+            f"{home} is a backup, which commands only read; make a store of it: conserve --home NEW store restore "
+            f"{home} (or remove its {BACKUP}, and it is a store from then on)"
+        )
 
 
 def database_elsewhere(home: object, settings: Settings) -> str | None:

@@ -24,7 +24,7 @@ from conserve.api import servers
 from conserve.config import Settings, load
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.store import Store
-from conserve.store.files.home import make_with_parents
+from conserve.store.files.place import place_of
 from tests import commands, postgres, reach, shared_imports
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
@@ -293,7 +293,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def put_empty(empty: Path, to: Path) -> None:
     """Copy the database of a store, which gets an id of its own: a third of the time that making one takes."""
-    make_with_parents(to.parent)
+    place_of(to.parent).make_with_parents()
     shutil.copyfile(empty, to)
     with closing(sqlite3.connect(to, isolation_level=None)) as database:
         database.execute(f"update meta set value = ? where key = '{STORE_ID}'", (uuid.uuid4().hex,))

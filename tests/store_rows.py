@@ -19,7 +19,7 @@ from conserve.store.books.results import Result
 from conserve.store.database import guard
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 
 LEASE_S = 10.0
 
@@ -33,7 +33,7 @@ def terms_in(named: dict[str, Any]) -> JobTerms:
 
 def add_job(store: Store, job_id: str = "job-1", rows: int = 4, **named: Any) -> str:
     """A queued job of so many rows, with its folder."""
-    home.job_folder(store.home, job_id).mkdir(parents=True)
+    layout.job_folder(store.home, job_id).mkdir(parents=True)
     terms = terms_in(named)
     values = {"task": '{"kind":"prompt"}', "now": 0.0} | named
     with store.write() as tx:

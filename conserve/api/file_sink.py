@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 @contextmanager
 def file_sink(path: Path) -> Iterator[BinaryIO]:
     """Open the file at this path for writing; a pipe or a device is written as it is, a URL names an object."""
-    from conserve.store.files.home import explained
     from conserve.store.files.objects import object_at
+    from conserve.store.files.os_errors import explained
 
     if (there := object_at(path)) is not None:
         with uploaded(there) as stream:
@@ -45,7 +45,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
     A link stays one to its file, and a file that is replaced hands on its mode.
     """
-    from conserve.store.files.home import write_durably
+    from conserve.store.files.place import place_of
     from conserve.store.sql import scratch
 
     target = Path(os.path.realpath(path))  # `resolve` raises for links in a circle
@@ -54,7 +54,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             if target.exists():
                 os.fchmod(stream.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield stream
-        write_durably(target, temporary)
+        place_of(target).write(temporary)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from conserve.batch_api.upload import MultipartForm, Upload, form_of
 from conserve.errors import StoreUnreachable
 from conserve.store.books import uploads
 from conserve.store.books.uploads import File, NewFile
-from conserve.store.files import home
+from conserve.store.files import os_errors
 from conserve.store.files.objects import BLOCK_BYTES, ObjectPath, below
 
 PURPOSE = "batch"
@@ -35,7 +35,7 @@ async def create(request: Request) -> Response:
     form = form_of(request, api.limits.file_bytes, require_so_far)
     folder = await run_in_threadpool(uploads.make_folder, api.store)
     file_id = uploads.new_file_id()
-    with home.explained(folder):
+    with os_errors.explained(folder):
         upload = Upload(folder / f"{file_id}.jsonl", api.store.local)
     with upload:
         await form.read(request, upload)
@@ -84,7 +84,7 @@ def store(api: ApiState, project: str, file_id: str, upload: Upload, new: NewFil
     """Put the file and its record in place, in this order; the earlier file if the key is known."""
     if (earlier := same_upload(api, project, new, now=now)) is not None:
         return earlier
-    with home.explained(api.store.data):
+    with os_errors.explained(api.store.data):
         upload.keep()
     try:
         with api.store.write() as tx:

@@ -17,8 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from conserve.batch_api.refusals import Refused
 from conserve.errors import StoreFull, one_line
 from conserve.http_server import STALLED, parts
-from conserve.store.files import home
+from conserve.store.files import os_errors
 from conserve.store.files.objects import FilePath
+from conserve.store.files.place import place_of
 
 FLUSH_BYTES = 1 << 20
 LEAST_FREE = 1 << 30  # bytes of the disk, which rows, answers and the database need while clients upload
@@ -36,7 +37,7 @@ class Upload:
     def __init__(self, path: FilePath, local: Path) -> None:
         self.path = path
         self.bytes = self._newlines = 0
-        self._scratch = home.sending(path, local)
+        self._scratch = place_of(path).sending(local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._ended = True  # with a newline
@@ -74,7 +75,7 @@ class Upload:
     def keep(self) -> None:
         """Move the file to its place, durably."""
         self._file.close()
-        home.write_durably(self.path, self._scratch)
+        place_of(self.path).write(self._scratch)
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class MultipartForm:
     async def _flush(self, upload: Upload) -> None:
         data = b"".join(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
-        with home.explained(upload.path.parent):
+        with os_errors.explained(upload.path.parent):
             await run_in_threadpool(upload.write, data)
 
     def _begin(self) -> None:

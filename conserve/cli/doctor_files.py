@@ -49,13 +49,13 @@ def files(store: "Store") -> Iterator[Finding]:
 def folders(store: "Store") -> Iterator[Finding]:
     """Name the jobs whose folders this user may not write, as after a submit as root; nothing if there is none."""
     from conserve.store.books import catalog
-    from conserve.store.files import home
+    from conserve.store.files import layout, os_errors
 
     if not isinstance(store.data, Path):
         return
     with store.read() as tx:
         ids = catalog.ids(tx)
-    closed = [job_id for job_id in ids if not is_open(home.job_folder(store.data, job_id))]
+    closed = [job_id for job_id in ids if not is_open(layout.job_folder(store.data, job_id))]
     if not closed:
         return
     few = len(closed) <= MOST_NAMED
@@ -66,10 +66,12 @@ def folders(store: "Store") -> Iterator[Finding]:
     )
     jobs = output.count(len(closed), "folder of a job", "folders of jobs")
     paths = (
-        [home.job_folder(store.data, job_id) for job_id in closed] if few else [home.jobs_folder(store.data)]
+        [layout.job_folder(store.data, job_id) for job_id in closed]
+        if few
+        else [layout.jobs_folder(store.data)]
     )
     value = f"{jobs} cannot be written by this user: {named}; results stay in the database"
-    yield Finding("jobs", value, ok=False, fix=f"run: {home.chown(*paths)}")
+    yield Finding("jobs", value, ok=False, fix=f"run: {os_errors.chown(*paths)}")
 
 
 def is_open(folder: Path) -> bool:

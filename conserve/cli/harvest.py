@@ -155,7 +155,7 @@ def open_store(settings: Settings, *, wait: bool) -> "Store":
     """Open the store; with `wait`, try until it can be reached."""
     from conserve.jobs.harvest.outage import Outage
     from conserve.store.database.store import Store
-    from conserve.store.files.home import refuse_no_folder
+    from conserve.store.files.os_errors import refuse_no_folder
 
     refuse_no_folder(settings.home)
     outage = Outage(output.say, warn=output.say_trouble)

@@ -119,7 +119,7 @@ def show(
     """Show a profile: coefficients, errors and a small table; the newest one by default."""
     from conserve.errors import ProfileMissing
     from conserve.profiles.book import Book
-    from conserve.store.files.home import refuse_no_folder
+    from conserve.store.files.os_errors import refuse_no_folder
 
     context: Context = ctx.obj
     settings = context.settings()
@@ -142,10 +142,10 @@ def show(
 def require_writable(home: Path, folder: Path) -> None:
     """Raise if the profile could not be saved, before minutes are spent measuring."""
     from conserve.errors import ProfileError
-    from conserve.store.files.home import make_private
+    from conserve.store.files.place import place_of
 
     try:
-        make_private(home)
+        place_of(home).make_private()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

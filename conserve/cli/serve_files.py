@@ -12,10 +12,11 @@ KEPT_S = 30 * 86_400.0  # since a file's last line: a replica of Kubernetes has 
 
 def make_home(home: Path) -> None:
     """Make the home, before a file of a server is the first in it."""
-    from conserve.store.files.home import explained, make_private
+    from conserve.store.files.os_errors import explained
+    from conserve.store.files.place import place_of
 
     with explained(home):
-        make_private(home)
+        place_of(home).make_private()
 
 
 def log_file(home: Path, port: int) -> Path:

@@ -56,7 +56,7 @@ def top(
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError("the live screen needs a terminal; run: conserve top --once")
     from conserve.api.overview import StoreWatch
-    from conserve.store.files.home import refuse_no_folder
+    from conserve.store.files.os_errors import refuse_no_folder
 
     refuse_no_folder(settings.home)
     with closing(StoreWatch(settings, endpoint or ())) as watch:

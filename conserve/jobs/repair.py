@@ -25,8 +25,9 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, job_folders, layout, os_errors
 from conserve.store.files.objects import FilePath, below
+from conserve.store.files.place import place_of, scratch_of
 from conserve.store.upkeep import checking, mending, records
 from conserve.store.upkeep.damage import Damage, StorePart
 
@@ -45,7 +46,7 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
         said.append(records.mend_mark(store, job_id))
     if StorePart.INPUTS in parts:
         said += mend_inputs(store, job, now)
-    if StorePart.REQUESTS in parts and not is_whole(home.requests_file(store.data, job.id), job):
+    if StorePart.REQUESTS in parts and not is_whole(layout.requests_file(store.data, job.id), job):
         said += mend_requests(store, job, now)
     return said + [f"job {job.id} is queued again"] * forgiven(store, job.id, now=now)
 
@@ -57,7 +58,7 @@ def forgiven(store: Store, job_id: str, *, now: float) -> bool:
     """
     with store.read() as tx:
         job = catalog.get(tx, job_id)
-    if job.failed_by is not FailedBy.DAMAGE or not is_whole(home.requests_file(store.data, job_id), job):
+    if job.failed_by is not FailedBy.DAMAGE or not is_whole(layout.requests_file(store.data, job_id), job):
         return False
     with store.write() as tx:
         return catalog.get(tx, job_id).files == job.files and catalog.forgive(tx, job_id, now=now)
@@ -74,21 +75,21 @@ def task_fault(job: catalog.JobRecord) -> str | None:
 
 def mend_inputs(store: Store, job: catalog.JobRecord, now: float) -> list[str]:
     """Copy the input rows again."""
-    path = home.inputs_file(store.data, job.id)
+    path = layout.inputs_file(store.data, job.id)
     if is_whole(path, job):
         return []  # restored from the trash by now
-    with home.new_job_folder(store.local, store.id) as folder:
+    with job_folders.new(store.local, store.id) as folder:
         opened = open_again(job, folder, Keep.COPY)
         if opened is None:
             return []
         opened.copy_text(folder)
-        replace(store, job, path, folder / home.INPUTS, now)
+        replace(store, job, path, folder / layout.INPUTS, now)
     return [f"{below(path, store.data)} was copied from {job.source.path} again"]
 
 
 def mend_requests(store: Store, job: catalog.JobRecord, now: float) -> list[str]:
     """Render the requests again; if that is not possible, a job with rows left to run fails."""
-    path = home.requests_file(store.data, job.id)
+    path = layout.requests_file(store.data, job.id)
     source = render_again(store, job, path, now)
     if source is None:
         lost = f"the requests of job {job.id} are lost, and its input is not as it was; submit it again"
@@ -116,7 +117,7 @@ def render_sources(store: Store, job: catalog.JobRecord, folder: Path) -> Iterat
     """Yield the sources to render from: the input, if it is as it was, then the copy of its rows in the store."""
     if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
         yield RenderSource(str(job.source.path), opened.rows, True)
-    path = home.inputs_file(store.data, job.id)
+    path = layout.inputs_file(store.data, job.id)
     if job.source.copied and is_whole(path, job):
         with suppress(UsageError):
             name = below(path, store.data)
@@ -143,12 +144,12 @@ def render_again(store: Store, job: catalog.JobRecord, path: FilePath, now: floa
     the requests differently; then the new file need only fit the results that there are.
     """
     task = Task.from_json(job.task)
-    with home.new_job_folder(store.local, store.id) as folder:
+    with job_folders.new(store.local, store.id) as folder:
         for source in render_sources(store, job, folder):
             with suppress(UsageError), scratch_file(store, path) as scratch:
                 check_input(source.rows, task, constant_prompt=True)
                 write_requests(scratch, source.rows, task)
-                seal = job.files.get(home.REQUESTS)
+                seal = job.files.get(layout.REQUESTS)
                 same = seal is not None and digests.seal(scratch) == seal
                 if same or (source.original and fits(store, job, scratch)):
                     replace(store, job, path, scratch, now)
@@ -174,9 +175,9 @@ def is_whole(path: FilePath, job: catalog.JobRecord) -> bool:
 @contextmanager
 def scratch_file(store: Store, path: FilePath) -> Iterator[Path]:
     """Yield a scratch file for `path`, whose folder is made if it is missing."""
-    with home.explained(store.data):
-        home.make_with_parents(path.parent)
-        with home.scratch_of(path.with_name(f".{path.name}"), store.local) as scratch:
+    with os_errors.explained(store.data):
+        place_of(path.parent).make_with_parents()
+        with scratch_of(path.with_name(f".{path.name}"), store.local) as scratch:
             yield scratch
 
 
@@ -184,6 +185,6 @@ def replace(store: Store, job: catalog.JobRecord, path: FilePath, scratch: Path,
     """Put a file that was made anew in its place, and store its seal."""
     mending.throw_away(store, path, now)
     seal = digests.seal(scratch)
-    home.write_durably(path, scratch)
+    place_of(path).write(scratch)
     with store.write() as tx:
         catalog.keep_seal(tx, job.id, path.name, seal)

@@ -13,8 +13,7 @@ from typing import Literal
 from conserve import owners
 from conserve.errors import JobRefused
 from conserve.evals.plan import Overlap
-from conserve.store.files import home as store_home
-from conserve.store.files import nights
+from conserve.store.files import nights, os_errors
 
 Say = Callable[[str], None]
 Hold = Literal["ours", "ended the other", "theirs"]
@@ -61,7 +60,7 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Ho
 @contextmanager
 def locking(home: Path, path: Path) -> Iterator[int]:
     """Yield the descriptor of a file to lock; the lock ends with it."""
-    with store_home.explained(home):
+    with os_errors.explained(home):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

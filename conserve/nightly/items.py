@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from conserve.errors import StoreDamaged
-from conserve.store.files.home import damage_apart
+from conserve.store.files.os_errors import damage_apart
 
 
 class ItemKey(NamedTuple):

@@ -17,12 +17,12 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conserve.config import refuse_backup
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.outcome import Item
 from conserve.evals.records import HISTORY, PREVIOUS, RunRecord, RunState, SuiteRecord
 from conserve.nightly.redacted import overrides_of, plan_text_of
-from conserve.store.files import home as store_home
-from conserve.store.files import nights
+from conserve.store.files import nights, os_errors
 from conserve.store.sql.eval_views import ITEMS
 from conserve.whole import sync, write_whole
 
@@ -49,7 +49,7 @@ def write(home: Path, run: RunRecord) -> None:
     """Write a run's record, durably; that of a run which has ended, and needs no password any more, without any."""
     if run.state is not RunState.RUNNING:
         run = replace(run, plan=plan_text_of(run.plan), overrides=overrides_of(run.overrides))
-    with store_home.explained(home):
+    with os_errors.explained(home):
         write_whole(nights.folder_of(home, run.id) / nights.RECORD, msgspec.json.encode(run), durable=True)
 
 
@@ -226,7 +226,7 @@ def history(home: Path, run: RunRecord) -> list[RunRecord]:
 
 def name(home: Path, run: RunRecord, given: str) -> None:
     """Give a run a name, which another run of its evaluation loses; raises `StoreReadOnly` in a backup."""
-    store_home.refuse_backup(home)
+    refuse_backup(home)
     taken = given.rpartition(":")[2].partition("~")[0] in NAME_TAKEN
     if not given.isprintable() or not given.strip() or taken:
         raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
@@ -239,7 +239,7 @@ def name(home: Path, run: RunRecord, given: str) -> None:
         if given in marks.get(one.id, ()):
             marks[one.id].remove(given)
     marks.setdefault(run.id, []).append(given)
-    with store_home.explained(home):
+    with os_errors.explained(home):
         write_whole(nights.names_file(home), json.dumps(marks).encode(), durable=True)
 
 
@@ -257,7 +257,7 @@ def write_items(home: Path, run_id: str, file: str, suite: str, items: Iterable[
     """Write a suite's items as they come; the file appears whole."""
     folder = nights.folder_of(home, run_id)
     path, partial = folder / file, folder / f".{file}"
-    with store_home.explained(home):
+    with os_errors.explained(home):
         folder.mkdir(parents=True, exist_ok=True)
         with pq.ParquetWriter(partial, ITEMS, compression="zstd") as writer:
             for batch in batches(items):

@@ -21,7 +21,7 @@ from conserve.jobs.inputs.parquet_rows import Columns
 from conserve.jobs.inputs.source import COPY_GIB, Input, InputRows, open_input
 from conserve.jobs.requests.admission import check_input, check_task
 from conserve.jobs.task import Task
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.export import PROMPT
 from conserve.store.sql.input_columns import RESULT_COLUMNS, shown_names
 from conserve.store.sql.input_parts import InputPart, parts_of
@@ -89,7 +89,7 @@ def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
 def kept_inputs(data: DataSet) -> Iterator[list[InputPart]]:
     """Yield the files of the rows that are asked, as a job keeps them, with the types of the night."""
     with TemporaryDirectory() as place, data.source() as source:
-        folder = home.job_folder(Path(place), "job")
+        folder = layout.job_folder(Path(place), "job")
         folder.mkdir(parents=True)
         opened_input = open_input(
             input_of(source, form=None, keep=None, copy_gib=COPY_GIB), folder, openai=False

@@ -22,7 +22,8 @@ QUEUE, CHOICE, JOURNAL = (
     "conserve.store.books.journal",
 )
 LEASES, TOKENS = "conserve.store.books.leases", "conserve.store.books.saved_tokens"
-SHARDS, HOME = "conserve.store.books.shards", "conserve.store.files.home"
+SHARDS = "conserve.store.books.shards"
+WRITE_FILE = "conserve.store.files.folder_place:FolderPlace.write"
 WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
 LOAD = "conserve.jobs.harvest.workload:Workload.load"
 PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
@@ -71,8 +72,8 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path, forks: Fo
     harness.submit()
     for shot in (
         Shot(at=f"{SHARDS}:to_arrow"),  # before there is a file
-        Shot(at=f"{HOME}:write_durably"),  # the file has its scratch name
-        Shot(at=f"{HOME}:write_durably", after=True),  # it has its name, and no record names it
+        Shot(at=WRITE_FILE),  # the file has its scratch name
+        Shot(at=WRITE_FILE, after=True),  # it has its name, and no record names it
         Shot(at=f"{SHARDS}:register", after=True),  # registered
     ):
         harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=64)
@@ -212,7 +213,7 @@ PHASES = (
     (Phase.ANSWERING, Shot(at=PAUSE, call=32 * 20)),  # too few tokens to be saved, and no room to claim
     (Phase.SAVING, Shot(at=f"{TOKENS}:save_tokens", after=True)),
     (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
-    (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
+    (Phase.WRITING, Shot(at=WRITE_FILE)),
     (Phase.REGISTERING, Shot(at=f"{SHARDS}:as_read", since=f"{SHARDS}:register")),
     (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )

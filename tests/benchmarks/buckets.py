@@ -19,9 +19,10 @@ from conserve.store.books.catalog import Source
 from conserve.store.books.job_terms import JobTerms
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, layout
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import below
+from conserve.store.files.place import place_of, scratch_of
 from tests.benchmarks.report import Figure, Finished, conserve
 from tests.s3 import KEYS, make_bucket, s3_server
 
@@ -103,8 +104,8 @@ def place(where: str, folder: Path) -> Iterator[str]:
 def fill(at: Path, data: str) -> None:
     """Make a store with one job, and shards of results that no engine computed."""
     store = Store.open(load({"home": at, "data": data}, environ={}))
-    folder = home.job_folder(store.data, JOB)
-    home.make_with_parents(folder / home.RESULTS)
+    folder = layout.job_folder(store.data, JOB)
+    place_of(folder / layout.RESULTS).make_with_parents()
     with store.write() as tx:
         source = Source(path=None, format="table")
         catalog.add(
@@ -117,13 +118,13 @@ def fill(at: Path, data: str) -> None:
             now=0.0,
         )
         record = catalog.record(tx, JOB)
-    marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
+    place_of(folder).set_mark(Mark(store_id=store.id, registered=True, record=record))
     for number in range(SHARDS):
-        path = folder / home.RESULTS / f"{number:03}.parquet"
-        with home.scratch_of(path, store.local) as scratch:
+        path = folder / layout.RESULTS / f"{number:03}.parquet"
+        with scratch_of(path, store.local) as scratch:
             pq.write_table(shard(number), scratch, compression="zstd", write_page_checksum=True)
             seal = digests.seal(scratch)
-            home.write_durably(path, scratch)
+            place_of(path).write(scratch)
         values = {"job_id": JOB, "file": below(path, store.data), "failed": False, "num_rows": ROWS}
         with store.write() as tx:
             tx.execute(

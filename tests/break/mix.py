@@ -34,8 +34,9 @@ ENOUGH = {SHORT: 60, LONG: 2}  # rows left, so that a run is worth a kill
 CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": 50}
 ENDINGS = ("jsonl", "parquet")
 
-HOME, SHARDS, CATALOG = (
-    "conserve.store.files.home",
+FOLDERS, FOLDER_PLACE, SHARDS, CATALOG = (
+    "conserve.store.files.job_folders",
+    "conserve.store.files.folder_place",
     "conserve.store.books.shards",
     "conserve.store.books.catalog",
 )
@@ -47,9 +48,9 @@ LEASES, QUEUE, JOURNAL, MIGRATIONS = (
 )
 WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
 SUBMITTED = (
-    Shot(at=f"{HOME}:new_job_folder", after=True),
-    Shot(at=f"{HOME}:adopt"),
-    Shot(at=f"{HOME}:adopt", after=True),  # the folder has its name, and no record names it
+    Shot(at=f"{FOLDERS}:new", after=True),
+    Shot(at=f"{FOLDERS}:adopt"),
+    Shot(at=f"{FOLDERS}:adopt", after=True),  # the folder has its name, and no record names it
     Shot(at=f"{CATALOG}:add", after=True),  # not committed
     Shot(at="conserve.jobs.requests.submit:enqueue", after=True),  # durable, and the id is not printed
 )
@@ -63,15 +64,19 @@ HARVESTED = (
 )
 MIGRATED = Shot(at=f"{MIGRATIONS}:remember")
 AIMS = {
-    "submit FILE": (*SUBMITTED, Shot(at=f"{HOME}:sync"), Shot(at=f"{HOME}:sync", call=2, after=True)),
+    "submit FILE": (
+        *SUBMITTED,
+        Shot(at=f"{FOLDER_PLACE}:sync"),
+        Shot(at=f"{FOLDER_PLACE}:sync", call=2, after=True),
+    ),
     "submit -": SUBMITTED,
     "run": (
         *HARVESTED,
         Shot(at=f"{LEASES}:abandon", after=True),
         Shot(at=f"{JOURNAL}:count", after=True),
         Shot(at=f"{SHARDS}:to_arrow"),
-        Shot(at=f"{HOME}:write_durably"),
-        Shot(at=f"{HOME}:write_durably", after=True),
+        Shot(at=f"{FOLDER_PLACE}:FolderPlace.write"),
+        Shot(at=f"{FOLDER_PLACE}:FolderPlace.write", after=True),
         Shot(at=f"{SHARDS}:register", after=True),
         Shot(at="conserve.jobs.harvest.ledger:Ledger.close"),
     ),
@@ -85,9 +90,9 @@ AIMS = {
     ),
     "cancel": (Shot(at=f"{CATALOG}:move"), Shot(at=f"{CATALOG}:move", after=True)),
     "results -o": (
-        Shot(at=f"{HOME}:write_durably"),
-        Shot(at=f"{HOME}:sync", after=True),
-        Shot(at=f"{HOME}:write_durably", after=True),
+        Shot(at=f"{FOLDER_PLACE}:FolderPlace.write"),
+        Shot(at=f"{FOLDER_PLACE}:sync", after=True),
+        Shot(at=f"{FOLDER_PLACE}:FolderPlace.write", after=True),
     ),
     "a migration": (
         Shot(at="conserve.store.database.connection:migrate"),

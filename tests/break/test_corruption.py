@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from conserve.store.files import home, marks
+from conserve.store.files import layout, marks
 from tests.commands import Done, conserve
 from tests.tiers import in_full
 
@@ -102,8 +102,8 @@ def kinds_of_files(folder: Path) -> dict[str, list[Path]]:
     jobs = folder / "jobs"
     return {
         "shard": sorted(jobs.glob("*/results/*.parquet")),
-        "requests": sorted(jobs.glob(f"*/{home.REQUESTS}")),
-        "inputs": sorted(jobs.glob(f"*/{home.INPUTS}")),
+        "requests": sorted(jobs.glob(f"*/{layout.REQUESTS}")),
+        "inputs": sorted(jobs.glob(f"*/{layout.INPUTS}")),
         "mark": sorted(jobs.glob(f"*/{marks.MARK}")),
     }
 

@@ -24,7 +24,7 @@ from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import folder_place, layout
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import Done, conserve
@@ -425,7 +425,7 @@ class Attempts:
         self.doubled += len(found) - len(set(found))
         assert set(found) <= expected
         assert sorted(inputs) == sorted(expected)
-        assert not [path for path in home.jobs_folder(store.home).iterdir() if path.name.startswith(".")]
+        assert not [path for path in layout.jobs_folder(store.home).iterdir() if path.name.startswith(".")]
 
 
 async def drained(store: Store) -> None:
@@ -455,7 +455,7 @@ def attempts(tmp_path: Path) -> Iterator[Attempts]:
 def test_every_input_is_queued_or_refused_and_every_queued_row_ends_once(
     attempts: Attempts, rounds: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "sync", lambda path: None)  # fsyncs would take most of the time
+    monkeypatch.setattr(folder_place, "sync", lambda path: None)  # fsyncs would take most of the time
     number = rounds * PER_ROUND
 
     @hypothesis.seed(seed)

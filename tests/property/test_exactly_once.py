@@ -26,7 +26,8 @@ from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.sql.query import views
 from tests.postgres import Databases
 from tests.reach import reached
@@ -77,7 +78,7 @@ class Queue(RuleBasedStateMachine):
     @initialize(rows=st.integers(1, MOST_ROWS))
     def submit(self, rows: int) -> None:
         self.num_rows = rows
-        home.job_folder(self.folder, JOB).mkdir(parents=True)
+        layout.job_folder(self.folder, JOB).mkdir(parents=True)
         with self.store.write() as tx:
             source = Source(path="gone.parquet", format="parquet")
             catalog.add(tx, JOB, JobTerms(), task="{}", source=source, num_rows=rows, now=self.now)
@@ -229,7 +230,7 @@ class Queue(RuleBasedStateMachine):
 
         with pytest.MonkeyPatch.context() as patch:
             if at == "before rename":
-                patch.setattr(home, "write_durably", crash)
+                patch.setattr(FolderPlace, "write", crash)
             if at == "before register":
                 patch.setattr(shards, "register", crash)
             with contextlib.suppress(Crash):

@@ -23,7 +23,7 @@ import pytest
 from conserve.errors import QueryError, QueryTooGreedy, StoreError
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql import answer, child, query, readable, scratch
 from conserve.store.sql.answer import SnapshotQuery, checked, described, failure, named_error
 from conserve.store.sql.bounds import Bounds
@@ -192,7 +192,7 @@ def test_damage_ends_an_answer_of_which_rows_were_sent_and_is_left_out_before(
         job_ids.append(submit(store, str(path), TASK).job_id)
     bad, good = job_ids
     taken = snapshot(store, now=0.0)
-    spoil(home.inputs_file(store.home, bad), 3)
+    spoil(layout.inputs_file(store.home, bad), 3)
     if held:
         assert asked(taken, "select job_id, length(q) from inputs", threads=1) == [(good, 2500)]
     else:
@@ -246,7 +246,7 @@ def test_only_what_the_query_would_have_read_is_warned_of(
     store: Store, write_input: WriteInput, computed: str, uses: set[str] | None, warned: list[str]
 ) -> None:
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
-    for path in (home.inputs_file(store.home, job_id), home.requests_file(store.home, job_id)):
+    for path in (layout.inputs_file(store.home, job_id), layout.requests_file(store.home, job_id)):
         path.unlink()
     question = SnapshotQuery(
         taken=snapshot(store, now=0.0),
@@ -382,9 +382,9 @@ def test_files_that_turn_out_to_be_damaged_are_left_out_and_each_is_said_once(
     good, gone, bad = (
         submit(store, str(write_input(f"{name}.parquet", q=["a"])), TASK).job_id for name in "abc"
     )
-    home.inputs_file(store.home, gone).unlink()
+    layout.inputs_file(store.home, gone).unlink()
     taken = snapshot(store, now=0.0)
-    spoil(home.inputs_file(store.home, bad), 0)
+    spoil(layout.inputs_file(store.home, bad), 0)
     heard: list[LeftOut] = []
     for uses in (None, {"inputs"}):
         question = SnapshotQuery(

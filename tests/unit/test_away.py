@@ -15,7 +15,7 @@ from conserve.store.books import catalog, shards, uploads
 from conserve.store.books.mounted import require_folders
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, job_folders, layout, marks
 from conserve.store.upkeep import checking, mending, rebuild, records
 from conserve.store.upkeep.damage import StorePart, unreadable
 from conserve.store.upkeep.rebuild import Stranger
@@ -76,25 +76,25 @@ def test_a_disk_that_is_not_mounted_has_lost_nothing(
 
 def test_files_of_all_jobs_may_be_said_to_be_lost(store: Store) -> None:
     add_job(store)
-    home.job_folder(store.home, "job-1").rmdir()
+    layout.job_folder(store.home, "job-1").rmdir()
     with store.read() as tx:
         with pytest.raises(StoreError, match=f"mkdir -p {store.home}/jobs/job-1"):
             require_folders(tx, store.data)
-        home.job_folder(store.home, "job-1").mkdir()
+        layout.job_folder(store.home, "job-1").mkdir()
         require_folders(tx, store.data)
 
 
 def test_folders_of_another_stores_jobs_are_not_this_stores(store: Store) -> None:
     """A machine that had a store of its own before joins the queue of others, and has none of its files."""
     add_job(store)
-    home.job_folder(store.home, "job-1").rmdir()
-    others = home.job_folder(store.home, "theirs")
+    layout.job_folder(store.home, "job-1").rmdir()
+    others = layout.job_folder(store.home, "theirs")
     others.mkdir()
-    marks.register(others, "another", {})
+    job_folders.register(others, "another", {})
     with store.read() as tx:
         with pytest.raises(StoreError, match="jobs has folders of other stores' jobs alone; mount its disk"):
             require_folders(tx, store.data)
-        marks.register(others, store.id, {})
+        job_folders.register(others, store.id, {})
         require_folders(tx, store.data)
 
 
@@ -163,9 +163,9 @@ def test_a_repair_leaves_a_job_with_a_file_out_of_reach_and_mends_the_others(
     with store.write() as tx:
         for job_id in ("job-1", "job-2"):
             tx.exec_driver_sql(f"update job set succeeded = 3, files = '{{}}' where id = '{job_id}'")
-            marks.register(home.job_folder(store.data, job_id), store.id, catalog.record(tx, job_id))
+            job_folders.register(layout.job_folder(store.data, job_id), store.id, catalog.record(tx, job_id))
     for job_id in ("job-1", "job-2"):
-        home.requests_file(store.data, job_id).write_bytes(b"")
+        layout.requests_file(store.data, job_id).write_bytes(b"")
     refuse(monkeypatch, shard, errno.EIO)
     done = conserve("check", "--repair")
     assert done.returncode == 1
@@ -178,7 +178,7 @@ def test_a_repair_leaves_a_job_with_a_file_out_of_reach_and_mends_the_others(
 def test_a_mark_that_cannot_be_reached_is_no_missing_record(
     store: Store, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = home.job_folder(store.data, "job-1") / marks.MARK
+    mark = layout.job_folder(store.data, "job-1") / marks.MARK
     refuse(monkeypatch, mark, errno.EIO, Path, "read_bytes")
     (found,) = checking.check(store).damages
     assert (found.part, found.what) == (StorePart.MARK, "cannot be read (Input/output error)")
@@ -209,7 +209,7 @@ def test_a_job_whose_files_cannot_be_reached_is_taken_in_later(
         record = catalog.record(tx, "job-1")
         for table in ("shard", "batch", "job"):
             tx.exec_driver_sql(f"delete from {table}")
-    folder = home.job_folder(store.data, "job-1")
+    folder = layout.job_folder(store.data, "job-1")
     stranger = Stranger("job-1", marks.Mark(store_id=store.id, registered=True, record=record))
     read = pq.read_table
 

@@ -39,7 +39,8 @@ from conserve.store.database import lineage, schema
 from conserve.store.database.connection import address, engine_of
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
-from conserve.store.files import digests, home, marks, nights
+from conserve.store.files import digests, layout, marks, nights
+from conserve.store.files.place import place_of
 from tests import commands, submitting
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forked
@@ -180,10 +181,10 @@ def test_a_backup_on_the_same_disk_takes_no_room_for_files(jobs: list[str], tmp_
     made = conserve("store", "backup", str(tmp_path / "one"))
     assert made.returncode == 0
     folder = tmp_path / "one" / "jobs" / jobs[0]
-    assert (folder / home.REQUESTS).stat().st_nlink == 2
+    assert (folder / layout.REQUESTS).stat().st_nlink == 2
     assert (folder / marks.MARK).stat().st_nlink == 1
     conserve("store", "backup", str(tmp_path / "two"), "--copy")
-    assert (tmp_path / "two" / "jobs" / jobs[0] / home.REQUESTS).stat().st_nlink == 1
+    assert (tmp_path / "two" / "jobs" / jobs[0] / layout.REQUESTS).stat().st_nlink == 1
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -198,9 +199,9 @@ def test_an_input_that_is_a_link_is_copied_since_its_owner_may_overwrite_it(
     job_id = submitted.stdout.strip()
     assert conserve("store", "backup", str(tmp_path / "monday")).returncode == 0
     folder = tmp_path / "monday" / "jobs" / job_id
-    kept = [folder / home.INPUTS] if files == 1 else sorted((folder / home.PARTS).iterdir())
+    kept = [folder / layout.INPUTS] if files == 1 else sorted((folder / layout.PARTS).iterdir())
     assert [path.stat().st_nlink for path in kept] == [1] * files
-    assert (folder / home.REQUESTS).stat().st_nlink == 2
+    assert (folder / layout.REQUESTS).stat().st_nlink == 2
     for path in inputs:
         path.write_bytes(b"overwritten in its place")
     assert [pq.read_table(path)["q"].to_pylist() for path in kept] == [["one", "two"]] * files
@@ -244,7 +245,7 @@ def test_a_backup_is_read_itself_whatever_database_the_settings_name(
         listed = json.loads(conserve(*named, "jobs", "--json").stdout)
         assert [job["id"] for job in reversed(listed)] == jobs
         assert "nothing is damaged (3 jobs" in conserve(*named, "check").stderr
-        (backup / "jobs" / jobs[2] / home.REQUESTS).unlink()
+        (backup / "jobs" / jobs[2] / layout.REQUESTS).unlink()
         done = conserve(*named, "check")
         assert (done.returncode, jobs[2] in done.stdout) == (1, True), done
         assert conserve(*named, "rm", jobs[1], "--yes").returncode == 1
@@ -275,12 +276,12 @@ def test_shards_that_go_meanwhile_are_not_missed(
 
 def test_a_file_that_the_store_lacks_is_named_and_the_rest_is_kept(jobs: list[str], tmp_path: Path) -> None:
     folder = settings_home(tmp_path) / "jobs" / jobs[2]
-    for name in (home.REQUESTS, home.INPUTS, marks.MARK):
+    for name in (layout.REQUESTS, layout.INPUTS, marks.MARK):
         (folder / name).unlink()
     done = conserve("store", "backup", str(tmp_path / "monday"))
     assert done.returncode == 1
     assert "3 files of the store are missing; run: conserve check" in done.stderr
-    lost = (home.INPUTS, marks.MARK, home.REQUESTS)
+    lost = (layout.INPUTS, marks.MARK, layout.REQUESTS)
     assert manifest.read(tmp_path / "monday").missing == tuple(f"jobs/{jobs[2]}/{name}" for name in lost)
 
 
@@ -493,10 +494,10 @@ def test_a_file_that_the_last_copy_does_not_name_is_left_out(
 
 def test_all_inputs_of_a_job_are_taken(stored: Store, tmp_path: Path) -> None:
     (job_id,) = (row[0] for row in select(stored, "select id from job"))
-    folder = home.job_folder(stored.home, job_id)
-    (folder / home.INPUTS).unlink()
-    (folder / home.PARTS).mkdir()
-    names = [f"{home.PARTS}/{number:05}.parquet" for number in range(2)]
+    folder = layout.job_folder(stored.home, job_id)
+    (folder / layout.INPUTS).unlink()
+    (folder / layout.PARTS).mkdir()
+    names = [f"{layout.PARTS}/{number:05}.parquet" for number in range(2)]
     for name in names:
         (folder / name).write_text(name)
     parts = [{"path": f"/in/{name}", "size": 1, "mtime_ns": 1, "digest": "x", "kept": name} for name in names]
@@ -803,7 +804,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     (source / "jobs" / "a").mkdir(parents=True)
     target.mkdir()
     (source / "jobs" / "a" / "file").write_bytes(b"new")
-    marks.change(source / "jobs" / "a", marks.Mark(store_id="x"))
+    place_of(source / "jobs" / "a").set_mark(marks.Mark(store_id="x"))
     return source, target
 
 
@@ -817,10 +818,10 @@ def test_files_that_are_there_stay_and_marks_are_taken_again(folders: tuple[Path
     assert [(target / name).stat().st_nlink for name in NAMES] == [2, 1]
     (target / NAMES[0]).unlink()
     (target / NAMES[0]).write_bytes(b"old")
-    marks.change(source / "jobs" / "a", marks.Mark(store_id="y"))
+    place_of(source / "jobs" / "a").set_mark(marks.Mark(store_id="y"))
     assert contents.take(NAMES, source, target, copy=True) == []
     assert (target / NAMES[0]).read_bytes() == b"old"
-    assert marks.of(target / "jobs" / "a") == marks.Mark(store_id="y")
+    assert place_of(target / "jobs" / "a").mark() == marks.Mark(store_id="y")
     assert files(target) == NAMES
 
 
@@ -863,7 +864,7 @@ def test_a_mark_that_was_just_being_rewritten_is_read_again(
 
     monkeypatch.setattr(shutil, "copy2", copy)
     assert contents.take(NAMES, source, target, copy=True) == []
-    assert marks.of(target / "jobs" / "a") == marks.Mark(store_id="x")
+    assert place_of(target / "jobs" / "a").mark() == marks.Mark(store_id="x")
 
 
 # Restores
@@ -931,7 +932,7 @@ def test_files_of_a_backup_are_linked_or_copied(
 ) -> None:
     backed_up(stored, tmp_path / "monday")
     brought_back(elsewhere(tmp_path), tmp_path / "monday", copy=copy)
-    (name,) = (name for name in files(tmp_path / "again") if name.endswith(home.REQUESTS))
+    (name,) = (name for name in files(tmp_path / "again") if name.endswith(layout.REQUESTS))
     assert (tmp_path / "monday" / name).stat().st_nlink == links
 
 
@@ -982,7 +983,7 @@ def test_a_backup_that_goes_while_it_is_read_is_no_store(
     real = contents.put
 
     def put(path: Path, to: Path, *, copy: bool) -> None:
-        if path.name == home.REQUESTS:
+        if path.name == layout.REQUESTS:
             raise FileNotFoundError(2, "No such file or directory", str(path))
         real(path, to, copy=copy)
 

@@ -25,7 +25,8 @@ from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import connection
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks, trash
+from conserve.store.files import digests, layout, marks, trash
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import checking
 from conserve.store.upkeep.damage import StorePart, damaged, unreadable
 from tests.commands import Done, conserve
@@ -236,7 +237,7 @@ def test_damaged_requests_are_rendered_again_from_the_input(
 ) -> None:
     """A run refuses the job meanwhile, and that job alone."""
     hurt, other = submit(), submit("two")
-    path = home.requests_file(store.home, hurt)
+    path = layout.requests_file(store.home, hurt)
     before = path.read_bytes()
     damage(path)
     done = run()
@@ -259,7 +260,7 @@ def test_damaged_inputs_are_copied_again(
     store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
 ) -> None:
     hurt = submit()
-    path = home.inputs_file(store.home, hurt)
+    path = layout.inputs_file(store.home, hurt)
     before = path.read_bytes()
     damage(path)
     (found,) = check()["damages"]
@@ -279,7 +280,7 @@ def test_an_input_that_is_read_again_has_the_partitions_of_its_folders(
         (folder / "a.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
     task = Task(kind=Kind.PROMPT, template="{{ q }} {{ day }}")
     job_id = submit_job(store, str(tmp_path / "rows"), task).job_id
-    for path in (home.inputs_file(store.home, job_id), home.requests_file(store.home, job_id)):
+    for path in (layout.inputs_file(store.home, job_id), layout.requests_file(store.home, job_id)):
         before = path.read_bytes()
         path.unlink()
         assert check("--repair", code=0)["left"] == []
@@ -295,8 +296,8 @@ def test_a_job_whose_requests_and_input_are_lost_fails_alone_and_keeps_its_resul
         catalog.move(tx, other, "pause", now=0.0)
     finish(store, leased(store, limit=10, only=[half]))
     for job_id, name in ((half, "one"), (done, "two")):
-        home.requests_file(store.home, job_id).unlink()
-        home.inputs_file(store.home, job_id).unlink()
+        layout.requests_file(store.home, job_id).unlink()
+        layout.inputs_file(store.home, job_id).unlink()
         (tmp_path / f"{name}.jsonl").unlink()
     repaired = check("--repair")
     assert {(damage["job_id"], damage["part"]) for damage in repaired["left"]} == {
@@ -313,7 +314,7 @@ def test_a_job_whose_requests_and_input_are_lost_fails_alone_and_keeps_its_resul
 def test_standard_input_is_rendered_again_from_its_copy(store: Store, submit: Callable[..., str]) -> None:
     lines = "".join(json.dumps({"q": f"row {n}"}) + "\n" for n in range(9))
     job_id = conserve("submit", "-", "--prompt", "{{ q }}", stdin=lines).stdout.strip()
-    path = home.requests_file(store.home, job_id)
+    path = layout.requests_file(store.home, job_id)
     before = path.read_bytes()
     flip(path)
     assert check("--repair", code=0)["left"] == []
@@ -326,7 +327,7 @@ def test_requests_that_another_version_would_render_otherwise_must_fit_the_resul
     """Another order of rows would give results to rows that they do not answer."""
     job_id = submit(order="random:1")
     finish(store, leased(store, limit=10))
-    path = home.requests_file(store.home, job_id)
+    path = layout.requests_file(store.home, job_id)
     indexes = pq.read_table(path)["row_index"].to_pylist()
     path.unlink()
     with monkeypatch.context() as patch:
@@ -431,7 +432,7 @@ def test_a_damaged_record_is_taken_from_the_jobs_folder(
     with store.write() as tx:
         tx.execute(text(change), {"id": hurt})
     if not marked:
-        (home.job_folder(store.home, hurt) / marks.MARK).unlink()
+        (layout.job_folder(store.home, hurt) / marks.MARK).unlink()
     assert conserve("status").returncode == 0
     assert conserve("jobs").returncode == 0
     assert exported(other) == expected[1]
@@ -448,7 +449,7 @@ def test_a_job_whose_question_is_lost_fails_and_is_not_queued_again(
     job_id = submit()
     with store.write() as tx:
         tx.exec_driver_sql("""update job set task = '{"kind": "none"}'""")
-    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
+    (layout.job_folder(store.home, job_id) / marks.MARK).unlink()
     for _ in range(2):
         check("--repair")
         found = job(store, job_id)
@@ -461,20 +462,20 @@ def test_a_damaged_mark_is_written_anew(
     store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
 ) -> None:
     hurt, other = submit(), submit("two")
-    path = home.job_folder(store.home, hurt) / marks.MARK
-    before = marks.of(path.parent)
+    path = layout.job_folder(store.home, hurt) / marks.MARK
+    before = place_of(path.parent).mark()
     damage(path)
-    assert marks.of(path.parent) is None
+    assert place_of(path.parent).mark() is None
     (found,) = check()["damages"]
     assert (found["job_id"], found["part"]) == (hurt, "mark")
     assert check("--repair", code=0)["left"] == []
-    assert marks.of(path.parent) == before
+    assert place_of(path.parent).mark() == before
     assert job(store, other).state is JobState.QUEUED
 
 
 def test_a_mark_of_another_store_is_written_anew(store: Store, submit: Callable[..., str]) -> None:
-    folder = home.job_folder(store.home, submit())
-    marks.change(folder, marks.Mark(store_id="another", registered=True))
+    folder = layout.job_folder(store.home, submit())
+    place_of(folder).set_mark(marks.Mark(store_id="another", registered=True))
     (found,) = check()["damages"]
     assert "is of another store (another)" in found["what"]
     assert check("--repair", code=0)["left"] == []
@@ -507,7 +508,7 @@ def test_a_task_that_makes_no_sense_is_taken_from_the_folder_or_fails_its_job_al
     with store.write() as tx:
         tx.exec_driver_sql(f"update job set task = replace(task, 'prompt', 'promqt') where id = '{hurt}'")
     if not marked:
-        (home.job_folder(store.home, hurt) / marks.MARK).unlink()
+        (layout.job_folder(store.home, hurt) / marks.MARK).unlink()
     done = run()
     assert f"refused: the record of job {hurt} is damaged" in done.stderr
     assert job(store, other).state is JobState.COMPLETED
@@ -594,7 +595,7 @@ def test_what_is_repaired_and_what_is_left_is_said(computed: ComputedJobs) -> No
     store, job_id, _ = computed
     (file,) = shard_files(store, job_id)
     flip(file)
-    home.requests_file(store.home, job_id).unlink()
+    layout.requests_file(store.home, job_id).unlink()
     done = conserve("check", job_id)
     assert done.returncode == 1
     first, second = done.stdout.splitlines()
@@ -622,7 +623,7 @@ def test_a_job_that_was_refused_is_queued_again_if_its_requests_are_whole(
             with store.write() as tx:
                 tx.exec_driver_sql(refused)
             if not whole:
-                home.requests_file(store.home, job_id).unlink()
+                layout.requests_file(store.home, job_id).unlink()
             said = mend_jobs(settings, found)
             assert (f"job {job_id} is queued again" in said) is whole
             assert job(store, job_id).state is (JobState.QUEUED if whole else JobState.FAILED)
@@ -643,7 +644,7 @@ def test_files_of_an_earlier_version_are_read_to_their_end(store: Store, submit:
         tx.exec_driver_sql("update shard set digest = null, bytes = null")
         tx.exec_driver_sql("update job set files = null")
     assert check(code=0)["damages"] == []
-    for path in (*shard_files(store, job_id), home.requests_file(store.home, job_id)):
+    for path in (*shard_files(store, job_id), layout.requests_file(store.home, job_id)):
         flip(path, 0.3)
     assert {damage["part"] for damage in check()["damages"]} == {"shard", "requests"}
     assert check("--repair", code=0)["left"] == []
@@ -656,7 +657,7 @@ def test_what_cannot_be_read_is_named_for_queries(
     store, hurt, whole = computed
     (file,) = shard_files(store, hurt)
     flip(file)
-    home.inputs_file(store.home, whole).unlink()
+    layout.inputs_file(store.home, whole).unlink()
 
     def damages(**named: Any) -> list[tuple[str | None, str, str, str]]:
         with store.read() as tx:
@@ -673,7 +674,7 @@ def test_what_cannot_be_read_is_named_for_queries(
 
 def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: Callable[..., str]) -> None:
     """The bit turns after the digest was compared."""
-    path = home.requests_file(store.home, submit(rows=3000))
+    path = layout.requests_file(store.home, submit(rows=3000))
     requests = RequestFile(path)
     flip(path, 0.3)
     with pytest.raises(StoreDamaged, match=r"cannot be read \(.*; run: conserve check"):

@@ -17,7 +17,8 @@ from conserve.store.books.catalog import Source
 from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, job_folders, layout, marks
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import checking, mending
 from conserve.store.upkeep.damage import StorePart
 from tests.store_rows import add_job, finish, leased, select
@@ -25,9 +26,9 @@ from tests.store_rows import add_job, finish, leased, select
 
 def queued(store: Store, job_id: str = "job-1", rows: int = 4) -> str:
     """A job with requests, a copy of its inputs and a mark, as a submit leaves it."""
-    folder = home.job_folder(store.home, job_id)
+    folder = layout.job_folder(store.home, job_id)
     folder.mkdir(parents=True)
-    for name, length in ((home.REQUESTS, rows), (home.INPUTS, rows + 1)):  # of which one is left out
+    for name, length in ((layout.REQUESTS, rows), (layout.INPUTS, rows + 1)):  # of which one is left out
         table = pa.table({"row_index": list(range(length)), "text": ["a question"] * length})
         pq.write_table(
             table, folder / name, compression="none", use_dictionary=False, write_page_checksum=True
@@ -41,9 +42,9 @@ def queued(store: Store, job_id: str = "job-1", rows: int = 4) -> str:
             task='{"kind":"prompt"}',
             num_rows=rows,
             now=0.0,
-            files=digests.seals(folder / name for name in (home.REQUESTS, home.INPUTS)),
+            files=digests.seals(folder / name for name in (layout.REQUESTS, layout.INPUTS)),
         )
-        marks.register(folder, store.id, catalog.record(tx, job_id))
+        job_folders.register(folder, store.id, catalog.record(tx, job_id))
     return job_id
 
 
@@ -225,10 +226,10 @@ def test_each_part_that_is_damaged_is_named_with_what_repairing_does(store: Stor
     shards.compact(store, job_id, now=0.0)
     finish(store, leased(store, limit=2))
     (one,) = shard_files(store, job_id)
-    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
+    (layout.job_folder(store.home, job_id) / marks.MARK).unlink()
     one.rename(one.with_name("other.parquet"))
-    home.requests_file(store.home, job_id).unlink()
-    flip(home.inputs_file(store.home, job_id), 60)
+    layout.requests_file(store.home, job_id).unlink()
+    flip(layout.inputs_file(store.home, job_id), 60)
     leased(store, limit=2)
     change(store, "update journal set checksum = 1 where position = 1", "delete from span")
     of = f"jobs/{job_id}"
@@ -283,7 +284,7 @@ def test_what_is_wrong_with_a_record_is_said(store: Store, wrong: str, said: lis
     job_id = queued(store, rows=4)
     finish(store, leased(store, limit=2))
     shards.compact(store, job_id, now=0.0)
-    (home.job_folder(store.home, job_id) / marks.MARK).unlink()
+    (layout.job_folder(store.home, job_id) / marks.MARK).unlink()
     change(store, f"update job set {wrong}")
     found = [damage for damage in checking.check(store).damages if damage.part is StorePart.RECORD]
     assert [damage.what for damage in found] == [f"is damaged ({each})" for each in said]
@@ -375,9 +376,9 @@ def test_a_state_is_judged_once_the_counters_are_right(store: Store) -> None:
 
 def test_a_mark_is_not_missed_in_a_job_of_an_earlier_version(store: Store) -> None:
     job_id = queued(store)
-    (home.job_folder(store.home, job_id) / marks.MARK).write_text("{")
+    (layout.job_folder(store.home, job_id) / marks.MARK).write_text("{")
     assert damaged(store)["mark"][1] == "is not what was written"
-    marks.change(home.job_folder(store.home, job_id), marks.Mark(store_id="another"))
+    place_of(layout.job_folder(store.home, job_id)).set_mark(marks.Mark(store_id="another"))
     assert damaged(store)["mark"][1] == "is of another store (another)"
     change(store, "update job set files = null")
     assert damaged(store) == {}
@@ -427,7 +428,7 @@ def test_requests_of_an_earlier_version_are_read_to_their_end(store: Store) -> N
     job_id = queued(store)
     change(store, "update job set files = null")
     assert damaged(store) == {}
-    path = home.requests_file(store.home, job_id)
+    path = layout.requests_file(store.home, job_id)
     flip(path, path.read_bytes().rindex(b"a question\n\0\0\0a question"))
     assert damaged(store)["requests"][1].startswith("is damaged (")
 
@@ -437,14 +438,14 @@ def test_files_and_bytes_that_were_read_are_counted_once(store: Store) -> None:
     one, two = queued(store, rows=4), queued(store, "two")
     finish(store, leased(store, only=[one], limit=4))
     shards.compact(store, one, now=0.0)
-    files = [*home.jobs_folder(store.home).rglob("*.parquet")]
+    files = [*layout.jobs_folder(store.home).rglob("*.parquet")]
     checked = checking.check(store)
     assert (checked.jobs, checked.files, checked.damages) == (2, 5, [])
     assert checked.bytes == sum(path.stat().st_size for path in files)
-    home.inputs_file(store.home, two).unlink()
+    layout.inputs_file(store.home, two).unlink()
     checked = checking.check(store, only=[two])
     assert (checked.jobs, checked.files, len(checked.damages)) == (1, 1, 1)
-    assert checked.bytes == home.requests_file(store.home, two).stat().st_size
+    assert checked.bytes == layout.requests_file(store.home, two).stat().st_size
 
 
 def test_a_damage_that_is_gone_at_the_second_look_is_none(

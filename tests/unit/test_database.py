@@ -33,8 +33,9 @@ from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.statements import STATEMENTS
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
-from conserve.store.files import home
+from conserve.store.files import folder_place, job_folders, layout, os_errors
 from conserve.store.files.marks import MARK
+from conserve.store.files.place import place_of, scratch_of
 from conserve.whole import sync
 from tests.store_rows import add_job, select
 
@@ -395,7 +396,7 @@ def test_migrations_that_a_store_has_seen_are_not_repeated(
 def test_what_the_operating_system_says_becomes_the_next_step(
     tmp_path: Path, number: int, kind: type[StoreError], hint: str
 ) -> None:
-    with pytest.raises(StoreError, match=hint) as error, home.explained(tmp_path):
+    with pytest.raises(StoreError, match=hint) as error, os_errors.explained(tmp_path):
         raise OSError(number, "said")
     assert type(error.value) is kind
     assert str(tmp_path) in str(error.value)
@@ -428,21 +429,21 @@ def test_a_new_home_is_for_its_user_alone_and_one_that_is_there_keeps_its_mode(
 
 def test_a_new_jobs_folder_stays_only_if_it_was_adopted(tmp_path: Path) -> None:
     for adopted in (False, True):
-        with home.new_job_folder(tmp_path, "id") as folder:
-            (folder / home.REQUESTS).write_bytes(b"requests")
-            assert folder.parent == home.jobs_folder(tmp_path)
+        with job_folders.new(tmp_path, "id") as folder:
+            (folder / layout.REQUESTS).write_bytes(b"requests")
+            assert folder.parent == layout.jobs_folder(tmp_path)
             if adopted:
-                home.adopt(folder, tmp_path, "job-1")
+                job_folders.adopt(folder, tmp_path, "job-1")
         assert not folder.exists()
-    assert home.requests_file(tmp_path, "job-1").read_bytes() == b"requests"
-    home.discard_job(tmp_path, "job-1")
-    home.discard_job(tmp_path, "job-1")
-    assert list(home.jobs_folder(tmp_path).iterdir()) == []
+    assert layout.requests_file(tmp_path, "job-1").read_bytes() == b"requests"
+    job_folders.discard(tmp_path, "job-1")
+    job_folders.discard(tmp_path, "job-1")
+    assert list(layout.jobs_folder(tmp_path).iterdir()) == []
 
 
 def test_folders_of_new_jobs_that_cannot_be_made_are_explained(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_bytes(b"a file")
-    with pytest.raises(StoreError, match="cannot be used"), home.new_job_folder(tmp_path, "id"):
+    with pytest.raises(StoreError, match="cannot be used"), job_folders.new(tmp_path, "id"):
         pass
 
 
@@ -450,13 +451,13 @@ def test_folders_are_made_durably_also_where_a_kill_left_one_unflushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(home, "sync", synced.append)
+    monkeypatch.setattr(folder_place, "sync", synced.append)
     (tmp_path / "a").mkdir()  # and killed before its flush
-    home.make_with_parents(tmp_path / "a" / "b" / "c")
+    place_of(tmp_path / "a" / "b" / "c").make_with_parents()
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
     (tmp_path / "a" / "b" / "c" / "conserve.db").write_bytes(b"")
     synced.clear()
-    home.make_with_parents(tmp_path / "a" / "b" / "c")
+    place_of(tmp_path / "a" / "b" / "c").make_with_parents()
     assert synced == []
 
 
@@ -464,7 +465,7 @@ def test_folders_are_made_in_an_empty_one_where_the_process_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    home.make_with_parents(Path("a/b"))
+    place_of(Path("a/b")).make_with_parents()
     assert (tmp_path / "a" / "b").is_dir()
 
 
@@ -474,9 +475,9 @@ def test_a_home_in_a_folder_that_may_not_be_read_is_made_all_the_same(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(home, "sync", refuse)
+    monkeypatch.setattr(folder_place, "sync", refuse)
     monkeypatch.setattr(Path, "iterdir", lambda path: refuse(path) if path == tmp_path else iter(()))
-    home.make_with_parents(tmp_path / "home")
+    place_of(tmp_path / "home").make_with_parents()
     assert (tmp_path / "home").is_dir()
 
 
@@ -484,21 +485,21 @@ def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(home, "sync", lambda path: synced.append(f"{path.name} {path.exists()}"))
-    with home.new_job_folder(tmp_path, "id") as folder:
+    monkeypatch.setattr(folder_place, "sync", lambda path: synced.append(f"{path.name} {path.exists()}"))
+    with job_folders.new(tmp_path, "id") as folder:
         assert synced == [f"{tmp_path.parent.name} True", f"{tmp_path.name} True"]
         synced.clear()
-        (folder / home.REQUESTS).write_bytes(b"")
-        (folder / home.PARTS).mkdir()
-        (folder / home.PARTS / "00000.parquet").write_bytes(b"")
-        home.adopt(folder, tmp_path, "job-1")
-    files = [home.REQUESTS, MARK, home.PARTS, "00000.parquet"]
+        (folder / layout.REQUESTS).write_bytes(b"")
+        (folder / layout.PARTS).mkdir()
+        (folder / layout.PARTS / "00000.parquet").write_bytes(b"")
+        job_folders.adopt(folder, tmp_path, "job-1")
+    files = [layout.REQUESTS, MARK, layout.PARTS, "00000.parquet"]
     assert sorted(synced[:4]) == sorted(f"{name} True" for name in files)
     assert synced[4:] == [f"{folder.name} True", "jobs True"]
     synced.clear()
     scratch = tmp_path / "scratch"
     scratch.write_bytes(b"whole")
-    home.write_durably(tmp_path / "final", scratch)
+    place_of(tmp_path / "final").write(scratch)
     assert synced == ["scratch True", f"{tmp_path.name} True"]
     assert (tmp_path / "final").read_bytes() == b"whole"
 
@@ -506,15 +507,15 @@ def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
 def test_a_file_is_written_beside_the_one_that_it_will_be(tmp_path: Path) -> None:
     path = tmp_path / "results" / "a.parquet"
     path.parent.mkdir()
-    with home.scratch_of(path, tmp_path / "local") as scratch:
+    with scratch_of(path, tmp_path / "local") as scratch:
         assert scratch == path.parent / "a.tmp"
         scratch.write_bytes(b"whole")
-        home.write_durably(path, scratch)
-    with suppress(ZeroDivisionError), home.scratch_of(path, tmp_path / "local") as scratch:
+        place_of(path).write(scratch)
+    with suppress(ZeroDivisionError), scratch_of(path, tmp_path / "local") as scratch:
         scratch.write_bytes(b"half")
         raise ZeroDivisionError
     assert [each.name for each in path.parent.iterdir()] == ["a.parquet"]
-    with home.fetched(path, tmp_path / "local") as found:
+    with place_of(path).fetched(tmp_path / "local") as found:
         assert found == path
     assert path.read_bytes() == b"whole"
     assert not (tmp_path / "local").exists()
@@ -523,15 +524,15 @@ def test_a_file_is_written_beside_the_one_that_it_will_be(tmp_path: Path) -> Non
 def test_what_is_in_a_folder_is_listed_by_name(tmp_path: Path) -> None:
     for name in ("b", "c", "a"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in home.listed(tmp_path)] == ["a", "b", "c"]
-    assert home.listed(tmp_path / "none") == []
+    assert [path.name for path in layout.listed(tmp_path)] == ["a", "b", "c"]
+    assert layout.listed(tmp_path / "none") == []
 
 
 def test_a_tree_goes_with_what_is_in_it_and_one_that_is_gone_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_bytes(b"")
     for _ in range(2):
-        home.remove_tree(tmp_path / "a")
+        place_of(tmp_path / "a").remove_tree()
         assert list(tmp_path.iterdir()) == []
 
 
@@ -545,8 +546,8 @@ def test_files_and_folders_are_flushed_and_closed(tmp_path: Path, monkeypatch: p
 
 
 def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
-    assert home.requests_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "requests.parquet"
-    assert home.inputs_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "inputs.parquet"
+    assert layout.requests_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "requests.parquet"
+    assert layout.inputs_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "inputs.parquet"
 
 
 NULLABLE = {

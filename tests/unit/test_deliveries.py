@@ -33,7 +33,7 @@ from conserve.store.books.states import OnLate
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.files.objects import below
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import HANGS_S, conserve, until
@@ -58,7 +58,9 @@ def only_batch(store: Store) -> BatchRecord:
 
 def delivered(store: Store, batch: BatchRecord) -> list[str]:
     assert batch.job is not None
-    return [path.stem for path in (home.job_folder(store.home, batch.job.id) / uploads.DELIVERIES).iterdir()]
+    return [
+        path.stem for path in (layout.job_folder(store.home, batch.job.id) / uploads.DELIVERIES).iterdir()
+    ]
 
 
 def test_the_second_of_two_deliveries_leaves_the_files_of_the_first(store: Store, ended: BatchRecord) -> None:
@@ -73,7 +75,7 @@ def test_a_delivery_names_its_files_and_sweeps_up_those_of_one_that_was_killed(
     store: Store, ended: BatchRecord
 ) -> None:
     assert ended.job is not None
-    folder = home.job_folder(store.home, ended.job.id) / uploads.DELIVERIES
+    folder = layout.job_folder(store.home, ended.job.id) / uploads.DELIVERIES
     folder.mkdir()
     (folder / "file-of-a-killed-process.jsonl").write_bytes(b"{}")
     deliver(store, ended.id, now=5.0)
@@ -279,8 +281,8 @@ def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(
     store: Store, ended: BatchRecord
 ) -> None:
     assert ended.job is not None
-    folder = home.job_folder(store.home, ended.job.id)
-    (shard,) = (folder / home.RESULTS).glob("*.parquet")
+    folder = layout.job_folder(store.home, ended.job.id)
+    (shard,) = (folder / layout.RESULTS).glob("*.parquet")
     shard.rename(folder / "away")
     with pytest.raises(StoreError, match="are not written"):
         deliver(store, ended.id, now=1.0)
@@ -298,7 +300,7 @@ def test_a_batch_that_cannot_be_delivered_is_tried_ever_more_rarely_and_holds_up
 ) -> None:
     assert ended.job is not None
     assert conserve("submit", str(tmp_path / "rows.jsonl")).returncode == 0
-    home.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
+    layout.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
     compute(store)
     with store.read() as tx:
         other, _ = batches.page(tx, "default", before=None, limit=2)

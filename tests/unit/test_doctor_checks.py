@@ -31,7 +31,7 @@ from conserve.errors import StoreError, StoreFull
 from conserve.jobs.task import Kind, Task
 from conserve.store.database import trial
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.units import GIB
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -380,7 +380,7 @@ def test_folders_of_jobs_that_another_user_made_are_named(
 ) -> None:  # fmt: skip
     path = str(write_input(q=["a"]))
     ids = [submit(store, path, Task(kind=Kind.PROMPT, template="{{ q }}")).job_id for _ in range(jobs + 1)]
-    theirs = [home.job_folder(store.home, job_id) for job_id in ids[1:]]
+    theirs = [layout.job_folder(store.home, job_id) for job_id in ids[1:]]
     assert "jobs" not in {finding.name for finding in doctor.store(settings)[0]}
     monkeypatch.setattr(os, "access", lambda path, mode: not set(theirs) & {path, path.parent})
     (found,) = [finding for finding in doctor.store(settings)[0] if finding.name == "jobs"]
@@ -388,7 +388,7 @@ def test_folders_of_jobs_that_another_user_made_are_named(
     assert found.value.startswith(f"{jobs} folder")
     assert [job_id in found.value for job_id in ids] == [0 < number <= named for number in range(jobs + 1)]
     assert found.fix.startswith("run: sudo chown -R ")
-    assert found.fix.endswith(str(theirs[0] if jobs == 1 else home.jobs_folder(store.home)))
+    assert found.fix.endswith(str(theirs[0] if jobs == 1 else layout.jobs_folder(store.home)))
 
 
 def test_on_a_full_disk_the_doctor_asks_for_room_alone(

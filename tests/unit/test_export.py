@@ -20,7 +20,7 @@ from conserve.errors import UsageError
 from conserve.store.books import shards
 from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql import export, openai_lines
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.export import Format, format_of
@@ -174,7 +174,7 @@ def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
     urls = pa.table(
         {"row_index": [0, 1, 2, 3], "url": pa.array([None, COMPLETIONS, None, None], pa.string())}
     )
-    pq.write_table(urls, home.requests_file(store.home, "job-1"))
+    pq.write_table(urls, layout.requests_file(store.home, "job-1"))
     with views(store, now=0.0, sealed=False) as opened:
         plain = (
             export.ordered(opened.duck, "job-1", with_inputs=False).select("job_id", "row_index").fetchall()
@@ -195,7 +195,7 @@ def test_rows_without_a_result_come_in_the_order_of_the_input(store: Store) -> N
         add_job(store, job_id, rows=4)
         finish(store, leased(store), of=done)
     asked = pa.table({"row_index": [3, 1, 0, 2], "custom_id": ["d", "b", None, "c"]})
-    pq.write_table(asked, home.requests_file(store.home, "job-1"))
+    pq.write_table(asked, layout.requests_file(store.home, "job-1"))
     with views(store, now=0.0, sealed=False) as opened:
         left = export.unanswered(opened.duck, store.home, "job-1").fetchall()
     assert left == [(0, None), (2, "c"), (3, "d")]

@@ -51,7 +51,7 @@ from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import HANGS_S
@@ -1803,7 +1803,7 @@ def test_a_store_that_was_replaced_is_noticed(
 
 def test_a_job_whose_requests_are_gone_holds_up_no_other(store: Store, queue_up: Callable[..., str]) -> None:
     broken, whole = queue_up("a"), queue_up("b", "c")
-    home.requests_file(store.home, broken).unlink()
+    layout.requests_file(store.home, broken).unlink()
     tally = harvest(store, FakeEndpoint())
     assert "cannot be read" in str(tally.refused[broken])
     assert [*tally.completed] == [whole]

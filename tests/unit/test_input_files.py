@@ -24,7 +24,7 @@ from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from conserve.store.sql.scan import scanned
 from tests.commands import conserve
@@ -53,7 +53,7 @@ def openai_line(custom_id: str) -> str:
 
 
 def payloads(store: Store, job_id: str, rows: int) -> list[str | None]:
-    file = RequestFile(home.requests_file(store.home, job_id))
+    file = RequestFile(layout.requests_file(store.home, job_id))
     found = [row.payload for row in file.read(range(rows))]
     file.close()
     return found
@@ -459,10 +459,10 @@ def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"q\tn\nb\t1\n"))))
     done = submit(store, Input(names=["-"], form=FileFormat.TSV), PROMPT)
     assert payloads(store, done.job_id, 1) == ["b"]
-    assert sorted(path.name for path in home.job_folder(store.home, done.job_id).iterdir()) == [
-        home.INPUTS,
+    assert sorted(path.name for path in layout.job_folder(store.home, done.job_id).iterdir()) == [
+        layout.INPUTS,
         "job.json",
-        home.REQUESTS,
+        layout.REQUESTS,
     ]
     with pytest.raises(InputError, match="is not a Parquet file"):
         submit(store, Input(names=[str(tmp_path / "rows.txt")], form=FileFormat.PARQUET), PROMPT)
@@ -536,7 +536,7 @@ def test_a_query_that_gives_no_input_is_one_sentence(
         submit(store, Input(sql=sql), PROMPT)
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
-    assert list(home.jobs_folder(store.home).iterdir()) == []
+    assert list(layout.jobs_folder(store.home).iterdir()) == []
 
 
 # The command.

@@ -25,7 +25,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.batches import RowBatches
 from conserve.store.sql.export import write_lines
 from conserve.store.sql.query import views
@@ -49,7 +49,7 @@ def line(custom_id: str, **changes: object) -> str:
 
 
 def requests(store: Store, job_id: str, rows: int) -> list[StoredRequest]:
-    return RequestFile(home.requests_file(store.home, job_id)).read(range(rows))
+    return RequestFile(layout.requests_file(store.home, job_id)).read(range(rows))
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
@@ -288,7 +288,7 @@ def test_fields_that_an_openai_line_has_besides_are_columns_of_the_input(
     path.write_text("\n".join([line("a", metadata={"set": 1}), line("b", note="x")]))
     done = submit(store, str(path), OPENAI)
     assert done.unrendered == 0
-    kept = pq.read_table(home.inputs_file(store.home, done.job_id))
+    kept = pq.read_table(layout.inputs_file(store.home, done.job_id))
     assert kept.column_names == ["custom_id", "method", "url", "body", "metadata", "note"]
     assert kept["metadata"].to_pylist() == ['{"set":1}', None]
     assert kept["note"].to_pylist() == [None, "x"]
@@ -306,7 +306,7 @@ def test_text_that_was_cut_within_an_emoji_fails_its_row_alone(store: Store, tmp
     first, second, third = sorted(requests(store, done.job_id, 3))
     assert (second.error_type, second.error) == ("template", f"column 'q' holds {HALF}")
     assert (first.payload, third.payload) == ("a", "\U0001f600")
-    kept = pq.read_table(home.inputs_file(store.home, done.job_id)).to_pylist()
+    kept = pq.read_table(layout.inputs_file(store.home, done.job_id)).to_pylist()
     assert kept == [rows[0], {"q": None, "n": 2}, rows[2]]
     with pytest.raises(InputError, match=f"the id of row 1 is {HALF}"):
         submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ n }}", id_column="q"))
@@ -408,7 +408,7 @@ def test_custom_ids_come_from_a_column(store: Store, write_input: WriteInput) ->
 
 def test_requests_are_read_by_position_across_row_groups(store: Store, write_input: WriteInput) -> None:
     done = submit(store, str(write_input(q=[str(n) for n in range(20_000)])), PROMPT)
-    reader = RequestFile(home.requests_file(store.home, done.job_id))
+    reader = RequestFile(layout.requests_file(store.home, done.job_id))
     wanted = [0, 8191, 8192, 19_999, 5]
     assert [row.payload for row in reader.read(wanted)] == [str(n) for n in wanted]
 
@@ -477,7 +477,7 @@ def test_a_job_is_not_queued_once_the_sweep_may_have_taken_its_files(
         submit(store, str(write_input(q=["a"])), PROMPT)
     with store.read() as tx:
         assert len(catalog.ids(tx)) == queued
-    assert len(list(home.jobs_folder(store.home).iterdir())) == queued
+    assert len(list(layout.jobs_folder(store.home).iterdir())) == queued
 
 
 def test_an_id_that_a_job_or_a_folder_has_is_given_to_no_other(
@@ -487,7 +487,7 @@ def test_an_id_that_a_job_or_a_folder_has_is_given_to_no_other(
     monkeypatch.setattr("conserve.jobs.requests.submit.new_ids", lambda name, **_: iter(ids))
     path = str(write_input(q=["a"]))
     assert submit(store, path, PROMPT).job_id == "a-taken"
-    home.job_folder(store.home, "a-folder").mkdir()
+    layout.job_folder(store.home, "a-folder").mkdir()
     assert submit(store, path, PROMPT).job_id == "a-free"
 
 

@@ -23,7 +23,7 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import views
 from tests.commands import Done, conserve
@@ -81,7 +81,7 @@ def only_job(store: Store) -> str:
 
 
 def kept_file(store: Store, job_id: str) -> Path:
-    return home.inputs_file(store.home, job_id)
+    return layout.inputs_file(store.home, job_id)
 
 
 @pytest.mark.parametrize("change", [overwrite, *in_full(replace, lambda path, q: path.unlink())])
@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(StoreFull, match="no space left"):
         submit(store, str(write_input(q=["today"])), PROMPT)
-    assert list(home.jobs_folder(store.home).iterdir()) == []
+    assert list(layout.jobs_folder(store.home).iterdir()) == []
 
 
 def test_a_file_written_to_while_it_is_read_is_refused(
@@ -305,7 +305,7 @@ def test_a_file_written_to_while_it_is_read_is_refused(
     monkeypatch.setattr(submitting, "write_requests", meanwhile)
     with pytest.raises(InputError, match=r"rows\.jsonl was written to while it was read"):
         submit(store, str(path), PROMPT)
-    assert list(home.jobs_folder(store.home).iterdir()) == []
+    assert list(layout.jobs_folder(store.home).iterdir()) == []
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -328,7 +328,7 @@ def test_a_parquet_file_written_to_while_it_is_kept_is_refused(
     monkeypatch.setattr(sources, "fingerprint", meanwhile)
     with pytest.raises(InputError, match=r"0\.parquet was written to while it was read; submit it again"):
         submit(store, Input(names=[*map(str, paths)], keep=how), PROMPT)
-    assert list(home.jobs_folder(store.home).iterdir()) == []
+    assert list(layout.jobs_folder(store.home).iterdir()) == []
 
 
 @pytest.mark.parametrize("several", [False, True])

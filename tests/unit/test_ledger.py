@@ -63,9 +63,11 @@ from conserve.store.books.servers import Sighting
 from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database.store import Store
 from conserve.store.database.store_file import StoreFile
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, layout
 from conserve.store.files.digests import Memory
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.files.marks import Mark
+from conserve.store.files.place import place_of
 from conserve.store.upkeep.sweep import STALE_AFTER_S
 from tests.commands import HANGS_S, conserve, until
 from tests.conftest import WriteInput
@@ -225,7 +227,7 @@ def test_a_machine_that_opens_no_more_files_is_no_damage_of_a_job(
                 party.claim(1)
             party.ledger.give_back()
             left.pop(0)
-    home.jobs_folder(store.data).rename(store.data / "elsewhere")
+    layout.jobs_folder(store.data).rename(store.data / "elsewhere")
     with pytest.raises(StoreError, match="check CONSERVE_HOME"):
         party.claim()
     assert (party.tally.refused, job(store, job_id).state) == ({}, JobState.QUEUED)
@@ -267,7 +269,7 @@ def test_a_job_whose_folder_another_machine_may_have_is_left_to_it(
 ) -> None:
     """The database may be that of several machines, of which each was given a folder of its own by mistake."""
     other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
-    folder = home.job_folder(store.data, job_id)
+    folder = layout.job_folder(store.data, job_id)
     assert isinstance(folder, Path)
     folder.rename(store.data / "elsewhere")
     assert [work.job_id for work in party.claim()] == [other]
@@ -457,14 +459,14 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That is said once; the results stay in the journal, and go to their file once the folder is mended."""
-    made = home.make_folder
+    made = FolderPlace.make
 
-    def closed(folder: Path) -> None:
-        if "theirs" in str(folder):
+    def closed(folder: FolderPlace) -> None:
+        if "theirs" in str(folder.path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         made(folder)
 
-    monkeypatch.setattr(home, "make_folder", closed)
+    monkeypatch.setattr(FolderPlace, "make", closed)
     clock = Clock()
     recorder = Recorder(store, clock, monotonic=clock)
     for name in ("theirs", "ours", "more"):
@@ -477,7 +479,7 @@ def test_a_folder_that_may_not_be_written_holds_no_other_job_up(
     recorder.recover()  # as a session begins
     assert not recorder.compact()
     assert recorder.behind
-    monkeypatch.setattr(home, "make_folder", made)
+    monkeypatch.setattr(FolderPlace, "make", made)
     assert not recorder.compact()
     clock.now += 600.0
     assert recorder.compact()
@@ -613,9 +615,9 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     done = leased(store, owner="elsewhere:1:2:5", now=1000.0)
     with store.write() as tx:
         journal.commit(tx, [Finished(done.epoch, "done", 0, result(0))], now=0.0)
-    orphan = home.jobs_folder(store.home) / "orphan"
+    orphan = layout.jobs_folder(store.home) / "orphan"
     orphan.mkdir()
-    marks.change(orphan, Mark(store_id=store.id))
+    place_of(orphan).set_mark(Mark(store_id=store.id))
     party.clock.now = orphan.stat().st_mtime + STALE_AFTER_S + 1
     with store.write() as tx:
         leases.renew(tx, {kept.epoch}, now=party.clock.now, lease_s=60.0)
@@ -838,7 +840,7 @@ def test_large_files_that_differ_are_found_beside_the_stores_thread(
     store: Store, party: Party, large: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     job_id = large_job(store, large)
-    path = large if part == "inputs" else home.requests_file(store.home, job_id)
+    path = large if part == "inputs" else layout.requests_file(store.home, job_id)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     os.utime(path, (0, 0))
     SlowDigest(monkeypatch, path.name).go.set()
@@ -1308,7 +1310,7 @@ def test_with_shares_a_job_that_waits_for_another_harvester_is_remembered(
     given = Input(names=[str(write_input("other.parquet", q=["e", "f"]))], keep=Keep.REFERENCE)
     other = submit(store, given, TASK).job_id
     party, opened = Party(store, share="jobs"), workload.RequestFile
-    path = home.requests_file(store.data, job_id)
+    path = layout.requests_file(store.data, job_id)
 
     def closed(asked: Path, *given: Any, **named: Any) -> Any:
         if asked == path:

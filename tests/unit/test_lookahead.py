@@ -25,7 +25,7 @@ from conserve.store.books import catalog, choice, queue, shards
 from conserve.store.books.leases import Terms
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
@@ -342,7 +342,7 @@ def test_failed_rows_put_back_by_retry_go_before_the_window(store: Store, queue_
 
 def test_a_job_that_must_not_run_does_not_hold_up_the_others(store: Store, queue_up: QueueUp) -> None:
     broken, one, two = queue_up("a1 a2"), queue_up("a3 b1"), queue_up("b2 a4")
-    home.requests_file(store.home, broken).unlink()
+    layout.requests_file(store.home, broken).unlink()
     endpoint = Recording()
     tally = harvest(store, endpoint, utility=1.0)
     assert "cannot be read" in str(tally.refused[broken])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from conserve.store.files import locks, marks
+from conserve.store.files import job_folders, locks
 from conserve.store.files.marks import MARK, Mark
+from conserve.store.files.place import place_of
 
 OURS = Mark(store_id="ours")
 
@@ -50,53 +51,53 @@ def open_files() -> int:
 def test_a_folder_is_held_alone_or_beside_others_as_long_as_the_work_takes(
     folder: Path, alone: bool, shared: bool
 ) -> None:
-    with marks.held(folder, OURS, alone=alone):
+    with place_of(folder).held(OURS, alone=alone):
         assert is_free(folder / MARK, fcntl.LOCK_SH) is shared
         assert not is_free(folder / MARK, fcntl.LOCK_EX)
-        with marks.seized(folder, "ours") as seized:
+        with place_of(folder).seized("ours") as seized:
             assert seized is None, "a process works there"
     assert is_free(folder / MARK, fcntl.LOCK_EX)
 
 
 def test_who_holds_a_folder_marks_it_unless_it_has_a_mark(folder: Path) -> None:
-    assert marks.of(folder) is None
-    with marks.held(folder, OURS, alone=True):
-        assert marks.of(folder) == OURS
-    with marks.held(folder, Mark(store_id="theirs"), alone=False):
-        assert marks.of(folder) == OURS
+    assert place_of(folder).mark() is None
+    with place_of(folder).held(OURS, alone=True):
+        assert place_of(folder).mark() == OURS
+    with place_of(folder).held(Mark(store_id="theirs"), alone=False):
+        assert place_of(folder).mark() == OURS
     assert not (folder / MARK).stat().st_mode & 0o111, "it is no program"
 
 
 def test_a_folder_is_seized_by_one_process_and_only_by_its_store(folder: Path) -> None:
-    marks.change(folder, OURS)
+    place_of(folder).set_mark(OURS)
     before = open_files()
-    with marks.seized(folder, "ours") as seized, marks.seized(folder, "ours") as again:
+    with place_of(folder).seized("ours") as seized, place_of(folder).seized("ours") as again:
         assert (seized, again) == (OURS, None)
     for store_id in ("theirs", ""):
-        with marks.seized(folder, store_id) as seized:
+        with place_of(folder).seized(store_id) as seized:
             assert seized is None
-    with marks.seized(folder / "none", "ours") as seized:
+    with place_of(folder / "none").seized("ours") as seized:
         assert seized is None
-    marks.change(folder, Mark(store_id=""))
-    with marks.seized(folder, "") as seized:
+    place_of(folder).set_mark(Mark(store_id=""))
+    with place_of(folder).seized("") as seized:
         assert seized is None, "the mark of a store without an id belongs to no store"
     assert open_files() == before
 
 
 @pytest.mark.usefixtures("without_locks")
 def test_without_locks_work_goes_on_and_nothing_is_seized(folder: Path) -> None:
-    with marks.held(folder, OURS, alone=True), marks.free(folder), locks.alone(folder):
-        assert marks.of(folder) == OURS
-    with marks.seized(folder, "ours") as seized:
+    with place_of(folder).held(OURS, alone=True), place_of(folder).free(), locks.alone(folder):
+        assert place_of(folder).mark() == OURS
+    with place_of(folder).seized("ours") as seized:
         assert seized is None
 
 
 def test_a_free_folder_is_held_and_one_without_a_mark_is_free(folder: Path) -> None:
-    with marks.free(folder):
+    with place_of(folder).free():
         assert list(folder.iterdir()) == []
-    marks.change(folder, OURS)
+    place_of(folder).set_mark(OURS)
     before = open_files()
-    with marks.free(folder):
+    with place_of(folder).free():
         assert not is_free(folder / MARK, fcntl.LOCK_SH)
     assert is_free(folder / MARK, fcntl.LOCK_EX)
     assert open_files() == before
@@ -111,38 +112,38 @@ def test_what_is_held_against_others_is_free_afterwards(folder: Path) -> None:
 
 
 def test_a_folder_goes_with_its_mark_alone(folder: Path) -> None:
-    marks.drop(folder / "none")
-    marks.drop(folder)
+    place_of(folder / "none").drop_bare()
+    place_of(folder).drop_bare()
     assert folder.is_dir(), "it has no mark"
-    marks.change(folder, OURS)
+    place_of(folder).set_mark(OURS)
     (folder / "results").mkdir()
-    marks.drop(folder)
-    assert marks.of(folder) == OURS
+    place_of(folder).drop_bare()
+    assert place_of(folder).mark() == OURS
     (folder / "results").rmdir()
-    marks.drop(folder)
+    place_of(folder).drop_bare()
     assert not folder.exists()
 
 
 def test_a_mark_is_rewritten_in_its_file_however_long_it_was(folder: Path) -> None:
-    marks.register(folder, "ours", {"id": "job-1", "task": "x" * 500})
+    job_folders.register(folder, "ours", {"id": "job-1", "task": "x" * 500})
     inode = (folder / MARK).stat().st_ino
     assert not (folder / MARK).stat().st_mode & 0o111
-    assert marks.of(folder) == Mark(
+    assert place_of(folder).mark() == Mark(
         store_id="ours", registered=True, record={"id": "job-1", "task": "x" * 500}
     )
-    marks.change(folder, OURS)
-    assert (marks.of(folder), (folder / MARK).stat().st_ino) == (OURS, inode)
+    place_of(folder).set_mark(OURS)
+    assert (place_of(folder).mark(), (folder / MARK).stat().st_ino) == (OURS, inode)
 
 
 def test_a_registration_that_fails_is_no_error_and_a_change_that_fails_is_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks.register(folder / "none", "ours", {})
+    job_folders.register(folder / "none", "ours", {})
     with pytest.raises(FileNotFoundError):
-        marks.change(folder / "none", OURS)
+        place_of(folder / "none").set_mark(OURS)
     flushed: list[int] = []
     monkeypatch.setattr("os.fsync", flushed.append)
-    marks.change(folder, OURS)
+    place_of(folder).set_mark(OURS)
     assert len(flushed) == 1
 
 
@@ -168,8 +169,8 @@ def outer(mark: Any, checksum: int | None = None) -> bytes:
 )
 def test_a_mark_that_does_not_fit_is_none(folder: Path, content: bytes, found: Mark | None) -> None:
     (folder / MARK).write_bytes(content)
-    assert marks.of(folder) == found
-    with marks.seized(folder, "ours") as seized:
+    assert place_of(folder).mark() == found
+    with place_of(folder).seized("ours") as seized:
         assert seized == found
 
 
@@ -177,14 +178,14 @@ def test_a_mark_that_cannot_be_read_is_none(folder: Path, monkeypatch: pytest.Mo
     def broken(*_: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    marks.change(folder, OURS)
+    place_of(folder).set_mark(OURS)
     monkeypatch.setattr("os.pread", broken)
-    assert marks.of(folder) is None
+    assert place_of(folder).mark() is None
 
 
 def test_no_file_stays_open(folder: Path) -> None:
     before = open_files()
-    with marks.held(folder, OURS, alone=True):
-        assert marks.of(folder) == OURS
-    marks.change(folder, OURS)
+    with place_of(folder).held(OURS, alone=True):
+        assert place_of(folder).mark() == OURS
+    place_of(folder).set_mark(OURS)
     assert open_files() == before

@@ -16,7 +16,8 @@ from conserve.store.books import batches, hooks, queue, shards
 from conserve.store.books.events import Event
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, trash
+from conserve.store.files import digests, layout, trash
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.upkeep import checking, mending
 from tests.store_rows import add_job, finish, job, leased, live, select, while_writing
 
@@ -27,7 +28,7 @@ JOB = "job-1"
 def queued(store: Store, rows: int) -> None:
     """A job of so many rows, with requests."""
     add_job(store, JOB, rows=rows)
-    pq.write_table(pa.table({"row_index": list(range(rows))}), home.requests_file(store.home, JOB))
+    pq.write_table(pa.table({"row_index": list(range(rows))}), layout.requests_file(store.home, JOB))
 
 
 def rows_of(store: Store, table: str) -> list[dict[str, Any]]:
@@ -262,13 +263,13 @@ def test_a_file_comes_back_from_its_newest_whole_copy_in_the_trash(store: Store)
 def test_a_full_disk_leaves_nothing_of_a_file_that_was_to_come_back(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, scratch: Path) -> None:
+    def full(place: FolderPlace, scratch: Path) -> None:
         raise OSError(ENOSPC, "No space left on device")
 
     queued(store, rows=2)
     file = finished(store, 2)
     trash.throw_away(store.home, file, now=1e9)
-    monkeypatch.setattr(home, "write_durably", full)
+    monkeypatch.setattr(FolderPlace, "write", full)
     with pytest.raises(StoreFull, match=f"no space left in {store.home}"):
         mending.mend_rows(store, JOB, now=NOW)
     assert list(file.parent.iterdir()) == []
@@ -291,13 +292,13 @@ def test_a_whole_file_is_not_fetched_from_the_trash(store: Store) -> None:
 
 
 def test_requests_and_inputs_come_back_from_the_trash(store: Store) -> None:
-    folder = home.job_folder(store.home, JOB)
+    folder = layout.job_folder(store.home, JOB)
     folder.mkdir(parents=True)
-    for name in (home.REQUESTS, home.INPUTS):
+    for name in (layout.REQUESTS, layout.INPUTS):
         (folder / name).write_bytes(name.encode())
-    files = digests.seals(folder / name for name in (home.REQUESTS, home.INPUTS))
-    (folder / home.REQUESTS).rename(store.home / home.REQUESTS)
-    (folder / home.INPUTS).rename(store.home / home.INPUTS)
+    files = digests.seals(folder / name for name in (layout.REQUESTS, layout.INPUTS))
+    (folder / layout.REQUESTS).rename(store.home / layout.REQUESTS)
+    (folder / layout.INPUTS).rename(store.home / layout.INPUTS)
     folder.rmdir()
     add_job(store, files=files)
     for name in files:
@@ -306,7 +307,7 @@ def test_requests_and_inputs_come_back_from_the_trash(store: Store) -> None:
     assert mending.mend_rows(store, JOB, now=NOW) == [
         f"jobs/{JOB}/{name} was found in the trash" for name in files
     ]
-    assert (folder / home.REQUESTS).read_bytes() == home.REQUESTS.encode()
+    assert (folder / layout.REQUESTS).read_bytes() == layout.REQUESTS.encode()
 
 
 def test_results_that_can_be_read_say_which_rows_they_answer(store: Store) -> None:

@@ -28,7 +28,7 @@ from conserve.store.books.leases import Terms
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import conserve
@@ -375,7 +375,7 @@ def test_shards_and_journals_of_older_stores_are_read(store: Store) -> None:
     from conserve.store.books import shards
 
     shards.compact(store, "job-1", now=0.0)
-    (file,) = (home.job_folder(store.home, "job-1") / home.RESULTS).iterdir()
+    (file,) = (layout.job_folder(store.home, "job-1") / layout.RESULTS).iterdir()
     pq.write_table(pq.read_table(file).drop_columns(["engine"]), file)
     with store.write() as tx:
         tx.execute(text("update shard set digest = null, bytes = null"))

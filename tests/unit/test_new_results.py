@@ -9,7 +9,7 @@ from conserve.errors import StoreDamaged
 from conserve.store.books import shards
 from conserve.store.books.new_results import NewResults
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.upkeep import mending
 from tests.store_rows import add_job, finish, job, leased, result
 
@@ -26,7 +26,7 @@ def look(new: NewResults) -> list[int]:
 
 
 def shard_of(store: Store) -> Path:
-    (path,) = (home.job_folder(store.home, "job-1") / home.RESULTS).glob("*")
+    (path,) = (layout.job_folder(store.home, "job-1") / layout.RESULTS).glob("*")
     return path
 
 

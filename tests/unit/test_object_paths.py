@@ -19,11 +19,12 @@ from conserve.errors import StoreError, StoreUnreachable
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.uploads import changes
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks, multipart, objects, trash
+from conserve.store.files import digests, job_folders, layout, marks, multipart, objects, trash
 from conserve.store.files.bucket import ATTEMPTS, CONNECT_S, REQUEST_S, Bucket
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ListedObject, ObjectPath, RangedFile, below, object_at, source
+from conserve.store.files.place import place_of, scratch_of
 from conserve.store.files.probe import probe
 from conserve.store.upkeep import removal
 from conserve.store.upkeep import sweep as sweeping
@@ -327,23 +328,23 @@ class TestHome:
     def test_a_finished_folder_becomes_objects_and_its_mark_is_the_first(
         self, service: Service, tmp_path: Path
     ) -> None:
-        with home.new_job_folder(tmp_path, "store") as folder:
+        with job_folders.new(tmp_path, "store") as folder:
             (folder / "inputs").mkdir()
             (folder / "inputs" / "a.parquet").write_bytes(b"rows")
-            (folder / home.REQUESTS).write_bytes(b"requests")
-            home.adopt(folder, DATA, "job-1")
-        assert keys() == [f"jobs/job-1/{name}" for name in ("inputs/a.parquet", marks.MARK, home.REQUESTS)]
+            (folder / layout.REQUESTS).write_bytes(b"requests")
+            job_folders.adopt(folder, DATA, "job-1")
+        assert keys() == [f"jobs/job-1/{name}" for name in ("inputs/a.parquet", marks.MARK, layout.REQUESTS)]
         put_first = next(at for name, at in service.asked if name == "open_output_stream")
         assert put_first.endswith(marks.MARK)
         assert (DATA / "jobs/job-1/inputs/a.parquet").read_bytes() == b"rows"
         assert not folder.exists()
-        home.discard_job(DATA, "job-1")
+        job_folders.discard(DATA, "job-1")
         assert keys() == []
 
     def test_a_job_that_cannot_be_discarded_is_left_to_the_sweep(self, service: Service) -> None:
         put("jobs/job-1/a")
         service.refused = frozenset({"delete_dir_contents"})
-        home.discard_job(DATA, "job-1")
+        job_folders.discard(DATA, "job-1")
         assert keys() == ["jobs/job-1/a"]
 
     def test_a_job_in_a_bucket_has_an_id_that_no_other_submit_draws(
@@ -359,7 +360,7 @@ class TestHome:
         self, service: Service, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A submit may be between the upload of its objects and their registration."""
-        marks.change(DATA / "jobs/begun", marks.Mark(store_id=store.id))
+        place_of(DATA / "jobs/begun").set_mark(marks.Mark(store_id=store.id))
         before = keys()
         later = time.time() + 2 * OBJECTS_STALE_AFTER_S
         with monkeypatch.context() as patch:
@@ -382,26 +383,26 @@ class TestHome:
         assert keys(DATA / "jobs") == ["jobs/_SUCCESS", "jobs/job-1", "jobs/job-2/requests.parquet"]
 
     def test_a_file_is_written_on_this_machine_and_sent_whole(self, service: Service, tmp_path: Path) -> None:
-        with home.scratch_of(DATA / "a", tmp_path) as scratch:
-            assert scratch.parent == tmp_path / home.SENDING
+        with scratch_of(DATA / "a", tmp_path) as scratch:
+            assert scratch.parent == tmp_path / layout.SENDING
             scratch.write_bytes(b"abc")
-            home.write_durably(DATA / "a", scratch)
-        with home.fetched(DATA / "a", tmp_path) as copy:
+            place_of(DATA / "a").write(scratch)
+        with place_of(DATA / "a").fetched(tmp_path) as copy:
             assert copy.read_bytes() == b"abc"
-        with pytest.raises(FileNotFoundError), home.fetched(DATA / "none", tmp_path):
+        with pytest.raises(FileNotFoundError), place_of(DATA / "none").fetched(tmp_path):
             pass
         service.refused = frozenset({"open_input_file"})
-        with pytest.raises(StoreUnreachable), home.fetched(DATA / "a", tmp_path):
+        with pytest.raises(StoreUnreachable), place_of(DATA / "a").fetched(tmp_path):
             pass
-        assert list((tmp_path / home.SENDING).iterdir()) == []
+        assert list((tmp_path / layout.SENDING).iterdir()) == []
 
     def test_folders_need_not_be_made_and_are_listed_by_name(self, service: Service) -> None:
-        home.make_with_parents(DATA / "a/b")
-        home.make_folder(DATA / "c")
+        place_of(DATA / "a/b").make_with_parents()
+        place_of(DATA / "c").make()
         assert service.asked == []
         put("d/2", "d/1", "d/3/x")
-        assert home.listed(DATA / "d") == [DATA / "d/1", DATA / "d/2", DATA / "d/3"]
-        assert home.listed(DATA / "none") == []
+        assert layout.listed(DATA / "d") == [DATA / "d/1", DATA / "d/2", DATA / "d/3"]
+        assert layout.listed(DATA / "none") == []
 
     def test_a_trial_of_the_place_leaves_nothing_there(self, service: Service, tmp_path: Path) -> None:
         assert 0.0 <= probe(DATA) < 60.0
@@ -424,25 +425,25 @@ class TestHome:
 class TestMarks:
     def test_a_mark_is_an_object_and_there_are_no_locks(self, service: Service) -> None:
         folder, mark = DATA / "jobs/a", Mark(store_id="ours")
-        with marks.held(folder, mark, alone=True), marks.free(folder):
-            marks.drop(folder)
+        with place_of(folder).held(mark, alone=True), place_of(folder).free():
+            place_of(folder).drop_bare()
         assert keys() == []
-        assert marks.of(folder) is None
-        marks.change(folder, mark)
-        marks.drop(folder)
-        assert (marks.of(folder), keys()) == (mark, ["jobs/a/job.json"])
-        marks.register(folder, "ours", {"id": "a"})
+        assert place_of(folder).mark() is None
+        place_of(folder).set_mark(mark)
+        place_of(folder).drop_bare()
+        assert (place_of(folder).mark(), keys()) == (mark, ["jobs/a/job.json"])
+        job_folders.register(folder, "ours", {"id": "a"})
         registered = Mark(store_id="ours", registered=True, record={"id": "a"})
-        with marks.seized(folder, "ours") as seized, marks.seized(folder, "ours") as again:
+        with place_of(folder).seized("ours") as seized, place_of(folder).seized("ours") as again:
             assert seized == again == registered
-        for other in (folder, "theirs"), (folder, ""), (DATA / "jobs/b", "ours"):
-            with marks.seized(*other) as seized:
+        for where, owner in (folder, "theirs"), (folder, ""), (DATA / "jobs/b", "ours"):
+            with place_of(where).seized(owner) as seized:
                 assert seized is None
-        marks.change(folder, Mark(store_id=""))
-        with marks.seized(folder, "") as seized:
+        place_of(folder).set_mark(Mark(store_id=""))
+        with place_of(folder).seized("") as seized:
             assert seized is None, "the mark of a store without an id belongs to no store"
         service.refused = frozenset({"open_output_stream"})
-        marks.register(folder, "ours", {})
+        job_folders.register(folder, "ours", {})
 
 
 class TestTrash:

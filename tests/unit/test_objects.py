@@ -16,9 +16,10 @@ from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.database.store import Store
-from conserve.store.files import bucket, home, marks, multipart, trash
+from conserve.store.files import bucket, layout, marks, multipart, trash
 from conserve.store.files.bucket import Bucket
 from conserve.store.files.objects import ObjectPath
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import mending
 from conserve.store.upkeep import sweep as sweeping
 from conserve.store.upkeep.sweep import sweep
@@ -175,7 +176,7 @@ def test_damage_is_found_and_mended(remote: Store, job_id: str) -> None:
     with remote.read() as tx:
         (shard,) = shards.files(tx, [job_id])
     (remote.data / shard.file).unlink()
-    requests = home.requests_file(remote.data, job_id)
+    requests = layout.requests_file(remote.data, job_id)
     requests.write_bytes(requests.read_bytes()[:-1] + b"?")
     found = conserve("check")
     assert found.returncode == 1
@@ -229,7 +230,7 @@ def test_orphans_go_a_day_later_and_only_this_stores(
         "theirs": marks.Mark(store_id="another"),
         "newer": marks.Mark(store_id=remote.id, registered=True),
     }.items():
-        marks.change(remote.data / "jobs" / name, mark)
+        place_of(remote.data / "jobs" / name).set_mark(mark)
         (remote.data / "jobs" / name / "requests.parquet").write_bytes(b"rows")
     (remote.data / "jobs" / "late" / "results" / "000-late.parquet").write_bytes(b"after a removal")
     kept |= {
@@ -320,7 +321,7 @@ def test_an_answer_that_is_cut_off_is_asked_for_again_or_reported(
     remote: Store, proxy: Proxy, job_id: str
 ) -> None:
     assert isinstance(remote.data, ObjectPath)
-    path = home.requests_file(remote.data, job_id)
+    path = layout.requests_file(remote.data, job_id)
     whole = path.read_bytes()
     first: list[Request] = []
 

@@ -23,7 +23,7 @@ from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import row_order
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -35,7 +35,7 @@ PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}", order=Order.PREFIX)
 
 def executed(store: Store, job_id: str, count: int) -> list[int]:
     """The rows of the input in the order in which they run."""
-    file = RequestFile(home.requests_file(store.home, job_id))
+    file = RequestFile(layout.requests_file(store.home, job_id))
     rows = file.read(range(count))
     file.close()
     return [row.row_index for row in rows]
@@ -86,8 +86,8 @@ def test_chats_are_ordered_by_what_they_say(store: Store, tmp_path: Path) -> Non
 
 def test_nothing_but_the_job_is_left_in_its_folder(store: Store, write_input: WriteInput) -> None:
     done = submit(store, str(write_input(q=QUESTIONS)), PROMPT)
-    folder = home.job_folder(store.home, done.job_id)
-    assert sorted(path.name for path in folder.iterdir()) == [home.INPUTS, "job.json", home.REQUESTS]
+    folder = layout.job_folder(store.home, done.job_id)
+    assert sorted(path.name for path in folder.iterdir()) == [layout.INPUTS, "job.json", layout.REQUESTS]
 
 
 @pytest.mark.parametrize("order", list(Order))

@@ -13,7 +13,7 @@ from conserve.store.books import catalog, shards
 from conserve.store.books.results import to_arrow
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.upkeep import orphans
 from tests.store_rows import add_job, finish, leased, result, select
 
@@ -27,14 +27,14 @@ def folder(store: Store) -> Path:
     """Results of a job of eight rows, whose requests ask for the row indexes 10 to 17."""
     add_job(store, JOB, rows=ROWS)
     write_requests(store, range(10, 10 + ROWS))
-    made = home.job_folder(store.home, JOB) / home.RESULTS
+    made = layout.job_folder(store.home, JOB) / layout.RESULTS
     made.mkdir()
     return made
 
 
 def write_requests(store: Store, row_indexes: Sequence[int]) -> None:
     pq.write_table(
-        pa.table({"row_index": pa.array(row_indexes, pa.int64())}), home.requests_file(store.home, JOB)
+        pa.table({"row_index": pa.array(row_indexes, pa.int64())}), layout.requests_file(store.home, JOB)
     )
 
 
@@ -114,7 +114,7 @@ def test_requests_that_are_lost_forbid_nothing_and_shorter_ones_do(
     store: Store, folder: Path, requests: Sequence[int] | None, taken: bool
 ) -> None:
     if requests is None:
-        home.requests_file(store.home, JOB).unlink()
+        layout.requests_file(store.home, JOB).unlink()
     else:
         write_requests(store, requests)
     lying(folder, own(1, 2))
@@ -132,7 +132,7 @@ def test_nothing_of_a_job_that_was_removed_is_taken(store: Store, folder: Path) 
 def test_positions_that_the_job_does_not_have_are_not_taken_without_its_requests_either(
     store: Store, folder: Path, position: int
 ) -> None:
-    home.requests_file(store.home, JOB).unlink()
+    layout.requests_file(store.home, JOB).unlink()
     lying(folder, own(2, position))
     assert found(store) == []
 

@@ -76,7 +76,7 @@ from conserve.store.database.moves import MoveState
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.database.wakeup import CHANNEL, Listener
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from conserve.store.upkeep.mending import mend_rows
 from conserve.store.upkeep.removal import remove
@@ -370,7 +370,7 @@ def test_a_sweep_and_a_registration_wait_for_each_other(
 def test_an_orphan_is_swept(store: Store) -> None:
     finished_job(store)
     shards.compact(store, "job-1", now=0.0)
-    left = home.job_folder(store.home, "job-1") / home.RESULTS / "left.parquet"
+    left = layout.job_folder(store.home, "job-1") / layout.RESULTS / "left.parquet"
     left.write_bytes(b"")
     assert sweep(store, now=4e9) == 1
     assert not left.exists()
@@ -387,7 +387,7 @@ def test_a_retry_puts_failed_rows_back(store: Store) -> None:
 def test_a_retry_leaves_rows_that_were_never_rendered(store: Store) -> None:
     add_job(store, rows=3)
     finish(store, leased(store), failed=(1, 2))
-    requests = home.requests_file(store.home, "job-1")
+    requests = layout.requests_file(store.home, "job-1")
     requests.parent.mkdir(parents=True, exist_ok=True)
     rows = pa.table({"row_index": range(3), "payload": ["a", None, "c"], "error": [None, "empty", None]})
     pq.write_table(rows, requests)

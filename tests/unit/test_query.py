@@ -30,7 +30,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import shards
 from conserve.store.books.catalog import Source
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.sql import answer, duplicates, export, query, scratch
 from conserve.store.sql import snapshot as snapshots
 from conserve.store.sql.batches import RowBatches, rows_of
@@ -272,7 +272,7 @@ def test_answers_are_exported_without_a_look_at_the_files_of_questions(
 ) -> None:
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     for name in (INPUTS, REQUESTS):
-        (home.job_folder(store.home, job_id) / name).write_bytes(b"spoilt")
+        (layout.job_folder(store.home, job_id) / name).write_bytes(b"spoilt")
     _, plain = results_query(settings, job_id, with_inputs=False, with_prompts=False)
     _, joined = results_query(settings, job_id, with_inputs=True, with_prompts=False)
     assert [Path(one.file).name for one in plain.taken.damages] == []
@@ -781,7 +781,7 @@ def test_a_file_that_is_gone_from_a_job_that_stays_is_damage(
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     drain(store)
     asked = sql_query(settings, "from results")
-    for path in (home.job_folder(store.home, job_id) / home.RESULTS).iterdir():
+    for path in (layout.job_folder(store.home, job_id) / layout.RESULTS).iterdir():
         path.unlink()
     heard: list[LeftOut] = []
     with answer.answered(asked, warn=heard.append):

@@ -26,8 +26,9 @@ from conserve.store.database import lineage
 from conserve.store.database.connection import engine_of
 from conserve.store.database.migrations import batch_of_tags
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import job_folders, layout
 from conserve.store.files.marks import Mark
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import mending, rebuild
 from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve, until
@@ -234,10 +235,10 @@ def test_a_store_on_another_database_is_not_rebuilt(tmp_path: Path) -> None:
 
 def marked(store: Store, name: str, **mark: Any) -> Path:
     """A job's folder, of this store and once registered unless said otherwise."""
-    folder = home.job_folder(store.home, name)
+    folder = layout.job_folder(store.home, name)
     folder.mkdir(parents=True)
     values: dict[str, Any] = {"store_id": store.id, "registered": True, "record": {"id": name}}
-    marks.change(folder, Mark(**values | mark))
+    place_of(folder).set_mark(Mark(**values | mark))
     return folder
 
 
@@ -250,9 +251,9 @@ def test_jobs_of_earlier_databases_at_the_place_are_strangers(store: Store) -> N
     marked(store, "never-registered", registered=False)
     marked(store, "no-record", record=None)
     marked(store, ".new-1")
-    (home.jobs_folder(store.home) / "no-mark").mkdir()
+    (layout.jobs_folder(store.home) / "no-mark").mkdir()
     add_job(store, "known")
-    marks.register(home.job_folder(store.home, "known"), store.id, {"id": "known"})
+    job_folders.register(layout.job_folder(store.home, "known"), store.id, {"id": "known"})
     found = rebuild.strangers(store)
     assert [(stranger.job_id, stranger.mark.store_id) for stranger in found] == [
         ("earlier", "earlier"),
@@ -274,13 +275,13 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
     add_job(store, "job-1", rows=5, priority=3, tags={"by": "ann"})
     with store.read() as tx:
         record = catalog.record(tx, "job-1")
-    marks.register(home.job_folder(store.home, "job-1"), store.id, record)
+    job_folders.register(layout.job_folder(store.home, "job-1"), store.id, record)
     finish(store, leased(store, limit=4), failed=[0], prompt_tokens=0, model="A")
     shards.compact(store, "job-1", now=0.0)
     named = "select file, failed, num_rows, digest, bytes from shard order by failed"
     before = select(store, named)
     assert [(failed, rows) for _, failed, rows, *_ in before] == [(0, 3), (1, 1)]
-    folder = home.job_folder(store.home, "job-1") / home.RESULTS
+    folder = layout.job_folder(store.home, "job-1") / layout.RESULTS
     (folder / "half.tmp").write_bytes(b"no file of results")
     (folder / "damaged.parquet").write_bytes(b"nor this")
     with store.write() as tx:
@@ -288,7 +289,7 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
         tx.exec_driver_sql("delete from job")
     add_job(store, "job-2")
     lineage.note(store.home, store.place, "earlier")
-    marks.change(folder.parent, Mark(store_id="earlier", registered=True, record=record))
+    place_of(folder.parent).set_mark(Mark(store_id="earlier", registered=True, record=record))
     marked(store, "job-3", record={"id": "job-3"})  # which is not enough for a job
     said = rebuild.adopt(store, rebuild.strangers(store), now=7.0)
     assert said == ["job job-1 was taken in from its folder"]
@@ -299,7 +300,7 @@ def test_a_job_that_is_taken_in_has_its_answers_a_batch_and_its_mark(store: Stor
     assert (found.succeeded, found.failed, found.next_position, found.model) == (3, 1, 4, "A")
     assert claim(store, only=["job-1"], model="B") is None, "its answers are of A"
     assert select(store, "select job_id from batch order by seq") == [("job-2",), ("job-1",)]
-    mark = marks.of(home.job_folder(store.home, "job-1"))
+    mark = place_of(layout.job_folder(store.home, "job-1")).mark()
     assert mark == Mark(store_id=store.id, registered=True, record=record)
     assert leased(store, only=["job-1"], limit=1).epoch > 7000
     assert [stranger.job_id for stranger in rebuild.strangers(store)] == ["job-3"]
@@ -310,7 +311,7 @@ def forgotten(store: Store) -> list[rebuild.Stranger]:
     add_job(store, "job-1", rows=4)
     with store.read() as tx:
         record = catalog.record(tx, "job-1")
-    marks.register(home.job_folder(store.home, "job-1"), store.id, record)
+    job_folders.register(layout.job_folder(store.home, "job-1"), store.id, record)
     finish(store, leased(store, limit=3), model="A")
     shards.compact(store, "job-1", now=0.0)
     with store.write() as tx:
@@ -321,7 +322,7 @@ def forgotten(store: Store) -> list[rebuild.Stranger]:
 
 def test_a_job_is_taken_in_with_its_rows_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A harvester that looks right behind the commit leases no answered row, and none for another model."""
-    found, register = forgotten(store), marks.register
+    found, register = forgotten(store), job_folders.register
     claimed = []
 
     def harvested(*given: Any) -> None:
@@ -329,7 +330,7 @@ def test_a_job_is_taken_in_with_its_rows_counted(store: Store, monkeypatch: pyte
         claimed.append(claim(store, model="A"))
         register(*given)
 
-    monkeypatch.setattr(marks, "register", harvested)
+    monkeypatch.setattr(job_folders, "register", harvested)
     assert rebuild.adopt(store, found, now=7.0) == ["job job-1 was taken in from its folder"]
     assert [positions(lease) for lease in claimed] == [[], [3]]
 

@@ -10,8 +10,9 @@ import pytest
 from conserve.store.books import batches, catalog, hooks, places, shards
 from conserve.store.books.events import Event
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import layout, marks
 from conserve.store.files.marks import Mark
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import records
 from tests.store_rows import (
     add_job,
@@ -33,14 +34,14 @@ FROM_FOLDER = f"the record of job {JOB} was taken from its folder"
 def submitted(store: Store, *, marked: bool = True, rows: int = 4) -> dict[str, Any]:
     """A job with requests and a mark; returns its record at submit."""
     add_job(store, JOB, rows=rows, priority=3, tags={"by": "ann"}, files={}, now=5.0)
-    pq.write_table(pa.table({"row_index": list(range(rows))}), home.requests_file(store.home, JOB))
+    pq.write_table(pa.table({"row_index": list(range(rows))}), layout.requests_file(store.home, JOB))
     with store.write() as tx:
         batches.of_submitted(tx, JOB, now=0.0)
         hooks.add(tx, "https://example.com/", events=tuple(Event), now=0.0)
     found = record(store)
     if marked:
         mark = Mark(store_id=store.id, registered=True, record=found)
-        marks.change(home.job_folder(store.home, JOB), mark)
+        place_of(layout.job_folder(store.home, JOB)).set_mark(mark)
     return found
 
 
@@ -75,7 +76,7 @@ def test_what_was_submitted_comes_from_the_folder_and_what_has_moved_stays(store
 def test_columns_that_only_an_earlier_version_had_are_passed_over(store: Store) -> None:
     found = submitted(store)
     mark = Mark(store_id=store.id, registered=True, record={**found, "colour": "red"})
-    marks.change(home.job_folder(store.home, JOB), mark)
+    place_of(layout.job_folder(store.home, JOB)).set_mark(mark)
     assert records.mend(store, JOB, now=NOW) == FROM_FOLDER
     assert record(store) == found
 
@@ -152,7 +153,7 @@ def test_shards_are_read_while_nobody_waits(store: Store, monkeypatch: pytest.Mo
 def test_a_cursor_is_within_the_job(store: Store) -> None:
     submitted(store)
     finish(store, leased(store, limit=4))
-    pq.write_table(pa.table({"row_index": [0, 1]}), home.requests_file(store.home, JOB))
+    pq.write_table(pa.table({"row_index": [0, 1]}), layout.requests_file(store.home, JOB))
     change(store, "next_position = 'x'")
     records.mend(store, JOB, now=NOW)
     assert record(store)["next_position"] == 2
@@ -170,7 +171,7 @@ def test_the_number_of_rows_is_that_of_the_requests_or_as_many_as_have_results(
     shards.compact(store, JOB, now=0.0)
     change(store, f"num_rows = {said}")
     if not requests:
-        home.requests_file(store.home, JOB).unlink()
+        layout.requests_file(store.home, JOB).unlink()
     records.mend(store, JOB, now=NOW)
     assert record(store)["num_rows"] == rows
 
@@ -184,7 +185,7 @@ def test_without_requests_the_last_answer_that_can_be_read_tells_how_many_rows(
         finish(store, leased(store, limit=limit))
         shards.compact(store, JOB, now=0.0)
     files = [store.home / file for (file,) in select(store, "select file from shard order by id")]
-    for path in (home.requests_file(store.home, JOB), *(files[number] for number in lost)):
+    for path in (layout.requests_file(store.home, JOB), *(files[number] for number in lost)):
         path.unlink()
     change(store, "num_rows = 'x'")
     records.mend(store, JOB, now=NOW)
@@ -193,7 +194,7 @@ def test_without_requests_the_last_answer_that_can_be_read_tells_how_many_rows(
 
 def test_without_requests_and_results_the_record_says_how_many_rows(store: Store) -> None:
     submitted(store, marked=False)
-    home.requests_file(store.home, JOB).unlink()
+    layout.requests_file(store.home, JOB).unlink()
     change(store, "num_rows = 'x'")
     records.mend(store, JOB, now=NOW)
     assert record(store)["num_rows"] == 0
@@ -237,9 +238,9 @@ def test_differences_name_the_columns_that_do_not_move(store: Store) -> None:
 def test_a_mark_is_written_anew_from_the_record(store: Store) -> None:
     """Also where the folder is gone."""
     found = submitted(store)
-    folder = home.job_folder(store.home, JOB)
+    folder = layout.job_folder(store.home, JOB)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     assert records.mend_mark(store, JOB) == f"jobs/{JOB}/{marks.MARK} was written anew"
-    assert marks.of(folder) == Mark(store_id=store.id, registered=True, record=found)
+    assert place_of(folder).mark() == Mark(store_id=store.id, registered=True, record=found)

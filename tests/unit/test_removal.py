@@ -22,7 +22,9 @@ from conserve.store.books import catalog, shards
 from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks, trash
+from conserve.store.files import layout, marks, trash
+from conserve.store.files.folder_place import FolderPlace
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import removal
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import Done, conserve
@@ -71,7 +73,7 @@ def rows_of(store: Store, job_id: str) -> int:
 
 
 def folders(store: Store) -> set[str]:
-    return {path.name for path in home.jobs_folder(store.home).iterdir()}
+    return {path.name for path in layout.jobs_folder(store.home).iterdir()}
 
 
 def test_a_finished_job_goes_with_its_files_and_others_stay(store: Store, submit: Callable[..., str]) -> None:
@@ -218,10 +220,10 @@ def test_prune_leaves_answers_that_are_newer_than_it_was_asked_for(
 def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> None:
     """The folders that the sweep puts there just before go too."""
     job_id = submit()
-    orphan = home.job_folder(store.home, "orphan")
+    orphan = layout.job_folder(store.home, "orphan")
     orphan.mkdir()
     (orphan / "file").write_bytes(bytes(1000))
-    marks.change(orphan, marks.Mark(store_id=store.id))
+    place_of(orphan).set_mark(marks.Mark(store_id=store.id))
     for path in (orphan, *orphan.iterdir()):
         os.utime(path, (0, 0))
     assert sweep(store, now=time.time()) == 1
@@ -318,14 +320,14 @@ def test_a_removal_that_fails_leaves_the_folder_marked_as_the_jobs(
 ) -> None:
     """A database that is rebuilt from the folders would lack the job otherwise."""
     job_id = submit()
-    folder = home.job_folder(store.home, job_id)
-    before = marks.of(folder)
+    folder = layout.job_folder(store.home, job_id)
+    before = place_of(folder).mark()
     with monkeypatch.context() as patch:
         patch.setattr(removal, "wake", crash)
         with pytest.raises(Crash):
             removal.remove(store, job_id, now=0.0, force=True)
     assert ids(store) == [job_id]
-    assert marks.of(folder) == before
+    assert place_of(folder).mark() == before
     assert before is not None
     assert before.registered
 
@@ -355,7 +357,7 @@ def test_a_removal_of_which_nothing_can_be_known_leaves_the_folder_to_the_sweep(
         patch.setattr(removal, "is_there", Mock(side_effect=StoreError("the database is away")))
         with pytest.raises(Crash):
             removal.remove(store, job_id, now=0.0, force=True)
-    mark = marks.of(home.job_folder(store.home, job_id))
+    mark = place_of(layout.job_folder(store.home, job_id)).mark()
     assert mark is not None
     assert not mark.registered
 
@@ -367,14 +369,14 @@ def test_a_job_whose_folder_is_another_users_stays_whole_and_the_others_go(
     """The folder would stay otherwise, and `check --repair` would take it for a lost job."""
     theirs, ours = submit(), submit("d")
     compute(store)
-    change, folder = marks.change, home.job_folder(store.home, theirs)
+    change, folder = FolderPlace.set_mark, layout.job_folder(store.home, theirs)
 
-    def closed(where: Path, mark: marks.Mark) -> None:
-        if where == folder:
-            raise PermissionError(13, "Permission denied", str(where))
+    def closed(where: FolderPlace, mark: marks.Mark) -> None:
+        if where.path == folder:
+            raise PermissionError(13, "Permission denied", str(folder))
         change(where, mark)
 
-    monkeypatch.setattr(marks, "change", closed)
+    monkeypatch.setattr(FolderPlace, "set_mark", closed)
     done = conserve(*words, *([theirs, ours] if words == ["rm"] else []), "--yes")
     assert done.returncode == 1
     assert done.stdout.startswith(f"{ours}: removed, ")
@@ -398,7 +400,7 @@ def test_files_that_cannot_be_deleted_are_named_and_their_bytes_are_not_free(
     monkeypatch.setattr(trash, "throw_away", closed)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     assert removal.remove(store, job_id, now=0.0, force=True) == 0
-    assert f"sudo rm -r {home.job_folder(store.home, job_id)}" in caplog.text
+    assert f"sudo rm -r {layout.job_folder(store.home, job_id)}" in caplog.text
 
 
 def test_where_the_trash_takes_nothing_the_files_go_at_once(
@@ -429,7 +431,7 @@ def test_a_job_removed_under_a_run_ends_for_it(store: Store, submit: Callable[..
 def test_the_store_says_what_it_takes(store: Store, submit: Callable[..., str]) -> None:
     small, large = submit("a"), submit(*(f"{n} " * 50 for n in range(300)))
     compute(store)
-    trash.throw_away(store.home, home.requests_file(store.home, small), now=1e9)
+    trash.throw_away(store.home, layout.requests_file(store.home, small), now=1e9)
     said = json.loads(conserve("store", "size", "--json").stdout)
     assert [job["job_id"] for job in said["jobs"]] == [large, small]
     assert said["jobs"][1]["requests_bytes"] == 0 < said["jobs"][0]["requests_bytes"]
@@ -445,7 +447,7 @@ def test_the_store_says_what_it_takes(store: Store, submit: Callable[..., str]) 
 
 def test_folders_of_another_database_are_counted_as_unknown(store: Store, submit: Callable[..., str]) -> None:
     submit()
-    other = home.job_folder(store.home, "other")
+    other = layout.job_folder(store.home, "other")
     other.mkdir()
     (other / "file").write_bytes(bytes(5000))
     assert json.loads(conserve("store", "size", "--json").stdout)["unknown_bytes"] == 5000
@@ -458,21 +460,21 @@ def test_each_part_of_a_store_is_measured(
     """Files of each job, oldest first; the database, the trash, and folders that no job has. All count once."""
     if elsewhere == "a link":
         (tmp_path / "disk").mkdir()
-        home.jobs_folder(store.home).symlink_to(tmp_path / "disk")
+        layout.jobs_folder(store.home).symlink_to(tmp_path / "disk")
     elif elsewhere:
         store.keep_place(str(tmp_path / elsewhere))
         store = Store.open(settings)
     for job_id in ("b", "a"):
-        (home.job_folder(store.local, job_id) / home.RESULTS).mkdir(parents=True)
+        (layout.job_folder(store.local, job_id) / layout.RESULTS).mkdir(parents=True)
         with store.write() as tx:
             source = catalog.Source(path=None, format="jsonl")
             catalog.add(tx, job_id, JobTerms(), source=source, task="{}", num_rows=7, now=0.0)
-    folder = home.job_folder(store.local, "b")
+    folder = layout.job_folder(store.local, "b")
     sizes = {"requests.parquet": 300, "inputs.parquet": 20, "results/x": 1, "results/y": 1, "job.json": 5000}
     for name, length in sizes.items():
         (folder / name).write_bytes(bytes(length))
-    (home.jobs_folder(store.local) / "other").mkdir()
-    (home.jobs_folder(store.local) / "other" / "file").write_bytes(bytes(7))
+    (layout.jobs_folder(store.local) / "other").mkdir()
+    (layout.jobs_folder(store.local) / "other" / "file").write_bytes(bytes(7))
     (store.local / "thrown").write_bytes(bytes(40))
     trash.throw_away(store.local, store.local / "thrown", now=1e9)
     with store.write() as tx:
@@ -487,7 +489,7 @@ def test_each_part_of_a_store_is_measured(
     assert (found.trash_bytes, found.unknown_bytes) == (40, 7)
     databases = [path for path in store.home.iterdir() if path.name.startswith("conserve.db")]
     assert found.database_bytes == sum(path.stat().st_size for path in databases)
-    places = (store.home, store.local, home.jobs_folder(store.local).resolve())
+    places = (store.home, store.local, layout.jobs_folder(store.local).resolve())
     files = {path for place in places for path in place.rglob("*") if path.is_file()}
     assert found.total_bytes == sum(path.stat().st_size for path in files)
     if elsewhere:
@@ -550,7 +552,7 @@ def test_where_the_disk_of_the_files_is_away_no_job_is_removed(
     """Folders would stay on that disk, and no record would name them."""
     job_id = submit()
     compute(store)
-    jobs = home.jobs_folder(store.home)
+    jobs = layout.jobs_folder(store.home)
     jobs.rename(store.home / "away")
     for mounted in (False, True):
         done = conserve(*words, *([job_id] if words == ["rm"] else []), "--yes")
@@ -568,7 +570,7 @@ def test_where_the_disk_of_the_files_is_away_no_job_is_removed(
 def test_a_job_whose_folder_is_gone_is_removed_all_the_same(store: Store, submit: Callable[..., str]) -> None:
     job_id, other = submit(), submit("d")
     held = leased(store, limit=2, only=[job_id])
-    shutil.rmtree(home.job_folder(store.home, job_id))
+    shutil.rmtree(layout.job_folder(store.home, job_id))
     with pytest.raises(
         JobRefused, match=f"job {job_id} is queued and not finished; add --force to remove it"
     ):

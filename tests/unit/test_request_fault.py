@@ -15,7 +15,7 @@ from conserve.jobs.requests.parameter_names import unknown_name
 from conserve.jobs.task import KEEP_LOGPROBS, Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.submitting import submit
@@ -279,7 +279,7 @@ def test_lines_that_cannot_be_answered_fail_without_an_engine(store: Store, tmp_
     path = write(tmp_path / "a.jsonl", line("a"), line("b", temperature=9), line("c", messages=[]))
     done = submit(store, str(path), Task(kind=Kind.OPENAI))
     assert (done.rows, done.unrendered, done.first_row) == (3, 2, 1)
-    rows = RequestFile(home.requests_file(store.home, done.job_id)).read(range(3))
+    rows = RequestFile(layout.requests_file(store.home, done.job_id)).read(range(3))
     assert [row.error_type for row in rows] == [None, "invalid_request", "invalid_request"]
 
 

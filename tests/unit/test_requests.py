@@ -17,7 +17,7 @@ from conserve.store.books import catalog, choice, shards
 from conserve.store.books.leases import Terms
 from conserve.store.books.standing import standing
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -164,7 +164,7 @@ def test_results_carry_their_prompts(
 def test_prompts_that_are_gone_are_a_sentence(store: Store, write_input: WriteInput) -> None:
     job_id = submit(store, str(write_input(q=["a"])), PROMPT).job_id
     finish(store, leased(store))
-    home.requests_file(store.home, job_id).unlink()
+    layout.requests_file(store.home, job_id).unlink()
     done = conserve("results", job_id, "--with-prompts")
     assert (done.returncode, done.stdout) == (2, "")
     assert "requests.parquet is missing; leave out --with-prompts" in done.stderr
@@ -178,7 +178,7 @@ def test_a_row_of_damaged_requests_is_not_found_with_a_sentence(
     store: Store, write_input: WriteInput
 ) -> None:
     job_id = submit(store, str(write_input(q=["a"])), PROMPT).job_id
-    path = home.requests_file(store.home, job_id)
+    path = layout.requests_file(store.home, job_id)
     whole = path.read_bytes()
     path.write_bytes(whole[:6] + b"\0" * 9 + whole[15:])
     with pytest.raises(StoreDamaged, match=f"cannot be read .*; run: conserve check {job_id}"):
@@ -296,7 +296,7 @@ class TestShow:
     def test_a_damaged_shard_is_said(self, store: Store, job: str) -> None:
         finish(store, leased(store))
         shards.compact(store, job, now=0.0)
-        (path,) = (home.job_folder(store.home, job) / home.RESULTS).glob("*.parquet")
+        (path,) = (layout.job_folder(store.home, job) / layout.RESULTS).glob("*.parquet")
         path.write_bytes(path.read_bytes()[:100])
         row = self.shown(job, "3")
         assert row["state"] == "unreadable"

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from conserve.config import load
 from conserve.store.books import leases, shards
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.upkeep import checking
 from tests import commands, postgres
 from tests.commands import conserve
@@ -172,7 +172,7 @@ def test_files_that_crashes_leave_are_no_orphans(store: Store, tmp_path: Path) -
     """A shard whose rows are in the journal still, one that was registered under another name, and failed rows."""
     job_id = submit(tmp_path, "one")
     answered(job_id, 10, compacted=False)
-    folder = home.job_folder(store.home, job_id) / home.RESULTS
+    folder = layout.job_folder(store.home, job_id) / layout.RESULTS
     folder.mkdir(exist_ok=True)
     rows = shards.oldest(store, job_id, failed=False, at_least=1)
     shards.write_file(folder, job_id, rows, local=store.local)
@@ -191,13 +191,13 @@ def test_files_that_crashes_leave_are_no_orphans(store: Store, tmp_path: Path) -
 def test_answers_to_other_requests_are_not_taken_in(store: Store, tmp_path: Path) -> None:
     job_id = submit(tmp_path, "one")
     answered(job_id, 10)
-    (path,) = (home.job_folder(store.home, job_id) / home.RESULTS).iterdir()
+    (path,) = (layout.job_folder(store.home, job_id) / layout.RESULTS).iterdir()
     with store.write() as tx:
         for statement in ("delete from shard", "update job set next_position = 0, succeeded = 0"):
             tx.execute(text(statement))
     (found,) = checking.check(store).damages
     assert (found.part, found.file) == ("orphan", str(path.relative_to(store.home)))
-    requests = home.requests_file(store.home, job_id)
+    requests = layout.requests_file(store.home, job_id)
     table = pq.read_table(requests)
     turned = pa.array(reversed(table["row_index"].to_pylist()), table.schema.field("row_index").type)
     pq.write_table(table.set_column(table.schema.get_field_index("row_index"), "row_index", turned), requests)

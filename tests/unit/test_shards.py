@@ -18,17 +18,19 @@ from conserve.store.books.events import Event
 from conserve.store.books.states import FailedBy, JobState, OnLate
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, folder_place, layout
 from conserve.store.files.bucket import Bucket
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import ObjectPath
+from conserve.store.files.place import place_of
 from conserve.store.sql.query import views
 from tests.store_rows import add_job, finish, job, leased, positions, result, select
 
 
 def files(store: Store, job_id: str = "job-1") -> list[Path]:
     """All files of its results folder."""
-    return sorted((home.job_folder(store.home, job_id) / home.RESULTS).glob("*"))
+    return sorted((layout.job_folder(store.home, job_id) / layout.RESULTS).glob("*"))
 
 
 def shard_rows(store: Store) -> list[tuple[str, list[int], bool]]:
@@ -234,7 +236,7 @@ def test_results_come_back_from_a_shard_as_they_were(store: Store) -> None:
 
 def test_a_home_that_is_away_is_not_made_anew(store: Store) -> None:
     finished_job(store, 2)
-    jobs = home.jobs_folder(store.home)
+    jobs = layout.jobs_folder(store.home)
     away = jobs.rename(jobs.with_name("away"))
     with pytest.raises(StoreError):
         shards.compact(store, "job-1", now=0.0)
@@ -248,7 +250,7 @@ def test_results_of_a_job_that_is_gone_are_written_nowhere(store: Store) -> None
     finished_job(store, 1)
     rows = shards.oldest(store, "job-1", failed=False, at_least=1)
     assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
-    jobs = home.jobs_folder(store.home)
+    jobs = layout.jobs_folder(store.home)
     assert [path.name for path in jobs.iterdir()] == ["job-1"]
     jobs.rename(jobs.with_name("away"))
     assert not shards.write_shard(store, "gone", rows, failed=False, now=0.0)
@@ -257,7 +259,7 @@ def test_results_of_a_job_that_is_gone_are_written_nowhere(store: Store) -> None
 
 def test_a_folder_that_a_reader_deleted_is_made_again(store: Store) -> None:
     finished_job(store, 2)
-    home.job_folder(store.home, "job-1").rmdir()
+    layout.job_folder(store.home, "job-1").rmdir()
     assert shards.compact(store, "job-1", now=0.0) == 2
 
 
@@ -266,7 +268,7 @@ def test_a_compaction_goes_on_beside_another_process_at_the_same_job(store: Stor
     finished_job(store, 2)
     marked = Mark(store_id=store.id, registered=True)
     moved: list[int] = []
-    with marks.held(home.job_folder(store.home, "job-1"), marked, alone=False):
+    with place_of(layout.job_folder(store.home, "job-1")).held(marked, alone=False):
         compacting = threading.Thread(
             target=lambda: moved.append(shards.compact(store, "job-1", now=0.0)), daemon=True
         )
@@ -293,7 +295,7 @@ def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
 
     finished_job(store, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(home, "sync", full)
+        patch.setattr(folder_place, "sync", full)
         with pytest.raises(StoreFull):
             shards.compact(store, "job-1", now=0.0)
     assert (journalled(store), files(store)) == ([0, 1], [])
@@ -307,11 +309,11 @@ def test_a_folder_of_another_user_leaves_the_journal_and_names_the_command_that_
 
     finished_job(store, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(shards.home, "make_folder", closed)
+        patch.setattr(FolderPlace, "make", closed)
         with pytest.raises(StoreForbidden, match="run: sudo chown -R ") as caught:
             shards.compact(store, "job-1", now=0.0)
     assert caught.value.job_id == "job-1"
-    assert str(home.job_folder(store.home, "job-1")) in str(caught.value)
+    assert str(layout.job_folder(store.home, "job-1")) in str(caught.value)
     assert (journalled(store), files(store)) == ([0, 1], [])
 
 
@@ -470,7 +472,7 @@ def requests(store: Store, *payloads: str | None, statistics: bool = True) -> No
     """The job's request file; None is a row that could not be rendered."""
     errors = [None if payload is not None else f"error {n}" for n, payload in enumerate(payloads)]
     rows = pa.table({"row_index": range(len(payloads)), "payload": payloads, "error": errors})
-    path = home.requests_file(store.home, "job-1")
+    path = layout.requests_file(store.home, "job-1")
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path, row_group_size=2, write_statistics=statistics)
 
@@ -539,13 +541,13 @@ def test_a_retry_of_rows_that_were_never_rendered_changes_nothing(store: Store) 
 @pytest.mark.parametrize("statistics", [True, False])
 def test_rows_that_could_not_be_rendered_are_found_in_every_group(store: Store, statistics: bool) -> None:
     requests(store, "a", "b", None, "d", "e", None, statistics=statistics)
-    path = home.requests_file(store.home, "job-1")
+    path = layout.requests_file(store.home, "job-1")
     assert unrendered(path, range(6)) == {2: Unrendered(2, "error 2"), 5: Unrendered(5, "error 5")}
     assert unrendered(path, [5, 4]) == {5: Unrendered(5, "error 5")}
 
 
 def test_rows_that_could_not_be_rendered_may_have_no_reason_and_another_place(store: Store) -> None:
-    path = home.requests_file(store.home, "job-1")
+    path = layout.requests_file(store.home, "job-1")
     rows = {"row_index": [7, 4], "payload": ["a", None], "error": pa.array([None, None], pa.string())}
     path.parent.mkdir(parents=True)
     pq.write_table(pa.table(rows), path)
@@ -557,7 +559,7 @@ def test_a_retry_without_readable_requests_puts_all_failed_rows_back(store: Stor
     finished_job(store, 3, failed=(1, 2))
     if damage != "missing":
         requests(store, "a", None, "c")
-    path = home.requests_file(store.home, "job-1")
+    path = layout.requests_file(store.home, "job-1")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:50])
     elif damage == "no requests":

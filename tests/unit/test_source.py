@@ -46,7 +46,7 @@ from conserve.store.books import catalog
 from conserve.store.books.catalog import Source
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from tests.commands import until
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
@@ -450,7 +450,7 @@ def test_requests_that_could_not_be_rendered_are_counted_up_to_the_cursor(
 def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings: Settings) -> None:
     add_job(store, rows=3)
     assert first_waiting(settings, "job-1") is None, "its requests are gone"
-    requests(home.requests_file(store.home, "job-1"), ["x"] * 3, [2, 0, 1])
+    requests(layout.requests_file(store.home, "job-1"), ["x"] * 3, [2, 0, 1])
     assert first_waiting(settings, "job-1") == 0
     lease = leased(store, limit=2)
     assert first_waiting(settings, "job-1") == 1

@@ -20,8 +20,9 @@ from conserve.config import load
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.withdraw import withdraw
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import job_folders, layout
 from conserve.store.files.marks import Mark
+from conserve.store.files.place import place_of
 from tests.commands import HANGS_S, conserve, ended, process
 from tests.conftest import StartForked, WriteInput
 from tests.store_rows import leased
@@ -242,7 +243,7 @@ def test_a_job_that_runs_already_is_not_withdrawn(write_input: WriteInput, store
     leased(store)
     assert not withdraw(store, job_id)
     assert [job.id for job in read_jobs(load(), now=0.0)] == [job_id]
-    assert home.requests_file(store.home, job_id).is_file()
+    assert layout.requests_file(store.home, job_id).is_file()
 
 
 @pytest.mark.parametrize("folder", ["there", "gone"])
@@ -251,10 +252,10 @@ def test_a_job_is_withdrawn_alone_with_all_its_files(
 ) -> None:
     job_id, other = (submit(write_input(f"{name}.parquet", q=["a"])) for name in ("one", "other"))
     if folder == "gone":
-        shutil.rmtree(home.job_folder(store.home, job_id))
+        shutil.rmtree(layout.job_folder(store.home, job_id))
     assert withdraw(store, job_id)
     assert [job.id for job in read_jobs(load(), now=0.0)] == [other]
-    assert [path.name for path in home.jobs_folder(store.home).iterdir()] == [other]
+    assert [path.name for path in layout.jobs_folder(store.home).iterdir()] == [other]
     assert not withdraw(store, job_id), "it is gone"
 
 
@@ -265,7 +266,7 @@ def test_a_job_whose_withdrawal_a_crash_ended_does_not_come_back(
         pass
 
     job_id = submit(write_input(q=["a"]))
-    with mock.patch.object(home, "discard_job", side_effect=Crash), pytest.raises(Crash):
+    with mock.patch.object(job_folders, "discard", side_effect=Crash), pytest.raises(Crash):
         withdraw(store, job_id)
     assert read_jobs(load(), now=0.0) == []
-    assert marks.of(home.job_folder(store.home, job_id)) == Mark(store_id=store.id, registered=False)
+    assert place_of(layout.job_folder(store.home, job_id)).mark() == Mark(store_id=store.id, registered=False)

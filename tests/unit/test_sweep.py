@@ -22,8 +22,10 @@ from conserve.store.books import catalog, shards
 from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.uploads import make_folder
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks, trash
+from conserve.store.files import job_folders, layout, trash
+from conserve.store.files.folder_place import FolderPlace
 from conserve.store.files.marks import MARK, Mark
+from conserve.store.files.place import place_of
 from conserve.store.upkeep.sweep import STALE_AFTER_S, SWEPT, claim_turn, modified_at, sweep
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
@@ -37,15 +39,15 @@ TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 
 def everything(store: Store) -> set[Path]:
     """All files and folders of jobs but the marks."""
-    return {path for path in home.jobs_folder(store.home).rglob("*") if path.name != MARK}
+    return {path for path in layout.jobs_folder(store.home).rglob("*") if path.name != MARK}
 
 
 def orphan(store: Store, name: str = "orphan", store_id: str | None = None, **mark: Any) -> Path:
     """A folder that no database names, of this store unless said otherwise."""
-    folder = home.job_folder(store.home, name)
+    folder = layout.job_folder(store.home, name)
     folder.mkdir(parents=True)
-    (folder / home.REQUESTS).write_bytes(b"of a job that never came to be")
-    marks.change(folder, Mark(store_id=store.id if store_id is None else store_id, **mark))
+    (folder / layout.REQUESTS).write_bytes(b"of a job that never came to be")
+    place_of(folder).set_mark(Mark(store_id=store.id if store_id is None else store_id, **mark))
     return folder
 
 
@@ -89,7 +91,7 @@ def test_jobs_of_another_database_over_the_same_home_are_left_alone(
     finish(other, leased(other, only=[done]))
     shards.compact(other, done, now=0.0)
     before = everything(store)
-    assert {path.name for path in home.jobs_folder(store.home).iterdir()} == {queued, done}
+    assert {path.name for path in layout.jobs_folder(store.home).iterdir()} == {queued, done}
     assert sweep(store, now=LATER) == 0
     assert everything(store) == before
 
@@ -131,7 +133,7 @@ def test_a_folder_without_a_mark_or_with_half_of_one_stays(store: Store) -> None
         (folder / MARK).unlink()
         if content is not None:
             (folder / MARK).write_text(content)
-    (home.jobs_folder(store.home) / "file").write_bytes(b"")
+    (layout.jobs_folder(store.home) / "file").write_bytes(b"")
     orphan(store, "nameless", store_id="")
     before = everything(store)
     assert sweep(store, now=LATER) == 0
@@ -142,7 +144,7 @@ def test_an_orphan_goes_to_the_trash_after_an_hour(store: Store) -> None:
     compacted_job(store)
     kept = everything(store)
     folder = orphan(store)
-    results = home.job_folder(store.home, "job-1") / home.RESULTS
+    results = layout.job_folder(store.home, "job-1") / layout.RESULTS
     (results / "crashed.parquet").write_bytes(b"no transaction names it")
     (results / "crashed.tmp").write_bytes(b"nor this")
     for path in everything(store) - kept:
@@ -184,8 +186,9 @@ def test_the_trash_is_kept_for_a_week(store: Store) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from conserve.store.files import marks
-with marks.held(Path(sys.argv[1]), marks.Mark(store_id="unused"), alone=True):
+from conserve.store.files.folder_place import FolderPlace
+from conserve.store.files.marks import Mark
+with FolderPlace(Path(sys.argv[1])).held(Mark(store_id="unused"), alone=True):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -231,12 +234,12 @@ def test_a_submit_holds_its_folder_until_the_job_is_registered(
 
         return after
 
-    monkeypatch.setattr(home, "adopt", then_sweep(home.adopt))
+    monkeypatch.setattr(job_folders, "adopt", then_sweep(job_folders.adopt))
     monkeypatch.setattr("conserve.jobs.requests.submit.open_input", then_sweep(open_input))
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     assert swept == [0, 0]
-    assert home.requests_file(store.home, job_id).is_file()
-    mark = marks.of(home.job_folder(store.home, job_id))
+    assert layout.requests_file(store.home, job_id).is_file()
+    mark = place_of(layout.job_folder(store.home, job_id)).mark()
     assert mark is not None
     assert mark.registered
     assert not trash.folder(store.home).exists()
@@ -257,9 +260,9 @@ def test_a_submit_that_a_crash_ended_is_swept_up(
     monkeypatch.setattr("conserve.jobs.requests.submit.discard_unregistered", crash)
     with pytest.raises(Crash):
         submit(store, str(write_input(q=["a"])), TASK)
-    assert len(list(home.jobs_folder(store.home).iterdir())) == 1
+    assert len(list(layout.jobs_folder(store.home).iterdir())) == 1
     assert sweep(store, now=LATER) == 1
-    assert list(home.jobs_folder(store.home).iterdir()) == []
+    assert list(layout.jobs_folder(store.home).iterdir()) == []
 
 
 def test_a_record_that_may_have_been_written_keeps_its_folder(
@@ -277,20 +280,20 @@ def test_a_record_that_may_have_been_written_keeps_its_folder(
     with pytest.raises(StoreFull):
         submit(store, str(write_input(q=["a"])), TASK)
     ((job_id,),) = select(store, "select id from job")
-    assert home.requests_file(store.home, job_id).is_file()
+    assert layout.requests_file(store.home, job_id).is_file()
 
 
 def test_a_shard_that_waits_to_be_registered_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was suspended for two hours after the file got its name; then the rows move."""
     add_job(store, rows=100)
     finish(store, leased(store, limit=100))
-    write_durably = home.write_durably
+    write = FolderPlace.write
 
-    def then_sleep(path: Path, scratch: Path) -> None:
-        write_durably(path, scratch)
-        assert sweep(store, now=path.stat().st_mtime + 2 * HOUR_S) == 0
+    def then_sleep(place: FolderPlace, scratch: Path) -> None:
+        write(place, scratch)
+        assert sweep(store, now=place.path.stat().st_mtime + 2 * HOUR_S) == 0
 
-    monkeypatch.setattr(home, "write_durably", then_sleep)
+    monkeypatch.setattr(FolderPlace, "write", then_sleep)
     assert shards.compact(store, "job-1", now=0.0) == 100
     ((file,),) = select(store, "select file from shard")
     assert pq.read_metadata(store.home / file).num_rows == 100
@@ -301,14 +304,14 @@ def test_a_shard_swept_up_on_a_file_system_without_locks_leaves_its_rows_in_the_
 ) -> None:
     add_job(store, rows=2)
     finish(store, leased(store))
-    write_durably = home.write_durably
+    write = FolderPlace.write
 
-    def then_lose_it(path: Path, scratch: Path) -> None:
-        write_durably(path, scratch)
-        trash.throw_away(store.home, path, now=0.0)
+    def then_lose_it(place: FolderPlace, scratch: Path) -> None:
+        write(place, scratch)
+        trash.throw_away(store.home, place.path, now=0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(home, "write_durably", then_lose_it)
+        patch.setattr(FolderPlace, "write", then_lose_it)
         assert shards.compact(store, "job-1", now=0.0) == 0
     assert select(store, "select position from journal order by 1") == [(0,), (1,)]
     assert shards.compact(store, "job-1", now=0.0) == 2
@@ -319,7 +322,7 @@ def test_a_shard_registered_while_the_sweep_looked_is_not_swept(
 ) -> None:
     """The sweep looks again under the lock that registering takes."""
     compacted_job(store)
-    (file,) = (home.job_folder(store.home, "job-1") / home.RESULTS).glob("*")
+    (file,) = (layout.job_folder(store.home, "job-1") / layout.RESULTS).glob("*")
     monkeypatch.setattr("conserve.store.upkeep.sweep.unregistered", lambda *_: [file])
     assert sweep(store, now=LATER) == 0
     assert file.is_file()
@@ -332,7 +335,7 @@ def test_without_locks_nothing_is_swept(store: Store, monkeypatch: pytest.Monkey
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with marks.held(folder, Mark(store_id=store.id), alone=True):
+    with place_of(folder).held(Mark(store_id=store.id), alone=True):
         pass
     assert sweep(store, now=LATER) == 0
 
@@ -340,15 +343,15 @@ def test_without_locks_nothing_is_swept(store: Store, monkeypatch: pytest.Monkey
 def test_a_job_of_an_earlier_version_gets_its_mark_with_its_next_shard(store: Store) -> None:
     """Before that nothing of it is swept: a process of that version would hold no lock."""
     add_job(store, rows=2)
-    folder = home.job_folder(store.home, "job-1")
-    (folder / home.RESULTS).mkdir()
-    left = folder / home.RESULTS / "crashed.parquet"
+    folder = layout.job_folder(store.home, "job-1")
+    (folder / layout.RESULTS).mkdir()
+    left = folder / layout.RESULTS / "crashed.parquet"
     left.write_bytes(b"")
-    assert marks.of(folder) is None
+    assert place_of(folder).mark() is None
     assert sweep(store, now=LATER) == 0
     finish(store, leased(store))
     shards.compact(store, "job-1", now=0.0)
-    assert marks.of(folder) == Mark(store_id=store.id, registered=True)
+    assert place_of(folder).mark() == Mark(store_id=store.id, registered=True)
     assert sweep(store, now=LATER) == 1
     assert not left.exists()
 
@@ -379,8 +382,8 @@ def test_what_cannot_be_moved_stays_alone(store: Store, monkeypatch: pytest.Monk
         return move(path, to)
 
     job_id = compacted_job(store)
-    results = home.job_folder(store.home, job_id) / home.RESULTS
-    sent = store.home / home.SENDING / "left"
+    results = layout.job_folder(store.home, job_id) / layout.RESULTS
+    sent = store.home / layout.SENDING / "left"
     for path in (results / "stays.parquet", sent):
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -421,7 +424,7 @@ def test_a_folder_that_may_not_be_entered_is_left_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The sweep is a part of each start: a job of another user must hold no run up."""
-    folder = home.job_folder(store.home, compacted_job(store))
+    folder = layout.job_folder(store.home, compacted_job(store))
     scan = os.scandir
 
     def refuses(path: Any) -> Any:
@@ -454,7 +457,7 @@ def test_a_home_that_was_copied_is_swept_like_the_first(store: Store, tmp_path: 
 
 
 def test_what_was_to_be_uploaded_and_was_left_goes_after_an_hour(store: Store) -> None:
-    sending = store.home / home.SENDING
+    sending = store.home / layout.SENDING
     sending.mkdir()
     for name, at in (("left", 999.0), ("young", 1000.0)):
         (sending / name).write_bytes(b"part of an object")
@@ -506,8 +509,8 @@ def test_a_folder_that_is_registered_while_the_sweep_looks_stays(
 def test_files_of_a_folder_of_another_store_stay(store: Store) -> None:
     """The database names a job of the same id, say one that was copied by hand."""
     job_id = compacted_job(store)
-    marks.change(home.job_folder(store.home, job_id), Mark(store_id="another", registered=True))
-    left = home.job_folder(store.home, job_id) / home.RESULTS / "crashed.parquet"
+    place_of(layout.job_folder(store.home, job_id)).set_mark(Mark(store_id="another", registered=True))
+    left = layout.job_folder(store.home, job_id) / layout.RESULTS / "crashed.parquet"
     left.write_bytes(b"of whom?")
     assert sweep(store, now=LATER) == 0
     assert left.is_file()
@@ -517,7 +520,7 @@ def test_a_mark_says_which_store_the_job_is_of_and_what_was_submitted(
     store: Store, write_input: WriteInput
 ) -> None:
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
-    mark = marks.of(home.job_folder(store.home, job_id))
+    mark = place_of(layout.job_folder(store.home, job_id)).mark()
     assert mark is not None
     assert (mark.store_id, mark.registered) == (store.id, True)
     with store.read() as tx:
@@ -526,11 +529,11 @@ def test_a_mark_says_which_store_the_job_is_of_and_what_was_submitted(
 
 
 def test_a_mark_that_is_not_what_was_written_is_none(store: Store, write_input: WriteInput) -> None:
-    folder = home.job_folder(store.home, submit(store, str(write_input(q=["a"])), TASK).job_id)
+    folder = layout.job_folder(store.home, submit(store, str(write_input(q=["a"])), TASK).job_id)
     content = (folder / MARK).read_bytes()
     for flipped in range(0, len(content), 7):
         (folder / MARK).write_bytes(
             content[:flipped] + bytes([content[flipped] ^ 1]) + content[flipped + 1 :]
         )
-        assert marks.of(folder) is None
-    assert marks.of(folder / "nowhere") is None
+        assert place_of(folder).mark() is None
+    assert place_of(folder / "nowhere").mark() is None

@@ -14,7 +14,7 @@ from conserve.jobs.requests.admission import HIGHEST, LOWEST
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from tests.commands import conserve, ended, until
 from tests.conftest import StartForked, WriteInput
 from tests.submitting import submit
@@ -33,7 +33,7 @@ def text_of(*values: bytes) -> pa.Array:
 
 
 def requests(store: Store, job_id: str, rows: int) -> list[StoredRequest]:
-    return RequestFile(home.requests_file(store.home, job_id)).read(range(rows))
+    return RequestFile(layout.requests_file(store.home, job_id)).read(range(rows))
 
 
 @pytest.mark.parametrize(

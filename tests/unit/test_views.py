@@ -15,7 +15,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, shards
 from conserve.store.books.states import FailedBy
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql import query
 from conserve.store.sql.query import views, views_of
 from conserve.store.sql.snapshot import snapshot
@@ -39,7 +39,7 @@ def answer(store: Store, job_id: str) -> None:
 
 
 def shard_of(store: Store, job_id: str) -> Path:
-    (path,) = (home.job_folder(store.home, job_id) / home.RESULTS).glob("*.parquet")
+    (path,) = (layout.job_folder(store.home, job_id) / layout.RESULTS).glob("*.parquet")
     return path
 
 
@@ -121,14 +121,14 @@ def test_a_shard_that_cannot_be_read_costs_its_rows_alone(
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, truncate])
-@pytest.mark.parametrize("name", [home.INPUTS, home.REQUESTS])
+@pytest.mark.parametrize("name", [layout.INPUTS, layout.REQUESTS])
 def test_a_copied_input_or_request_file_that_cannot_be_read_costs_its_rows_alone(
     store: Store, tmp_path: Path, damage: Any, name: str
 ) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"q": "a"}\n')
     good, bad = queue(store, lines), queue(store, lines)
-    damage(home.job_folder(store.home, bad) / name)
+    damage(layout.job_folder(store.home, bad) / name)
     view = name.removesuffix(".parquet")
     with views(store, now=0.0) as opened:
         assert opened.duck.execute(f"select job_id from {view}").fetchall() == [(good,)]
@@ -140,7 +140,7 @@ def test_an_input_that_is_no_parquet_any_more_is_left_out(store: Store, tmp_path
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"q": "a"}\n')
     good, bad = queue(store, lines), queue(store, lines)
-    path = home.inputs_file(store.home, bad)
+    path = layout.inputs_file(store.home, bad)
     size = path.stat().st_size
     path.write_bytes(b"PAR1" + b"\xff" * (size - 12) + (20).to_bytes(4, "little") + b"PAR1")
     with views(store, now=0.0) as opened:
@@ -174,7 +174,7 @@ def test_a_file_that_turns_out_to_be_damaged_is_left_out(
     for job_id in (good, bad):
         finish(store, leased(store, only=[job_id], limit=500), text="some text")
         shards.compact(store, job_id, now=0.0)
-    folder = home.job_folder(store.home, bad)
+    folder = layout.job_folder(store.home, bad)
     flip({"results": shard_of(store, bad)}.get(view, folder / f"{view}.parquet"))
     done = conserve("sql", "--csv", sql)
     assert done.returncode == 1, done.stderr
@@ -187,7 +187,7 @@ def test_a_damage_found_after_the_first_rows_ends_the_answer(store: Store, tmp_p
     """The store is of an earlier version and has no digests."""
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"q": "a"}\n')
-    path = home.inputs_file(store.home, queue(store, lines))
+    path = layout.inputs_file(store.home, queue(store, lines))
     with store.write() as tx:
         tx.execute(text("update job set files = null"))
     dice = random.Random(1)
@@ -227,7 +227,7 @@ def test_results_of_a_damaged_job_are_written_and_exit_1(store: Store, write_inp
     for part in ([0, 1], [2, 3]):
         finish(store, leased(store, limit=2), of=part)
         shards.compact(store, job_id, now=0.0)
-    sorted((home.job_folder(store.home, job_id) / home.RESULTS).glob("*.parquet"))[0].unlink()
+    sorted((layout.job_folder(store.home, job_id) / layout.RESULTS).glob("*.parquet"))[0].unlink()
     done = conserve("results", job_id)
     assert done.returncode == 1
     assert [json.loads(line)["row_index"] for line in done.stdout.splitlines()] == [2, 3]
@@ -262,7 +262,7 @@ def test_a_file_of_requests_that_is_something_else_costs_its_rows_alone(
 ) -> None:
     bad, good = (queue(store, write_input(f"{name}.parquet", q=["a"])) for name in ("bad", "good"))
     unsealed(store)
-    rewrite(home.requests_file(store.home, bad), pa.table({"row_index": [0], "error": ["x"]}))
+    rewrite(layout.requests_file(store.home, bad), pa.table({"row_index": [0], "error": ["x"]}))
     with views(store, now=0.0) as opened:
         assert opened.duck.execute("select job_id from requests").fetchall() == [(good,)]
         assert len(opened.files["requests"]) == 1
@@ -288,8 +288,8 @@ def test_a_file_that_is_damaged_after_the_snapshot_costs_its_rows_alone(
     taken = snapshot(store, now=0.0)
     for path in (
         shard_of(store, bad),
-        home.requests_file(store.home, bad),
-        home.inputs_file(store.home, bad),
+        layout.requests_file(store.home, bad),
+        layout.inputs_file(store.home, bad),
     ):
         damage(path)
     with query.opened(taken, spill=tmp_path) as opened:
@@ -307,7 +307,7 @@ def test_a_file_that_is_damaged_after_the_snapshot_costs_its_rows_alone(
     assert f".parquet {what}" in reasons["results"]
     assert reasons["results"].startswith(f"jobs/{bad}/results/")
     copy = (
-        f"its input {home.inputs_file(store.home, bad)}"
+        f"its input {layout.inputs_file(store.home, bad)}"
         if damage is garble
         else "the copy of its input, inputs.parquet,"
     )
@@ -331,7 +331,7 @@ def test_of_a_job_with_several_damaged_files_the_first_is_named(
     answer(store, other)
     if not sealed:
         unsealed(store)
-    paths = sorted((home.job_folder(store.home, bad) / home.RESULTS).glob("*.parquet"))
+    paths = sorted((layout.job_folder(store.home, bad) / layout.RESULTS).glob("*.parquet"))
     for path in [*paths, shard_of(store, other)]:
         truncate(path)
     with views(store, now=0.0) as opened:

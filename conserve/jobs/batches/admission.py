@@ -23,9 +23,9 @@ from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
-from conserve.store.files import home
 from conserve.store.files.locks import alone
 from conserve.store.files.objects import FilePath
+from conserve.store.files.place import place_of
 from conserve.store.sql.query import TROUBLE
 
 PASSING = (OSError, MemoryError, *TROUBLE)
@@ -45,7 +45,7 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
     try:
         with alone_at(path):  # a second process waits, and then finds nothing to do
             if (waiting := find(store, batch_id, now=now)) is not None:
-                with home.fetched(path, store.local) as local:
+                with place_of(path).fetched(store.local) as local:
                     queue(store, waiting[0], upload, local, limits, now=now)
     except PASSING as error:
         # A disk that is not there just now has not lost the upload.

@@ -21,10 +21,11 @@ from conserve.store.books.batches import BatchRecord
 from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import layout, os_errors
 from conserve.store.files.locks import alone
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below
+from conserve.store.files.place import place_of
 from conserve.store.sql import export
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.openai_lines import expired_line, openai_line
@@ -52,17 +53,17 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
     if found.job.state is not JobState.COMPLETED:
         with store.write() as tx:
             batches.fence(tx, found.job.id)
-    folder = home.job_folder(store.data, found.job.id)
+    folder = layout.job_folder(store.data, found.job.id)
     if not folder.is_dir():
         raise StoreDamaged(
             f"the folder of job {found.job.id} is gone; run: conserve check", job_id=found.job.id
         )
     with (
-        home.explained(store.data),
-        marks.held(folder, Mark(store_id=store.id, registered=True), alone=False),
+        os_errors.explained(store.data),
+        place_of(folder).held(Mark(store_id=store.id, registered=True), alone=False),
     ):
         into = folder / uploads.DELIVERIES
-        home.make_folder(into)
+        place_of(into).make()
         with alone(into) if isinstance(into, Path) else nullcontext():
             if (found := to_deliver(store, batch_id)) is not None:
                 put_in_place(store, found, into, now=now)
@@ -131,7 +132,7 @@ class LinesFile:
     def __init__(self, folder: FilePath, local: Path) -> None:
         self.id = uploads.new_file_id()
         self._path = folder / f"{self.id}.jsonl"
-        self._scratch = home.sending(self._path, local)
+        self._scratch = place_of(self._path).sending(local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._bytes = self._lines = 0
@@ -157,7 +158,7 @@ class LinesFile:
         self._file.close()
         if not self._lines:
             return None
-        home.write_durably(self._path, self._scratch)
+        place_of(self._path).write(self._scratch)
         return Written(
             id=self.id,
             path=self._path,

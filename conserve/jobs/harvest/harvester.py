@@ -40,7 +40,7 @@ from conserve.jobs.harvest.write_behind import Outcomes, WriteBehind
 from conserve.store.database.connection import UNDONE, code
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import Listener
-from conserve.store.files import home
+from conserve.store.files import os_errors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -391,7 +391,7 @@ class Harvester:
         """Run a function in the store's thread; its `OSError` becomes a `StoreError`."""
 
         def call() -> T:
-            with home.explained(self.store.home):
+            with os_errors.explained(self.store.home):
                 return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -19,7 +19,7 @@ from conserve.store.books.leases import Lease, LeasedRow
 from conserve.store.books.mounted import require_folder, require_folders
 from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout, os_errors
 from conserve.store.files.digests import MEMORY, Memory, bytes_to_read
 from conserve.store.upkeep.damage import StorePart, unreadable
 
@@ -111,7 +111,7 @@ class Workload:
         """Open a job's requests; raises another `StoreError` if the folders of all jobs are away, or its own is."""
         try:
             self._compare(job)
-            return RequestFile(home.requests_file(self._store.data, job.id))
+            return RequestFile(layout.requests_file(self._store.data, job.id))
         except StoreDamaged:
             with self._store.read() as tx:
                 require_folders(tx, self._store.data)
@@ -124,8 +124,8 @@ class Workload:
         if isinstance(data, Path):
             self._memory = self._memory or Memory(data / MEMORY, now=now)
             self._memory.now = now
-        known, seal, compare = self._memory, job.files.get(home.REQUESTS), digests.damage
-        reads = bytes_to_read(home.requests_file(data, job.id), seal, known)
+        known, seal, compare = self._memory, job.files.get(layout.REQUESTS), digests.damage
+        reads = bytes_to_read(layout.requests_file(data, job.id), seal, known)
         for damage in self.comparisons.outcome(
             job.id,
             "requests",
@@ -146,7 +146,7 @@ class Workload:
         `model` is the one that they were leased for. `pushes` is for rows of a job that would miss its deadline.
         """
         opened = self._open[lease.job_id]
-        with home.explained(self._store.data):
+        with os_errors.explained(self._store.data):
             requests = self._requests(opened.job).read([row.position for row in lease.rows])
         return [
             to_work(opened, lease.epoch, row, request, identity, model=model, pushes=pushes)

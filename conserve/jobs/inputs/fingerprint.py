@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conserve.store.books.catalog import InputFile, JobRecord, Source
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.files.digests import digest_of
 from conserve.store.files.objects import FilePath
 
@@ -64,7 +64,7 @@ def changeable(data: FilePath, job: JobRecord) -> Iterator[tuple[InputFile, Path
     source = job.source
     if source.copied and not source.linked:
         return
-    folder = home.job_folder(data, job.id)
+    folder = layout.job_folder(data, job.id)
     for part in source.files:
         yield part, Path(str(folder / part.kept)) if part.kept else Path(part.path)
 

@@ -35,7 +35,7 @@ from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
 from conserve.jobs.inputs.text_rows import CsvRows, JsonLines, OpenAILines, TextRows, TsvRows
 from conserve.jobs.task import Task
 from conserve.store.books.catalog import InputFile, Source
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.sql.scan import scanned
 
 STDIN = "-"
@@ -114,7 +114,7 @@ class Opened:
     def copy_text(self, folder: Path) -> None:
         """Copy the rows of text files into the job's folder as Parquet, in which SQL finds their types."""
         if isinstance(self.rows, TextRows):
-            self.rows.copy_to(folder / home.INPUTS)
+            self.rows.copy_to(folder / layout.INPUTS)
             (folder / SPOOLED).unlink(missing_ok=True)
             check_unwritten(self.source)
         remote.drop(folder)
@@ -222,7 +222,7 @@ def open_query(given: Input, sql: str, folder: Path) -> Opened:
 
 def kept_table(reader: pa.RecordBatchReader, folder: Path, title: str, kind: str) -> Opened:
     """Keep the rows of a table, which is read once, in the job's folder."""
-    path = folder / home.INPUTS
+    path = folder / layout.INPUTS
     keep_batches(reader, path, title)
     mark = fingerprint(path)
     source = Source(
@@ -253,7 +253,7 @@ def unasked(rows: str, chats: str | None = "COLUMN") -> InputError:
 def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: bool) -> Opened:
     """Keep Parquet files, and read them where they then are."""
     if from_stdin:
-        path = named.paths[0].rename(folder / home.INPUTS)
+        path = named.paths[0].rename(folder / layout.INPUTS)
         rows = ParquetRows(path, given.title)
         mark = replace(fingerprint(path), path="")
         return Opened(rows, replace(source_of(named, [mark], FileFormat.PARQUET), path=None, copied=True))
@@ -263,14 +263,14 @@ def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: b
     (path,) = named.paths
     ParquetRows(path, given.title)  # a damaged file is not copied first
     before = stamp(path)
-    kept = keep(path, folder / home.INPUTS, how)
-    lies = path if kept is Keep.REFERENCE else folder / home.INPUTS
+    kept = keep(path, folder / layout.INPUTS, how)
+    lies = path if kept is Keep.REFERENCE else folder / layout.INPUTS
     mark = replace(fingerprint(lies), path=str(path.absolute()))
     if stamp(path) != before:
         raise written_to(path)
     source = source_of(named, [mark], FileFormat.PARQUET)
     if kept is Keep.LINK:
-        source = replace(source, linked=True, parts=(replace(mark, kept=home.INPUTS),))
+        source = replace(source, linked=True, parts=(replace(mark, kept=layout.INPUTS),))
     return Opened(ParquetRows(lies, given.title), replace(source, copied=kept is not Keep.REFERENCE), kept)
 
 
@@ -283,14 +283,14 @@ def open_parts(named: NamedInput, given: Input, folder: Path, how: Keep) -> Open
             raise InputError(f"{fault}; submit with --keep-input copy, which writes them as one file")
         how = Keep.COPY
     if how is Keep.COPY:
-        parts.copy_to(folder / home.INPUTS)
+        parts.copy_to(folder / layout.INPUTS)
         source = source_of(named, marks, FileFormat.PARQUET)
         check_unwritten(source)
-        return Opened(ParquetRows(folder / home.INPUTS, given.title), replace(source, copied=True))
-    (folder / home.PARTS).mkdir()
+        return Opened(ParquetRows(folder / layout.INPUTS, given.title), replace(source, copied=True))
+    (folder / layout.PARTS).mkdir()
     kept_parts = []
     for number, (path, mark) in enumerate(zip(named.paths, marks, strict=True)):
-        name = f"{home.PARTS}/{number:05}.parquet"
+        name = f"{layout.PARTS}/{number:05}.parquet"
         kept = keep(path, folder / name, how)
         kept_parts.append(
             replace(

@@ -12,7 +12,7 @@ from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Task
 from conserve.store.books import readings
 from conserve.store.books.readings import JobReading
-from conserve.store.files import home
+from conserve.store.files import layout
 
 AT_ONCE = 32  # prompts that a server counts at a time
 CHUNK = 512  # requests in memory
@@ -85,7 +85,7 @@ async def dry_run_of(
 ) -> DryRun:
     """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
     found = DryRun(job.id)
-    requests = RequestFile(home.requests_file(readings.data(settings), job.id))
+    requests = RequestFile(layout.requests_file(readings.data(settings), job.id))
     try:
         for positions in chunks(waiting(settings, job)):
             stored = requests.read(positions)

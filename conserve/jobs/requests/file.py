@@ -18,7 +18,7 @@ from conserve.errors import StoreDamaged, StoreError
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
-from conserve.store.files import home
+from conserve.store.files import layout, os_errors
 from conserve.store.files.objects import FilePath, ObjectPath, source
 
 SCHEMA = pa.schema(
@@ -161,7 +161,7 @@ class RequestFile:
     def _readable(self) -> Iterator[None]:
         """Turn pyarrow's errors about the file into `StoreDamaged` of the job, whose folder it is in."""
         try:
-            with home.damage_apart(self._path):
+            with os_errors.damage_apart(self._path):
                 yield
         except (OSError, pa.ArrowException, IndexError) as error:
             job_id = self._path.parent.name
@@ -272,7 +272,7 @@ def looked_up(
         return None
     *returned, start = untaken
     try:
-        requests = RequestFile(home.requests_file(data, job_id))
+        requests = RequestFile(layout.requests_file(data, job_id))
         try:
             return look(requests, returned, start)
         finally:

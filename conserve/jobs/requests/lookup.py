@@ -7,7 +7,7 @@ from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.wording import Tasks
 from conserve.store.books.catalog import JobRecord
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ def find_request(
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
     if not may_be_there(job, row_index, custom_id):
         raise UsageError(missing(job, row_index, custom_id))
-    requests = RequestFile(home.requests_file(store.data, job.id))
+    requests = RequestFile(layout.requests_file(store.data, job.id))
     try:
         wanted = ("row_index", row_index) if custom_id is None else ("custom_id", custom_id)
         position = requests.position_of(*wanted)

@@ -32,7 +32,7 @@ from conserve.store.books import batches, catalog
 from conserve.store.books.job_terms import JobTerms
 from conserve.store.books.mounted import require_folders
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, job_folders, layout, os_errors
 from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.duplicates import first_duplicate
 
@@ -77,16 +77,16 @@ def submit(
     check_terms(terms)
     with store.read() as tx:
         require_folders(tx, store.data)
-    with home.new_job_folder(store.local, store.id) as folder:
-        with home.explained(store.data):
+    with job_folders.new(store.local, store.id) as folder:
+        with os_errors.explained(store.data):
             opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
-        with home.explained(store.data):
-            written = write_requests(folder / home.REQUESTS, opened.rows, task)
+        with os_errors.explained(store.data):
+            written = write_requests(folder / layout.REQUESTS, opened.rows, task)
             if written.unrendered == written.rows and batch_id is None:  # a batch's file of errors names each
                 raise nothing_to_send(written, task)
             opened.copy_text(folder)
-        check_ids(folder / home.REQUESTS, task)
+        check_ids(folder / layout.REQUESTS, task)
         check_rows(written.rows)
         before_queueing()
         name = slug(given.label if terms.name is None else terms.name)
@@ -204,10 +204,10 @@ def enqueue(
         namesakes = catalog.named(tx, name)
         drawn = new_ids(name, length=LENGTH if isinstance(store.data, Path) else LENGTH_IN_BUCKET)
         free = (i for i in drawn if not catalog.taken(tx, i))
-        job_id = next(i for i in free if not home.job_folder(store.data, i).exists())  # another store's
-    with home.explained(store.data):
-        files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
-    home.adopt(folder, store.data, job_id)
+        job_id = next(i for i in free if not layout.job_folder(store.data, i).exists())  # another store's
+    with os_errors.explained(store.data):
+        files = digests.seals([folder / layout.REQUESTS, folder / layout.INPUTS])
+    job_folders.adopt(folder, store.data, job_id)
     now = time.time()
     try:
         with store.write() as tx:
@@ -233,7 +233,7 @@ def enqueue(
     except BaseException:
         discard_unregistered(store, job_id)
         raise
-    marks.register(home.job_folder(store.data, job_id), store.id, record)
+    job_folders.register(layout.job_folder(store.data, job_id), store.id, record)
     return Submitted(
         job_id=job_id,
         rows=written.rows,
@@ -250,7 +250,7 @@ def discard_unregistered(store: Store, job_id: str) -> None:
     with suppress(StoreError), store.write() as tx:
         catalog.lock_ids(tx)
         if not catalog.taken(tx, job_id):
-            home.discard_job(store.data, job_id)
+            job_folders.discard(store.data, job_id)
 
 
 def slug(label: str) -> str:

@@ -17,7 +17,7 @@ from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.books import catalog, choice
 from conserve.store.books.shapes import ClaimableJob
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import layout, os_errors
 
 ROWS = 8192  # that a window holds of all jobs together
 BLOCKS = 1 << 20  # of their prompts, whichever comes first: long prompts must not hold up the store's thread
@@ -58,7 +58,7 @@ class Feed:
         self.whole = whole
         self._store, self._job_id, self._cache = store, job.id, cache
         self._task = Task.from_json(job.task)
-        self._requests = RequestFile(home.requests_file(store.data, job.id))
+        self._requests = RequestFile(layout.requests_file(store.data, job.id))
         self._start = 0  # the next row's position is this or larger
         self._ended = False
         self._read: deque[tuple[int, Key]] = deque()
@@ -137,14 +137,14 @@ class Lookahead:
         # A queue has thousands of jobs with a deadline; the window looks through those of its order at each row.
         self._window.arrange(replace(order, urgent=tuple(seq for seq in order.urgent if seq in wanted)))
         self._share = max(1, self._rows // max(1, len(self._feeds)))
-        with home.explained(self._store.data):
+        with os_errors.explained(self._store.data):
             for seq in self._feeds:
                 self._fill(seq)
 
     def take(self, limit: int) -> list[tuple[str, int]]:
         """Give out the next rows (job id, position), at most `limit`; the window is refilled after each."""
         taken: list[tuple[str, int]] = []
-        with home.explained(self._store.data):
+        with os_errors.explained(self._store.data):
             while len(taken) < limit and len(self._window):
                 before = self._window.cursor
                 row = self._window.pop()
@@ -190,10 +190,10 @@ class Lookahead:
         """Key of the row at this place; empty if the row is gone."""
         if not place.job_id:
             return ()
-        with suppress(StoreError, JobNotFound), home.explained(self._store.data):
+        with suppress(StoreError, JobNotFound), os_errors.explained(self._store.data):
             with self._store.read() as tx:
                 task = Task.from_json(catalog.get(tx, place.job_id).task)
-            requests = RequestFile(home.requests_file(self._store.data, place.job_id))
+            requests = RequestFile(layout.requests_file(self._store.data, place.job_id))
             try:
                 return key_of(requests.read([place.position])[0], task, self._cache)
             finally:

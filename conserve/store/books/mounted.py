@@ -9,8 +9,9 @@ from conserve.errors import StoreError, StoreForbidden
 from conserve.store.books import catalog
 from conserve.store.database.connection import of_one_machine
 from conserve.store.database.migrations import store_id
-from conserve.store.files import home, marks
+from conserve.store.files import layout, os_errors
 from conserve.store.files.objects import FilePath
+from conserve.store.files.place import place_of
 
 
 def require_folders(tx: Connection, where: FilePath) -> None:
@@ -20,8 +21,8 @@ def require_folders(tx: Connection, where: FilePath) -> None:
     """
     if not isinstance(where, Path):
         return
-    jobs, ours, others = home.jobs_folder(where), store_id(tx), False
-    with home.damage_apart(jobs):
+    jobs, ours, others = layout.jobs_folder(where), store_id(tx), False
+    with os_errors.damage_apart(jobs):
         for folder in jobs.iterdir() if jobs.is_dir() else ():  # of a hundred thousand the first one will do
             if folder.name.startswith("."):
                 continue
@@ -40,7 +41,7 @@ def require_folders(tx: Connection, where: FilePath) -> None:
 
 def is_ours(folder: Path, ours: str) -> bool:
     """True for a job's folder that is marked as this store's, or has no mark that can be read."""
-    mark = marks.of(folder)
+    mark = place_of(folder).mark()
     return mark is None or mark.store_id == ours
 
 
@@ -49,7 +50,7 @@ def require_folder(tx: Connection, where: FilePath, job_id: str) -> None:
 
     Nothing is known of its files then: each machine of a queue may have been given a folder of its own by mistake.
     """
-    folder = home.job_folder(where, job_id)
+    folder = layout.job_folder(where, job_id)
     if isinstance(folder, Path) and not folder.exists() and not of_one_machine(tx):
         raise StoreForbidden(
             f"{folder} is missing; harvesters of one database need one folder of files (CONSERVE_DATA, or the same "

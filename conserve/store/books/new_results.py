@@ -17,8 +17,8 @@ from conserve.store.database import schema
 from conserve.store.database.bulk import along_indexes
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
-from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import source
+from conserve.store.files.os_errors import damage_apart
 
 log = logging.getLogger(__name__)
 journal = schema.journal

@@ -16,8 +16,8 @@ from conserve.store.books import catalog, spans
 from conserve.store.database import schema
 from conserve.store.files import digests
 from conserve.store.files.digests import Seal
-from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
+from conserve.store.files.os_errors import damage_apart
 
 POSITIONS = [
     select(table.c.position).where(table.c.job_id == bindparam("job_id"))

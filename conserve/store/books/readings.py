@@ -273,7 +273,7 @@ def opened(settings: Settings) -> Iterator[Query | None]:
         return
     try:
         if not path.exists():
-            from conserve.store.files.home import refuse_no_folder
+            from conserve.store.files.os_errors import refuse_no_folder
 
             refuse_no_folder(settings.home)
     except PermissionError as error:

@@ -29,10 +29,11 @@ from conserve.store.database.bulk import afresh, along_indexes, insert_rows, mat
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, layout, os_errors
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
+from conserve.store.files.place import place_of, scratch_of
 
 log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
@@ -186,15 +187,15 @@ def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed
     The job's mark is held from before the file exists until it is registered, so that no sweep takes it and no
     removal deletes the folder meanwhile. A job that was removed before leaves nothing.
     """
-    folder = home.job_folder(store.data, job_id)
-    with home.explained(store.data), home.owned(folder):
+    folder = layout.job_folder(store.data, job_id)
+    with os_errors.explained(store.data), os_errors.owned(folder):
         try:
             if isinstance(folder, Path):
                 folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
-            with marks.held(folder, Mark(store_id=store.id, registered=True), alone=False):
+            with place_of(folder).held(Mark(store_id=store.id, registered=True), alone=False):
                 if is_known(store, job_id):
                     return write_held(store, job_id, rows, failed=failed, now=now)
-                marks.drop(folder)
+                place_of(folder).drop_bare()
         except FileNotFoundError:
             if is_known(store, job_id):
                 raise
@@ -203,8 +204,8 @@ def write_shard(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed
 
 def write_held(store: Store, job_id: str, rows: Sequence[JournalRow], *, failed: bool, now: float) -> bool:
     """Write and register one shard of a job whose mark is held."""
-    folder = home.job_folder(store.data, job_id) / home.RESULTS
-    home.make_folder(folder)
+    folder = layout.job_folder(store.data, job_id) / layout.RESULTS
+    place_of(folder).make()
     path, seal = write_file(folder, job_id, rows, local=store.local)
     written_at = time.time()
     registered = register(store, job_id, path, seal, rows, failed=failed, now=now, written_at=written_at)
@@ -225,11 +226,11 @@ def write_file(
     """Write the file of a shard, flushed; the database does not name it yet."""
     positions = [row.position for row in rows]
     path = folder / f"{positions[0]:012}-{uuid.uuid4().hex[:8]}.parquet"
-    with home.scratch_of(path, local) as scratch:
+    with scratch_of(path, local) as scratch:
         table = to_arrow([job_id] * len(rows), positions, [row.result for row in rows])
         pq.write_table(table, scratch, compression="zstd", write_page_checksum=True)
         seal = digests.seal(scratch)
-        home.write_durably(path, scratch)
+        place_of(path).write(scratch)
     return path, seal
 
 
@@ -318,7 +319,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         journal_positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))
         in_shards, damaged = in_failed_shards(tx, store.data, current, warn)
         failed = [*journal_positions, *(position for rows in in_shards.values() for position in rows)]
-        stuck = unrendered(home.requests_file(store.data, current.id), failed)
+        stuck = unrendered(layout.requests_file(store.data, current.id), failed)
         if stuck:
             warn(stays_failed(current.id, stuck))
         positions = [*(position for position in failed if position not in stuck), *damaged.lost]

@@ -17,8 +17,8 @@ from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests
-from conserve.store.files.home import damage_apart
 from conserve.store.files.objects import FilePath, source
+from conserve.store.files.os_errors import damage_apart
 from conserve.units import count
 
 request, lease, journal = schema.request, schema.lease, schema.journal

@@ -16,8 +16,9 @@ from conserve.store.books.lateness import has_passed
 from conserve.store.books.mounted import require_folders
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home, trash
+from conserve.store.files import os_errors, trash
 from conserve.store.files.objects import FilePath, ObjectPath, below
+from conserve.store.files.place import place_of
 from conserve.store.files.probe import ahead_s
 
 file, batch = schema.file, schema.batch
@@ -75,8 +76,8 @@ def make_folder(store: Store) -> FilePath:
     """The folder of uploads, which is made if it is missing."""
     with store.read() as tx:
         require_folders(tx, store.data)
-    with home.explained(store.data):
-        home.make_with_parents(folder(store))
+    with os_errors.explained(store.data):
+        place_of(folder(store)).make_with_parents()
     return folder(store)
 
 

@@ -6,15 +6,16 @@ from sqlalchemy import delete, exists
 
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import job_folders, layout
 from conserve.store.files.marks import Mark
+from conserve.store.files.place import place_of
 
 job, request = schema.job, schema.request
 
 
 def withdraw(store: Store, job_id: str) -> bool:
     """Remove a job of which no row was ever leased; returns False and does nothing if one was."""
-    folder = home.job_folder(store.data, job_id)
+    folder = layout.job_folder(store.data, job_id)
     live = exists().where(request.c.job_id == job_id)
     with store.write() as tx:
         untouched = job.c.id == job_id, job.c.next_position == 0, job.c.succeeded + job.c.failed == 0, ~live
@@ -22,6 +23,6 @@ def withdraw(store: Store, job_id: str) -> bool:
             return False
         # With this mark the sweep takes the folder after a crash, and `check` does not bring the job back.
         with suppress(OSError):
-            marks.change(folder, Mark(store_id=store.id, registered=False))
-    home.discard_job(store.data, job_id)
+            place_of(folder).set_mark(Mark(store_id=store.id, registered=False))
+    job_folders.discard(store.data, job_id)
     return True

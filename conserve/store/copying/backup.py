@@ -37,7 +37,7 @@ from conserve.store.database.connection import (
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.reader import reader
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, nights
+from conserve.store.files import digests, nights, os_errors
 from conserve.whole import sync
 
 LOOKS = 5  # at the database, if files go meanwhile
@@ -63,7 +63,7 @@ def backup(store: Store, to: Path, *, now: float, copy: bool, say: Callable[[str
             f"the files of this store lie in {store.data}, which a backup does not take; copy them by their own "
             "means, and the database by its own"
         )
-    with home.explained(to.parent), explained_sqlite(store, to.parent), scratch_folder(to) as folder:
+    with os_errors.explained(to.parent), explained_sqlite(store, to.parent), scratch_folder(to) as folder:
         taken = take(store, folder, copy=copy, say=say)
         made = describe(store, folder, taken, now)
         contents.write_json(folder / MANIFEST, manifest.to_json(made))
@@ -84,7 +84,7 @@ def explained_sqlite(store: Store, where: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         if code(error).startswith(NO_ROOM):
-            raise home.no_space(where) from error
+            raise os_errors.no_space(where) from error
         raise explain_driver(error, address(store.engine)) from error
 
 

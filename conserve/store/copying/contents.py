@@ -16,7 +16,8 @@ from sqlalchemy import Connection, select
 
 from conserve.store.books import catalog, shards
 from conserve.store.database import schema
-from conserve.store.files import home, marks, nights
+from conserve.store.files import layout, marks, nights
+from conserve.store.files.place import place_of
 from conserve.whole import sync
 
 PROFILES = "profiles"
@@ -29,10 +30,10 @@ def named(tx: Connection, where: Path) -> Iterator[str]:
     """Yield the files that a database names, relative to the home; of jobs also what their folders hold."""
     jobs = {job.id: job for job in catalog.everything(tx)}
     for job_id in catalog.ids(tx):
-        folder = home.job_folder(where, job_id)
-        names = {home.REQUESTS, *recorded(jobs[job_id])} if job_id in jobs else {home.REQUESTS}
-        names |= {name for name in (marks.MARK, home.INPUTS) if (folder / name).exists()}
-        names |= {f"{home.PARTS}/{path.name}" for path in (folder / home.PARTS).glob("*")}
+        folder = layout.job_folder(where, job_id)
+        names = {layout.REQUESTS, *recorded(jobs[job_id])} if job_id in jobs else {layout.REQUESTS}
+        names |= {name for name in (marks.MARK, layout.INPUTS) if (folder / name).exists()}
+        names |= {f"{layout.PARTS}/{path.name}" for path in (folder / layout.PARTS).glob("*")}
         for name in sorted(names):
             yield str((folder / name).relative_to(where))
     for shard in shards.files(tx):
@@ -45,14 +46,14 @@ def recorded(job: catalog.JobRecord) -> Iterator[str]:
     if job.files:  # earlier versions made no marks
         yield marks.MARK
     if job.source.copied:
-        yield home.INPUTS
+        yield layout.INPUTS
     yield from (part.kept for part in job.source.parts if part.kept)
 
 
 def linked(tx: Connection, where: Path) -> Iterator[str]:
     """Yield those of the files that are a user's too, by another name."""
     for job in catalog.everything(tx):
-        folder = home.job_folder(where, job.id)
+        folder = layout.job_folder(where, job.id)
         yield from (str((folder / part.kept).relative_to(where)) for part in job.source.parts if part.kept)
 
 
@@ -91,7 +92,7 @@ def take(
         try:
             changes = name in users or name.startswith(f"{PROFILES}/")  # a profile is appended to
             put(source / name, path, copy=copy or changes)
-            if path.name == marks.MARK and marks.of(path.parent) is None:
+            if path.name == marks.MARK and place_of(path.parent).mark() is None:
                 put(source / name, path, copy=copy)  # it was just being rewritten
         except FileNotFoundError:
             missing.append(name)

@@ -24,7 +24,8 @@ from conserve.store.database import counters, data, guard, half_made, lineage, s
 from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.migrations import migrate
 from conserve.store.database.moves import MoveMark, MoveState
-from conserve.store.files import home
+from conserve.store.files import layout, os_errors
+from conserve.store.files.place import place_of
 
 SCRATCH = ".restore"  # in the home: the database of the backup, and the contents of an archive
 
@@ -37,8 +38,8 @@ def restore(settings: Settings, backup: Path, *, now: float, copy: bool, told: T
             f"a backup is restored into CONSERVE_HOME, and CONSERVE_DATA is {settings.data}; leave that out, "
             "here and for the restored store"
         )
-    with home.explained(where):
-        home.make_private(where)
+    with os_errors.explained(where):
+        place_of(where).make_private()
         with scratch(where) as folder, unpacked(backup, folder) as source:
             made = manifest.read(source)
             with closing_engine(engine_of(settings.store_url)) as target:
@@ -85,7 +86,7 @@ def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
     mark = MoveMark(id=made.id, state=MoveState.ARRIVING, other=str(backup), store_id=made.store_id)
 
     def require(tx: Connection) -> None:
-        if any(home.jobs_folder(where).glob("[!.]*")):
+        if any(layout.jobs_folder(where).glob("[!.]*")):
             raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")
         there = guard.mark_of(tx)
         if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):

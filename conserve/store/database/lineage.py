@@ -15,8 +15,9 @@ from sqlalchemy import Engine
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.store.database.connection import address, masked
-from conserve.store.files.home import JOBS, refuse_no_folder
+from conserve.store.files.layout import JOBS
 from conserve.store.files.locks import alone
+from conserve.store.files.os_errors import refuse_no_folder
 from conserve.whole import write_whole
 
 FILE = "stores.json"

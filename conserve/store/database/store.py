@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from conserve.config import Settings, is_backup
+from conserve.config import Settings, is_backup, refuse_backup
 from conserve.errors import StoreError
 from conserve.store.database import data, half_made, lineage
 from conserve.store.database.connection import (
@@ -24,8 +24,9 @@ from conserve.store.database.connection import (
     transaction,
 )
 from conserve.store.database.migrations import store_id
-from conserve.store.files.home import explained, make_private, refuse_backup
 from conserve.store.files.objects import FilePath
+from conserve.store.files.os_errors import explained
+from conserve.store.files.place import place_of
 
 WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
 LOOK_S = 0.1  # between two tries to take one
@@ -59,7 +60,7 @@ class Store:
         """Open or make the store as `open` does, also one that is half made; its id is not noted."""
         refuse_backup(settings.home)
         with explained(settings.home):
-            make_private(settings.home)
+            place_of(settings.home).make_private()
         engine = connect(settings.store_url)
         with closed_on_error(engine):
             store = cls.over(settings.home, engine, settings.data)
@@ -97,7 +98,7 @@ class Store:
             if data.is_same(data.settled(tx, self.home, place), data.recorded(tx)):
                 return
         with explained(self.data):
-            make_private(self.data)
+            place_of(self.data).make_private()
         with self.write() as tx:
             data.record(tx, data.settled(tx, self.home, place))
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conserve.errors import StoreForbidden
-from conserve.store.files.home import damage_apart, out_of_reach
 from conserve.store.files.objects import FilePath, ObjectPath, source
+from conserve.store.files.os_errors import damage_apart, out_of_reach
 
 MEMORY = "verified.json"
 REMEMBER_S = 86_400.0

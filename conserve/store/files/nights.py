@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve import owners
-from conserve.store.files.home import refuse_no_folder
+from conserve.store.files.os_errors import refuse_no_folder
 
 EVALS = "evals"
 RECORD = "run.json"

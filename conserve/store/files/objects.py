@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from conserve.errors import StoreUnreachable
 from conserve.store.files.bucket import SCHEMES, Bucket, reached
@@ -223,6 +223,25 @@ FilePath: TypeAlias = Path | ObjectPath
 """A file of a store, in a folder or in a bucket."""
 
 
+class JoinablePath(Protocol):
+    """What both kinds of path have, and give paths of their own kind by."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+
+    def __truediv__(self, below: str, /) -> Self: ...
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
+    def iterdir(self) -> Iterator[Self]:
+        """Yield what is right below the path."""
+
+
+P = TypeVar("P", bound=JoinablePath)
+"""Path, ObjectPath, or either."""
+
+
 class RangedFile(io.RawIOBase):
     """Bytes that are fetched by ranges and read like a file of `size` bytes."""
 
@@ -305,10 +324,7 @@ def source(path: FilePath) -> Path | ObjectFile:
 
 def below(path: FilePath, root: FilePath) -> str:
     """Path of a file below the place of the store's files, as the database has it."""
-    if isinstance(path, Path):
-        return str(path.relative_to(str(root)))
-    assert isinstance(root, ObjectPath)
-    return str(path.relative_to(root))
+    return str(PurePosixPath(str(path)).relative_to(str(root)))
 
 
 def object_at(path: Path) -> ObjectPath | None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from conserve import errors
 from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.files.objects import FilePath
 from conserve.store.sql import child, mistakes, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
@@ -146,7 +146,7 @@ def by_cause(frames: Iterator[Frame], question: SnapshotQuery) -> Iterator[Frame
         yield from frames
     except StoreError as error:
         for job_id in question.changed():
-            if f"/{home.JOBS}/{job_id}/" in str(error):
+            if f"/{layout.JOBS}/{job_id}/" in str(error):
                 raise StoreError(f"the answer is not whole: job {job_id}: {CHANGED}; {AGAIN}") from error
         raise
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.batches import RowBatches, values
 from conserve.store.sql.input_columns import RESULT_COLUMNS, ROW, shown_names
@@ -63,7 +63,7 @@ def ordered(
 
 def with_urls(duck: duckdb.DuckDBPyConnection, data: FilePath, job_id: str) -> duckdb.DuckDBPyRelation:
     """Results of a job in input order, with the route of each row that names its own."""
-    requests = parquet([home.requests_file(data, job_id)])
+    requests = parquet([layout.requests_file(data, job_id)])
     return duck.sql(
         f"select r.*, q.url from results r join (select row_index, url from {requests}) q "
         f"using (row_index) where r.job_id = {literal(job_id)} order by r.row_index"
@@ -72,7 +72,7 @@ def with_urls(duck: duckdb.DuckDBPyConnection, data: FilePath, job_id: str) -> d
 
 def unanswered(duck: duckdb.DuckDBPyConnection, data: FilePath, job_id: str) -> duckdb.DuckDBPyRelation:
     """Row index and custom id of each row of a job that has no result, in input order."""
-    requests = parquet([home.requests_file(data, job_id)])
+    requests = parquet([layout.requests_file(data, job_id)])
     return duck.sql(
         f"select q.row_index, q.custom_id from {requests} q anti join results r "
         f"on r.job_id = {literal(job_id)} and r.row_index = q.row_index order by q.row_index"

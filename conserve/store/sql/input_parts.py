@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conserve.store.books.catalog import InputFile, Source
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.quoting import literal, parquet, quoted
 
@@ -29,10 +29,10 @@ class InputPart(NamedTuple):
 def parts_of(data: FilePath, job_id: str, source: Source) -> list[InputPart]:
     """The files with the rows of an input, in order."""
     if source.copied:
-        return [InputPart(home.inputs_file(data, job_id), 0, {})]
+        return [InputPart(layout.inputs_file(data, job_id), 0, {})]
     if not source.parts:
         return [InputPart(Path(source.path or ""), 0, {})]
-    folder = home.job_folder(data, job_id)
+    folder = layout.job_folder(data, job_id)
     return [
         InputPart(folder / part.kept if part.kept else Path(part.path), part.first_row, part.partition)
         for part in source.parts

@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.store.books.states import ENDED_EARLY
-from conserve.store.files import home
+from conserve.store.files import layout
 from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import with_columns
 from conserve.store.sql.quoting import parquet
@@ -89,7 +89,7 @@ def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[FilePath], li
     left_out: list[LeftOut] = []
     damaged = {taken.data / each.file: each.what for each in taken.damages if each.part is StorePart.REQUESTS}
     for job in taken.catalog:
-        path = home.requests_file(taken.data, job.id)
+        path = layout.requests_file(taken.data, job.id)
         if reason := damaged.get(path) or fault(path):
             left_out.append(gap(job.id, f"{path.name} {reason}"))
         else:

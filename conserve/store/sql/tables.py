@@ -20,9 +20,11 @@ import pyarrow.parquet as pq
 from conserve.errors import PackageMissing, StoreError, StoreUnreachable, one_line
 from conserve.installation import install_line
 from conserve.store.files.bucket import Bucket, endpoint_of, reached
-from conserve.store.files.home import explained, listed, remove_tree
+from conserve.store.files.layout import listed
 from conserve.store.files.locks import alone
 from conserve.store.files.objects import FilePath, ObjectPath
+from conserve.store.files.os_errors import explained
+from conserve.store.files.place import place_of
 from conserve.store.sql.batches import RowBatches, joined
 from conserve.store.sql.export import held
 from conserve.store.sql.quoting import literal
@@ -149,7 +151,7 @@ def remove(folder: FilePath) -> None:
     if isinstance(folder, ObjectPath):
         folder.remove_folder()
     else:
-        remove_tree(folder)
+        place_of(folder).remove_tree()
 
 
 def leftovers(place: FilePath, job_id: str, *, beside: FilePath) -> Iterator[FilePath]:

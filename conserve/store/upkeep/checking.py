@@ -23,10 +23,11 @@ from conserve.store.books.results import TOKEN_COUNTS, decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import ENDED_EARLY, JobState
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, layout, marks, os_errors
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import orphans, records
 from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files, unread
 from conserve.store.upkeep.orphans import Orphan
@@ -172,7 +173,7 @@ def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda
 def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
     """Find all damages of one job at this moment; of a job with a file out of reach nothing else is known."""
     try:
-        with home.damage_apart(home.job_folder(store.data, job_id)):
+        with os_errors.damage_apart(layout.job_folder(store.data, job_id)):
             return judged(store, job_id, checked, judge)
     except StoreForbidden as error:
         return [unread(store.data, job_id, error)]
@@ -181,7 +182,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
 def judged(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
     """Find all damages of a job whose files can be read."""
     try:
-        mark = home.mark_of(home.job_folder(store.data, job_id))
+        mark = place_of(layout.job_folder(store.data, job_id)).readable_mark()
         there = orphans.on_disk(store.data, job_id)
         with store.read() as tx:
             audited = audit(tx, store.data, job_id)
@@ -240,7 +241,7 @@ def read_shard(where: FilePath, shard: ShardFile) -> Read:
     if content.fault:
         return Read(content)
     try:
-        with home.damage_apart(path):
+        with os_errors.damage_apart(path):
             file = pq.ParquetFile(source(path), page_checksum_verification=True)
             table = file.read(None if shard.seal is None else ["error_type", *TOKEN_COUNTS])
     except (OSError, pa.ArrowException) as error:
@@ -285,7 +286,7 @@ def record_damage(job_id: str, said: str) -> Damage:
 
 def mark_damage(where: FilePath, job_id: str, mark: Mark | None) -> Damage:
     """Damage of the mark in a job's folder."""
-    path = home.job_folder(where, job_id) / marks.MARK
+    path = layout.job_folder(where, job_id) / marks.MARK
     what = "is not what was written" if path.is_file() else "is missing"
     what = what if mark is None else f"is of another store ({mark.store_id})"
     return damaged(job_id, StorePart.MARK, below(path, where), what)
@@ -307,7 +308,7 @@ def file_fault(path: FilePath, seal: Seal | None) -> str | None:
     if what := digests.damage(path, seal):
         return what
     try:
-        with home.damage_apart(path):
+        with os_errors.damage_apart(path):
             found = pq.ParquetFile(source(path), page_checksum_verification=True)
             for _ in found.iter_batches() if seal is None else ():
                 pass

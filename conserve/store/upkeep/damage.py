@@ -16,7 +16,7 @@ from conserve.errors import StoreForbidden
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
 from conserve.store.books.shards import ShardFile
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, layout, marks
 from conserve.store.files.digests import Memory, Seal
 from conserve.store.files.objects import FilePath, ObjectPath, below
 
@@ -46,8 +46,8 @@ class StorePart(StrEnum):
 Compare = Callable[[FilePath, Seal | None, Memory | None], str | None]
 
 NAMED_PARTS = {
-    home.REQUESTS: StorePart.REQUESTS,
-    home.INPUTS: StorePart.INPUTS,
+    layout.REQUESTS: StorePart.REQUESTS,
+    layout.INPUTS: StorePart.INPUTS,
     marks.MARK: StorePart.MARK,
 }
 
@@ -108,7 +108,7 @@ def missing_objects(
             by_job[file.job_id].append(file)
     found = []
     for job_id, wanted in by_job.items():
-        lengths = {entry.path: entry.bytes for entry in (where / home.JOBS / job_id).entries()}
+        lengths = {entry.path: entry.bytes for entry in (where / layout.JOBS / job_id).entries()}
         for file in wanted:
             length = lengths.get(file.path) if isinstance(file.path, ObjectPath) else None
             what = "is missing" if length is None else None
@@ -134,11 +134,11 @@ def recorded_files(
 ) -> Iterator[RecordedFile]:
     """Yield the requests and copied inputs of these jobs, then these shards."""
     for job in jobs:
-        path = home.requests_file(where, job.id)
-        yield RecordedFile(job.id, StorePart.REQUESTS, path, job.files.get(home.REQUESTS))
+        path = layout.requests_file(where, job.id)
+        yield RecordedFile(job.id, StorePart.REQUESTS, path, job.files.get(layout.REQUESTS))
         if job.source.copied and not job.source.linked:  # a link is the user's file
-            path = home.inputs_file(where, job.id)
-            yield RecordedFile(job.id, StorePart.INPUTS, path, job.files.get(home.INPUTS))
+            path = layout.inputs_file(where, job.id)
+            yield RecordedFile(job.id, StorePart.INPUTS, path, job.files.get(layout.INPUTS))
     for shard in shards:
         yield RecordedFile(shard.job_id, StorePart.SHARD, where / shard.file, shard.seal)
 

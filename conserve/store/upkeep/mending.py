@@ -5,9 +5,8 @@ several places the one furthest on its way stays: shard, journal, `request`, spa
 again, and a job whose record names no model is bound to that of its answers.
 """
 
-import shutil
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +24,9 @@ from conserve.store.database import schema
 from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, trash
-from conserve.store.files.objects import FilePath, ObjectPath, source
+from conserve.store.files import digests, layout, os_errors, trash
+from conserve.store.files.objects import FilePath, source
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import checking, orphans
 from conserve.store.upkeep.checking import JobAudit, JobCounters, Read
 from conserve.units import count
@@ -91,7 +91,7 @@ def throw_away_dropped(store: Store, mended: Mended, now: float) -> None:
 
 def throw_away(store: Store, path: FilePath, now: float) -> None:
     """Move a file that the database no longer names to the trash, if it exists."""
-    with home.explained(store.data):
+    with os_errors.explained(store.data):
         if path.is_file():
             trash.throw_away(store.data, path, now=now)
 
@@ -104,7 +104,7 @@ def restore_from_trash(store: Store, job_id: str) -> list[str]:
     with store.read() as tx:
         found = catalog.get(tx, job_id)
         wanted = {file.file: file.seal for file in shards.files(tx, [job_id])}
-    folder = PurePosixPath(home.JOBS, job_id)
+    folder = PurePosixPath(layout.JOBS, job_id)
     wanted |= {str(folder / name): seal for name, seal in found.files.items()}
     said = []
     for name, seal in wanted.items():
@@ -112,26 +112,10 @@ def restore_from_trash(store: Store, job_id: str) -> list[str]:
             continue
         whole = (path for path in trash.found(store.data, name) if not digests.damage(path, seal))
         if path := next(whole, None):
-            copy(path, store.data / name, store.data)
+            with os_errors.explained(store.data):
+                place_of(path).copy_to(store.data / name)
             said.append(f"{name} was found in the trash")
     return said
-
-
-def copy(path: FilePath, to: FilePath, where: FilePath) -> None:
-    """Copy a file durably; its folder is made if that is gone too."""
-    if isinstance(path, ObjectPath) and isinstance(to, ObjectPath):
-        path.copy_to(to)
-        return
-    assert isinstance(path, Path)
-    assert isinstance(to, Path)
-    scratch = to.with_suffix(".tmp")
-    with home.explained(where):
-        home.make_with_parents(to.parent)
-        try:
-            shutil.copyfile(path, scratch)
-            home.write_durably(to, scratch)
-        finally:
-            scratch.unlink(missing_ok=True)
 
 
 def mend(tx: Connection, where: FilePath, audited: JobAudit, now: float) -> Mended:

@@ -20,7 +20,7 @@ from conserve.store.books import leases, places, shards
 from conserve.store.books.places import Positions
 from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, schema
-from conserve.store.files import digests, home
+from conserve.store.files import digests, layout, os_errors
 from conserve.store.files.objects import FilePath, ObjectPath, below, source
 from conserve.units import count
 
@@ -49,7 +49,7 @@ def on_disk(where: FilePath, job_id: str) -> list[FilePath]:
     Listed before the database is read, each was registered by then or has its rows in the journal, unless the
     database went back in time.
     """
-    folder = home.job_folder(where, job_id) / home.RESULTS
+    folder = layout.job_folder(where, job_id) / layout.RESULTS
     if isinstance(folder, ObjectPath):
         entries = sorted(folder.entries(), key=lambda entry: (entry.modified_at, entry.path.name))
         return [entry.path for entry in entries]
@@ -116,7 +116,7 @@ def mark(done: Done, positions: Positions) -> None:
 def asked(where: FilePath, job_id: str) -> Positions | None:
     """Row index of each position, as the requests have it; None if they cannot be read."""
     try:
-        with home.damage_apart(path := home.requests_file(where, job_id)):
+        with os_errors.damage_apart(path := layout.requests_file(where, job_id)):
             requests = pq.read_table(source(path), columns=["row_index"])
     except (OSError, pa.ArrowException):
         return None
@@ -127,7 +127,7 @@ def answers(path: FilePath, row_indexes: Positions | None) -> Positions:
     """Positions of a shard of answers; none if it has failed rows, cannot be read or answers other requests."""
     try:
         columns = ["position", "row_index", "error_type"]
-        with home.damage_apart(path):
+        with os_errors.damage_apart(path):
             table = pq.read_table(source(path), columns=columns, page_checksum_verification=True)
     except (OSError, pa.ArrowException):
         return places.NONE

@@ -25,10 +25,11 @@ from conserve.store.books.shards import ShardFile
 from conserve.store.database import counters, data, half_made, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches, add_missing_causes
 from conserve.store.database.store import Store
-from conserve.store.files import digests, home, marks
+from conserve.store.files import digests, job_folders, layout, os_errors
 from conserve.store.files.locks import unopened
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
+from conserve.store.files.place import place_of
 from conserve.store.upkeep import checking, mending
 from conserve.units import count
 from conserve.whole import write_whole
@@ -57,9 +58,9 @@ def strangers(store: Store) -> list[Stranger]:
         known = set(catalog.ids(tx))
     ours = {store.id, *lineage.left(store.home, store.place)}
     found = []
-    for folder in home.listed(home.jobs_folder(store.data)):
+    for folder in layout.listed(layout.jobs_folder(store.data)):
         named = folder.name in known or folder.name.startswith(".")
-        mark = marks.of(folder) if not named else None
+        mark = place_of(folder).mark() if not named else None
         if mark is not None and mark.registered and mark.record and mark.store_id in ours:
             found.append(Stranger(folder.name, mark))
     return found
@@ -76,7 +77,7 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
     begun = half_made.unfinished(path)
     aside = begun or path.with_name(f"{path.name}.damaged-{int(now)}")
-    with home.explained(settings.home), unopened(path) as free:
+    with os_errors.explained(settings.home), unopened(path) as free:
         if not free:
             raise StoreInUse(
                 f"another process has {path} open", step="stop what runs, and run: conserve check --repair"
@@ -220,7 +221,7 @@ def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> b
         known = {shards.add(tx, file, now=now): read for file, read in found}
         mended = mending.mend(tx, where, checking.audit(tx, where, job_id, known), now)
         counters.never_again(tx, now=now)
-    marks.register(home.job_folder(where, job_id), store.id, record)
+    job_folders.register(layout.job_folder(where, job_id), store.id, record)
     mending.throw_away_dropped(store, mended, now)
     mending.restore_from_trash(store, job_id)
     return True
@@ -229,10 +230,10 @@ def adopt_one(store: Store, stranger: Stranger, *, now: float, batch: bool) -> b
 def results_in(where: FilePath, job_id: str) -> Iterator[ShardFile]:
     """Yield the readable files in a job's folder of results, answers before errors; none has an id yet."""
     found = []
-    for path in home.listed(home.job_folder(where, job_id) / home.RESULTS):
+    for path in layout.listed(layout.job_folder(where, job_id) / layout.RESULTS):
         if not path.name.endswith(".parquet"):
             continue
-        with suppress(OSError, pa.ArrowException), home.damage_apart(path):
+        with suppress(OSError, pa.ArrowException), os_errors.damage_apart(path):
             table = pq.read_table(source(path), page_checksum_verification=True)
             failed = table["error_type"].null_count < table.num_rows
             found.append((failed, path, table.num_rows))

@@ -13,9 +13,10 @@ from conserve.store.books.catalog import Source
 from conserve.store.books.states import FailedBy, JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks
+from conserve.store.files import layout, marks, os_errors
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, below, source
+from conserve.store.files.place import place_of
 
 job = schema.job
 
@@ -82,7 +83,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
 
 def at_submit(store: Store, job_id: str) -> dict[str, Any]:
     """Columns of the record in the job's folder that still hold; none if the folder has no mark."""
-    mark = home.mark_of(home.job_folder(store.data, job_id))
+    mark = place_of(layout.job_folder(store.data, job_id)).readable_mark()
     record = mark.record if mark is not None else None
     kept = {"files", "priority"}  # they may have changed, but an old value is better than none
     return {
@@ -101,19 +102,19 @@ def differences(tx: Connection, job_id: str, mark: Mark) -> list[str]:
 
 def mend_mark(store: Store, job_id: str) -> str:
     """Write a job's mark anew from its record; returns the change in words."""
-    folder = home.job_folder(store.data, job_id)
+    folder = layout.job_folder(store.data, job_id)
     with store.read() as tx:
         record = catalog.record(tx, job_id)
-    with home.explained(store.data):
-        home.make_with_parents(folder)
-        marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
+    with os_errors.explained(store.data):
+        place_of(folder).make_with_parents()
+        place_of(folder).set_mark(Mark(store_id=store.id, registered=True, record=record))
     return f"{below(folder / marks.MARK, store.data)} was written anew"
 
 
 def num_requests(where: FilePath, job_id: str) -> int | None:
     """Number of a job's requests; None if they cannot be read."""
     try:
-        with home.damage_apart(path := home.requests_file(where, job_id)):
+        with os_errors.damage_apart(path := layout.requests_file(where, job_id)):
             return int(pq.read_metadata(source(path)).num_rows)
     except (OSError, pa.ArrowException):
         return None

@@ -23,9 +23,10 @@ from conserve.store.database import schema
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import wake
-from conserve.store.files import home, marks, trash
+from conserve.store.files import job_folders, layout, os_errors, trash
 from conserve.store.files.marks import Mark
 from conserve.store.files.objects import FilePath, ObjectPath
+from conserve.store.files.place import place_of
 
 log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
@@ -69,7 +70,7 @@ def room(store: Store) -> Room:
     """Measure the files of a home."""
     usages = usage(store)
     known = {each.job_id for each in usages}
-    folders = home.listed(home.jobs_folder(store.data))
+    folders = layout.listed(layout.jobs_folder(store.data))
     return Room(
         jobs=usages,
         database_bytes=sum(trash.length(path) for path in database_files(store)),
@@ -82,7 +83,7 @@ def room(store: Store) -> Room:
 def total_bytes(store: Store) -> int:
     """Bytes of the home and of the place of the files: each file once, also in folders that are links."""
     places = {store.home, store.data}
-    places |= {part for each in places for part in (home.jobs_folder(each), trash.folder(each))}
+    places |= {part for each in places for part in (layout.jobs_folder(each), trash.folder(each))}
     folders = {path.resolve() for path in places if isinstance(path, Path)}
     apart = [path for path in folders if folders.isdisjoint(path.parents)]
     objects = trash.size(store.data) if isinstance(store.data, ObjectPath) else 0
@@ -138,11 +139,11 @@ class JobBytes(NamedTuple):
 
 def job_bytes(data: FilePath, job_id: str) -> JobBytes:
     """Sizes of a job's files."""
-    folder = home.job_folder(data, job_id)
+    folder = layout.job_folder(data, job_id)
     return JobBytes(
-        requests=trash.length(home.requests_file(data, job_id)),
-        inputs=trash.length(home.inputs_file(data, job_id)),
-        results=trash.size(folder / home.RESULTS),
+        requests=trash.length(layout.requests_file(data, job_id)),
+        inputs=trash.length(layout.inputs_file(data, job_id)),
+        results=trash.size(folder / layout.RESULTS),
         all=trash.size(folder),
     )
 
@@ -150,13 +151,13 @@ def job_bytes(data: FilePath, job_id: str) -> JobBytes:
 def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
     """Sizes of all jobs' objects by one listing, since a request for each would take long."""
     parts: dict[str, Counter[str]] = defaultdict(Counter)
-    for job_id, part, entry in home.job_objects(data):
+    for job_id, part, entry in job_folders.objects(data):
         parts[job_id][part] += entry.bytes
     return {
         job_id: JobBytes(
-            requests=found[home.REQUESTS],
-            inputs=found[home.INPUTS],
-            results=found[home.RESULTS],
+            requests=found[layout.REQUESTS],
+            inputs=found[layout.INPUTS],
+            results=found[layout.RESULTS],
             all=found.total(),
         )
         for job_id, found in parts.items()
@@ -172,7 +173,7 @@ def remove(
     retried, and has other answers than before. Raises `StoreForbidden` for a folder of another user, or
     `StoreError` where no job's folder is there: the files on a disk that is not mounted would stay.
     """
-    folder = home.job_folder(store.data, job_id)
+    folder = layout.job_folder(store.data, job_id)
     with ExitStack() as stack, store.write() as tx:
         catalog.lock_ids(tx)
         leases.lock_with_job(tx, job_id)
@@ -194,7 +195,7 @@ def remove(
         tx.execute(delete(job).where(job.c.id == job_id))
         wake(tx)
     # A process that is just writing results finds the job gone, and its file goes too.
-    with marks.free(folder):
+    with place_of(folder).free():
         return delete_files(store.data, folder, now=now)
 
 
@@ -206,16 +207,16 @@ def forsaken(store: Store, folder: FilePath, record: Mapping[str, Any]) -> Itera
     `conserve check --repair` takes for a lost job. A crash before the commit leaves a job that is to be removed.
     An error undoes it if the job is there still. If not, only the commit's answer was lost: the removal goes on.
     """
-    before = marks.of(folder) or Mark(store_id=store.id, registered=True, record=record)
+    before = place_of(folder).mark() or Mark(store_id=store.id, registered=True, record=record)
     no_folder = suppress(FileNotFoundError, NotADirectoryError)
-    with suppress(StoreFull), home.explained(folder), home.owned(folder), no_folder:
-        marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
+    with suppress(StoreFull), os_errors.explained(folder), os_errors.owned(folder), no_folder:
+        place_of(folder).set_mark(Mark(store_id=store.id, registered=False, record=record))
     try:
         yield
     except BaseException as error:
         with suppress(OSError, StoreError):
             if is_there(store, folder.name):
-                marks.change(folder, before)
+                place_of(folder).set_mark(before)
             elif isinstance(error, StoreError):
                 return
         raise

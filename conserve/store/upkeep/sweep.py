@@ -24,8 +24,9 @@ from conserve.store.books.shards import NAMED_WITHIN_S
 from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks, multipart, trash
+from conserve.store.files import job_folders, layout, marks, multipart, trash
 from conserve.store.files.objects import FilePath, ListedObject, ObjectPath, below
+from conserve.store.files.place import place_of
 from conserve.store.files.probe import ahead_s
 
 shard = schema.shard
@@ -35,7 +36,7 @@ STALE_AFTER_S = 3600.0
 OBJECTS_STALE_AFTER_S = 2 * NAMED_WITHIN_S
 BETWEEN_S = 3600.0  # two sweeps of a bucket by one machine: each lists all of its objects
 SWEPT = "swept"  # file of the home whose time is that of the last sweep of the bucket
-PARTS = (home.RESULTS, DELIVERIES)  # of a job's folder, in which the database names each file
+PARTS = (layout.RESULTS, DELIVERIES)  # of a job's folder, in which the database names each file
 
 
 def sweep(store: Store, *, now: float) -> int:
@@ -52,7 +53,7 @@ def sweep(store: Store, *, now: float) -> int:
         swept += sweep_shards(store, store.data, now=now)
     with staying(trash.folder(store.local)):
         trash.empty(store.local, now=now)
-    delete_stale((store.home / home.SENDING).glob("*"), now=now)
+    delete_stale((store.home / layout.SENDING).glob("*"), now=now)
     if isinstance(uploaded := uploads.folder(store), Path):
         delete_stale(uploaded.glob("*.tmp"), now=now)
     if isinstance(store.data, ObjectPath) and claim_turn(store.home, now=now):
@@ -74,7 +75,7 @@ def sweep_folders(store: Store, *, now: float) -> int:
     """Move the folders of submits that never came to their end; returns how many."""
     with store.read() as tx:
         known = set(catalog.ids(tx))
-    folders = (store.local / home.JOBS).glob("*")
+    folders = (store.local / layout.JOBS).glob("*")
     swept = 0
     for path in [path for path in folders if path.name not in known]:
         with staying(path):
@@ -89,7 +90,7 @@ def sweep_folder(store: Store, folder: Path, now: float) -> bool:
     It is renamed under the lock, and moved behind: the trash may be on another disk, and copies take long.
     """
     aside = folder.with_name(f".swept-{folder.name}")
-    with marks.seized(folder, store.id) as mark:
+    with place_of(folder).seized(store.id) as mark:
         if mark is None or mark.registered:
             return False
         with store.write() as tx:
@@ -112,7 +113,7 @@ def sweep_shards(store: Store, data: Path, *, now: float) -> int:
         known = catalog.ids(tx)
     swept = 0
     for job_id in known:
-        with staying(home.job_folder(data, job_id)):
+        with staying(layout.job_folder(data, job_id)):
             left = unregistered(data, job_id, registered)
             if stale := [path for path in left if is_stale(path, now)]:
                 swept += sweep_results(store, job_id, stale, now)
@@ -121,13 +122,13 @@ def sweep_shards(store: Store, data: Path, *, now: float) -> int:
 
 def unregistered(data: Path, job_id: str, registered: Collection[str]) -> list[Path]:
     """Files among a job's results that are not registered."""
-    results = data / home.JOBS / job_id / home.RESULTS
+    results = data / layout.JOBS / job_id / layout.RESULTS
     return [path for path in results.glob("*") if below(path, data) not in registered]
 
 
 def sweep_results(store: Store, job_id: str, stale: Collection[Path], now: float) -> int:
     """Move the stale files of a job that are still not registered; returns how many."""
-    with marks.seized(home.job_folder(store.data, job_id), store.id) as mark, store.write() as tx:
+    with place_of(layout.job_folder(store.data, job_id)).seized(store.id) as mark, store.write() as tx:
         if mark is None:
             return 0
         catalog.lock_job(tx, job_id)
@@ -181,7 +182,7 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     """
     now -= ahead_s(data)
     by_job: dict[str, list[tuple[str, ListedObject]]] = defaultdict(list)
-    for job_id, part, entry in home.job_objects(data):
+    for job_id, part, entry in job_folders.objects(data):
         by_job[job_id].append((part, entry))
     with store.read() as tx:
         named = {*tx.scalars(select(shard.c.file)), *tx.scalars(select(schema.file.c.path))}
@@ -216,8 +217,8 @@ def orphans(
                 if unnamed and entry.modified_at < long_ago:
                     yield entry.path
         elif max(entry.modified_at for _, entry in entries) < long_ago:
-            folder = data / home.JOBS / job_id
+            folder = data / layout.JOBS / job_id
             marked = any(entry.path == folder / marks.MARK for _, entry in entries)
-            mark = marks.of(folder) if marked else None
+            mark = place_of(folder).mark() if marked else None
             if not marked or (mark is not None and mark.store_id == store.id and not mark.registered):
                 yield folder
